@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, shown
 
-MAX_FILE_BYTES = 16 << 20  # of a checkpoint's JSON; the largest published ones, tokenizer.json aside, have 2 MiB
-MAX_JSON_VALUES = 1_000_000  # in it; an entry of added_tokens_decoder has 12
+MAX_FILE_BYTES = 16 << 20  # bytes of a checkpoint's JSON file; tokenizer.json aside, published ones have up to 2 MiB
+MAX_JSON_VALUES = 1_000_000  # values in such a file; an entry of added_tokens_decoder has 12
 
 
 def path_of(path: object, what: str = "the path") -> Path:

@@ -16,7 +16,7 @@ from lce.kernels.cuda import launching
 
 SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
 IN_CACHES = 1 << 22  # scores that CPU kernels compute at a time, in memory that stays in the caches
-TOKENS_AT_ONCE = 4096  # of a product with low-dim keys: on CPUs a longer one runs at a quarter of the speed
+TOKENS_AT_ONCE = 4096  # tokens per product with low-dim keys: on CPUs a longer product runs at a quarter of the speed
 FEW_OF_MANY = 8  # dimensions per direction from which a GPU iterates instead of using `eigh`
 
 

@@ -13,7 +13,7 @@ from lce.attention.reference import Reference
 from lce.attention.scores import SCORES_AT_ONCE
 from lce.attention.tiles import SlotQueries
 
-FEW_ROWS = 4  # up to this many rows a tile takes plain batched products
+FEW_ROWS = 4  # a tile with at most this many rows takes plain batched products
 MOST_BLOCKS = 65_535  # CUDA's limit along the second and third axis of a grid
 
 

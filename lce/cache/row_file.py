@@ -30,7 +30,7 @@ from lce.cache.movers import Numbers, runs
 from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
 
-CHECK_BYTES = 4  # of a row in a file
+CHECK_BYTES = 4  # bytes of the check of one row
 CHECK_BLOCK = 1 << 12  # checks in a block
 READERS = 8  # threads that wait for the disk at once
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read only from the system's page cache

@@ -25,7 +25,7 @@ from lce.cache.row_file import Descriptor
 SPARE = 8192  # tokens of space after shared rows, which take no memory until written
 PAGE = mmap.PAGESIZE
 UNRESERVED = 0x4000  # MAP_NORESERVE of Linux
-ALL = 1 << 62  # rows
+ALL = 1 << 62  # rows: more than any cache has
 
 
 class MemoryFile:

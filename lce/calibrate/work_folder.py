@@ -23,7 +23,7 @@ from lce.methods.map_file import read_sealed, sealed
 
 _PLAN = "plan.json"
 _PLAN_BYTES = 1 << 16
-_HEADER_BYTES = 1 << 16  # of a file, besides its tensors
+_HEADER_BYTES = 1 << 16  # bytes of a file besides its tensors
 _WORK_FILE = re.compile(r"\.?(piece|layer)-\d+.*\.(safetensors|tmp)|\.plan\.json\..*\.tmp")
 
 

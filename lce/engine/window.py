@@ -16,7 +16,7 @@ from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
 from lce.weights.source import Source
 
-INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # lce, and torch's decorators around it
+INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # folders of lce and torch
 FIRST = ("longheads", "dca", "esa")  # methods that the warning names first
 
 

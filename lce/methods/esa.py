@@ -38,7 +38,7 @@ from lce.methods.step import ModelFacts, Step
 from lce.methods.top_p import TOP_P_HELP
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
-MAPS_FILE = "esa_maps.safetensors"  # beside a model
+MAPS_FILE = "esa_maps.safetensors"  # file of learned maps beside a model
 
 
 @register("esa")

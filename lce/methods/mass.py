@@ -22,7 +22,7 @@ from lce.methods.costs import QueryBlock
 from lce.methods.step import Step
 
 Judge = Literal["true", "constant"]
-PIECE = 1024  # tokens scored at a time, so that scores stay in the processor's caches
+PIECE = 1024  # keys scored at a time, so that scores stay in the processor's caches
 JUDGES: tuple[Judge, ...] = ("true", "constant")
 
 

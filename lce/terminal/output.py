@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lce.engine.stream import Stream
 
 
-FIRST_LINE_S = 5.0  # shorter work prints no line if stderr is no terminal
+FIRST_LINE_S = 5.0  # seconds; shorter work prints no line if stderr is no terminal
 NEXT_LINE_S = 10.0
 
 

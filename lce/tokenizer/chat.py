@@ -27,16 +27,16 @@ from typing import Any
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
-MAX_CHARS = 1 << 20  # of the rendered text, besides eight a character of the messages
-MAX_SECONDS = 2  # of a processor, on top of one for 500,000 characters of messages
-MAX_BYTES = 384 << 20  # of the process, on top of 96 times the length of the messages
+MAX_CHARS = 1 << 20  # characters of the rendered text, besides eight for each character of the messages
+MAX_SECONDS = 2  # processor seconds, besides one for each 500,000 characters of the messages
+MAX_BYTES = 384 << 20  # memory of the process, besides 96 bytes for each character of the messages
 MOST_WAITED = 60  # seconds, after which a process that got no processor is given up
 _KEPT_VARIABLES = (
     "TZ",
     "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH",
 )  # of the environment: for the time of day, and for Python to start
-_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # in no text, by the Unicode standard
+_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # characters that the Unicode standard keeps out of texts
 _REMEDY = "use the template that came with this checkpoint"
 _START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'))"
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lce.errors import ModelError, shown
 
-MOST_STEPS = 64  # of a chain; published ones have up to six
+MOST_STEPS = 64  # steps of a chain; published ones have up to six
 MOST_GROWTH, MOST_INSERTED = 64, 64  # published chains replace one character by one
 MOST_PATTERN = 4096  # characters of a regular expression; published ones have some 400
 _ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}

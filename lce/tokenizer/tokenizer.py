@@ -26,7 +26,7 @@ from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json or tokenizer.model; Gemma 3's has 33 MB
-BYTES_A_TOKEN = 1024  # of such a file; published ones have about 130
+BYTES_A_TOKEN = 1024  # bytes of such a file for each token; published ones have about 130
 _REMEDY = "use the tokenizer files that came with this checkpoint"
 
 

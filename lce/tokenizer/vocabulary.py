@@ -27,7 +27,7 @@ _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 _LENGTHENS = re.compile(rb':\s*"(?:Replace"|Prepend"|[^"\\]*\\u)')
 MOST_BYTE_LEVEL = 6  # ByteLevel steps, which make two letters of one; published files have three, in three chains
 MOST_WORD = 1000  # characters of a word under WordPiece, whose time is quadratic in them; published files say 100
-MOST_VALUES = 8_000_000  # in a tokenizer.json; a vocabulary of 256,000 tokens has 2 million
+MOST_VALUES = 8_000_000  # values in a tokenizer.json; a vocabulary of 256,000 tokens has 2 million
 MOST_AROUND = 64  # ids that a post-processor may add; published ones add three at most
 
 

@@ -33,7 +33,7 @@ from lce.files import JsonError, named, open_regular, parse_json, read_file
 from lce.sizes import size_text
 
 LARGEST_HEADER = 8 << 20  # bytes; the largest published headers are below 1 MiB
-MOST_TENSORS = 50_000  # of a checkpoint; the largest models of our families have about 1,200
+MOST_TENSORS = 50_000  # tensors of a checkpoint; the largest models of our families have about 1,200
 MOST_VALUES = 12 * MOST_TENSORS  # JSON values and names in a header: the entry of a matrix has 12
 
 ITEM_SIZES = {
@@ -44,7 +44,7 @@ ITEM_SIZES = {
 }
 _MOST_SHARDS = 4096
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
-_LARGEST_SIZE = 2**48  # of one dimension
+_LARGEST_SIZE = 2**48  # numbers along one dimension
 _MOST_DIMENSIONS = 64
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -20,9 +20,9 @@ from lce.kernels.cpu.rows import LOWEST, attend_rows, finish, put_query, scratch
 from lce.kernels.cpu.vectors import take
 
 ROWS = 96  # queries of a task: packing keys costs little beside their products
-FEW = 32  # up to here a problem's keys are divided among tasks
-PIECE = 512  # keys of such a task, and of others 8 times as many
-_SLOT_ROWS = 64  # whose slots are worth a thread to merge
+FEW = 32  # with at most this many queries, a problem's keys are divided among tasks
+PIECE = 512  # keys of a task with FEW queries; other tasks have 8 times as many
+_SLOT_ROWS = 64  # queries whose slots are worth a thread to merge
 
 
 def attend(

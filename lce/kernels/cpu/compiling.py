@@ -25,10 +25,10 @@ from numba.extending import intrinsic
 from lce.errors import UsageError
 from lce.progress import notice
 
-MOST_ROWS = 8  # rows of a product that are a few: decode, and drafts of some tokens
+MOST_ROWS = 8  # the most rows that a product for decoding takes
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-_MOST_ARGUMENTS = 16  # of a kernel; more go in memory
+_MOST_ARGUMENTS = 16  # arguments of a kernel; more are passed in memory
 _I64 = ir.IntType(64)
 
 _lock = threading.RLock()

@@ -11,7 +11,7 @@ from lce.kernels.cpu.numbers import pointer
 from lce.kernels.cuda import launching
 
 _WORD = 8  # bytes that are copied at once
-_ROWS = 64  # that a thread takes at a time
+_ROWS = 64  # rows that a thread takes at a time
 
 
 def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -43,12 +43,12 @@ from lce.kernels.cpu.vectors import LANES, multiply_add_of, transposed
 GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
 
 _TASK = 4  # blocks that a thread takes at a time
-_ROWS = 4  # of x, beside one alone, that meet a block at a time
+_ROWS = 4  # rows of x that meet a block at a time; a single row goes alone
 _STEP = 4  # vectors of codes that a turn of the innermost loop takes
 _CHAINS = 4  # sums of a vector that do not wait for each other
-_VECTOR = 4 * LANES  # bytes
-_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # of 16 bits, for a number of x
-_MULTIPLIES_PAIRS = "avx512bw" in features()  # of 16 bits, 32 at a time
+_VECTOR = 4 * LANES  # bytes of a vector
+_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # numbers of 16 bits that hold a number of x
+_MULTIPLIES_PAIRS = "avx512bw" in features()  # has an instruction for 32 products of 16 bits
 _SHRINKS = 4  # ranges of a group that rounding to 4 bits tries, each _SHRINK narrower
 _SHRINK = np.float32(0.06)
 _FITS = 2  # least-squares corrections of each scale and zero

@@ -21,7 +21,7 @@ from lce.kernels.cpu.compiling import ByDtype, arguments, by_dtype, inner, kerne
 from lce.kernels.cpu.numbers import bits_of_float, exp2, float_of_bits, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.vectors import largest
 
-KEYS = 256  # that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
+KEYS = 256  # keys that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
 FEW_ROWS = 8  # up to this many rows, keys are not packed
 LOWEST = np.float32(-3.0e38)  # below any score
 

@@ -17,7 +17,7 @@ from triton.language import constexpr
 from lce.kernels.cuda.launching import launch
 from lce.kernels.cuda.rows import heads as vectors_of
 
-_NUMBERS = 2048  # that a program computes at a time
+_NUMBERS = 2048  # numbers that a program computes at a time
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

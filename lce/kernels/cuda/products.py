@@ -12,7 +12,7 @@ from lce.kernels.cuda.launching import MOST_ROWS, launch
 
 _COLUMNS = 1024  # numbers of a weight row that a program reads at a time: 16 bytes a thread of each row
 _TILE = 16_384  # bytes of weights that a program reads at a time
-_PROGRAMS = 512  # that keep 132 processors reading
+_PROGRAMS = 512  # programs that keep 132 processors reading
 
 
 def product(

@@ -28,7 +28,7 @@ from lce.sizes import count
 
 OTHER = "Python and other"  # time outside a profile's timers
 OF_PLANS = ("device", "dtype", "weights", "block", "window")  # options of `lce.load` that decide what is counted
-MOST_ROWS = 1024  # of the products that set the ceiling
+MOST_ROWS = 1024  # rows of the products that set the ceiling
 
 
 @dataclass

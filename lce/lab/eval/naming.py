@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lce.lab.eval.record import Line
 
 MOST = 160  # characters of a name
-PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # no tables, code, HTML or formulas
+PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # Markdown and HTML signs
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
 OF_ENGINE = "model engine rope weights kv_dtype".split()
 

@@ -35,7 +35,7 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
 MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1.2, "zorder": 0}  # ceiling, window
 APART, MOST_APART = 0.06, 0.5  # factors of two between methods, so that equal scores stay visible
-BINS = 5  # of depths, if none were asked for
+BINS = 5  # bins of depths, if the user names none
 MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # in one picture
 Span = tuple[float, float, float]  # a value and the ends of its interval
 

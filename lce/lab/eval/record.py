@@ -22,7 +22,7 @@ from typing import Any
 from lce.errors import DataError, shown
 from lce.files import check_target, lock, named, open_regular, unwritable
 
-BEGINNING = b'{"task": '  # of every line
+BEGINNING = b'{"task": '  # how every line begins
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # another process holds the lock while it writes one line
 PerHead = list[list[float]]  # layers, and their heads
 

@@ -29,7 +29,7 @@ from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
 CLEARLY = 0.1  # margin by which a ceiling's `low` must exceed chance
-FAILS = 0.5  # below it, `full` fails within the window
+FAILS = 0.5  # a score below this: `full` fails within the window
 HOLDS = 0.9  # share of the ceiling's score that a method needs to hold
 
 AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer

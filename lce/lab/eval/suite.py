@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lce.lab.eval.sample import Sample, Task
 
 LARGEST_KNOB = 10_000
-QUESTIONS = 4  # of a document, if several are asked and no number is given
+QUESTIONS = 4  # questions about a document, if several are asked and no number is given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from lce.methods import Method, available, find, make
 
 MOST_MARKED, MOST_OFF = 32, 1 << 16  # texts whose places are marked, and heads that are switched off
 MOST_KNOB = 100  # letters of a knob's value
-LIVE_BYTES = 512 << 20  # of the choices of a run
+LIVE_BYTES = 512 << 20  # bytes of a run's choices
 STOP_S = 5.0
 
 

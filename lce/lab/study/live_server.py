@@ -34,7 +34,7 @@ TOKEN_BYTES = 24
 MOST_BODY = 4 << 20
 MOST_VALUES = 1 << 20
 SILENT_S, ANSWER_S = 10.0, 60.0  # of a connection that sends nothing, and to send an answer
-DRAIN_S = 1.0  # to read what is sent after an answer
+DRAIN_S = 1.0  # seconds to read what is sent after an answer
 
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
 _KNOWN = re.compile(r"known=(\d{1,15})")

@@ -23,7 +23,7 @@ from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 BEST = 8  # listed choices, by most true attention
 ENOUGH = 0.9  # share of true attention with which a head misses nothing
 MOVED = 0.5  # share of attention on wrong tokens from which distances mislead a head
-MOST_TOKENS = 1 << 14  # attended by a head; with more, own attention is not computed
+MOST_TOKENS = 1 << 14  # tokens that a head attends; with more, own attention is not computed
 COMPARED = 16  # own attention is computed for this many last prompt tokens and all generated ones
 
 Mark = tuple[int, int]  # tokens start..stop-1

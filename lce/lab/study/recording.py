@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 TOP = 5  # likeliest tokens listed with each generated one
 MOST_GENERATED = 4096
-MOST_MARKS = 32  # places
+MOST_MARKS = 32  # places in a text that may be marked
 UNITS = 32  # parts of the window that stand for choices if a method chooses nothing
 
 Recording = dict[str, Any]

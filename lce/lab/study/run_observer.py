@@ -17,7 +17,7 @@ from lce.lab.study.segments import MOST_BYTES, RunChoices, Spans
 from lce.methods import LayerCache, Method, Observation, Step, distances
 
 Piece = tuple[int, int, int | None, int | None]  # tokens start..stop-1, least and largest distance
-MOST_PIECES = 128  # of a query's always attended tokens
+MOST_PIECES = 128  # pieces of a query's always attended tokens
 
 
 @dataclass

@@ -20,8 +20,8 @@ from lce.sizes import size_text
 
 Numbers = npt.NDArray[Any]
 Spans = list[list[int]]  # [start, stop] of each span of tokens that a query attends
-SEGMENT_BYTES = 400_000  # of a segment's choices, which a browser decodes in a few milliseconds
-MOST_BYTES = 2 << 30  # of the choices of a run
+SEGMENT_BYTES = 400_000  # bytes of a segment's choices, which a browser decodes in a few milliseconds
+MOST_BYTES = 2 << 30  # bytes of a run's choices
 
 
 @dataclass

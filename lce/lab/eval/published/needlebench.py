@@ -14,7 +14,7 @@ from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Haystack, 
 from lce.lab.eval.published.reading import Row, json_rows, json_value
 from lce.lab.eval.sample import Sample
 
-LENGTHS = {  # tokens, of each size
+LENGTHS = {  # tokens of each size
     "4k": (1000, 2000, 3000, 4000),
     "8k": tuple(range(1000, 8001, 1000)),
     "32k": (1000, *range(4000, 32001, 4000)),
