@@ -93,9 +93,8 @@ def test_the_weights_fingerprint_is_read_when_a_file_needs_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Checkpoint] = []
-    fingerprint = Checkpoint.fingerprint
+    fingerprint, engine = Checkpoint.fingerprint, lce.load(tiny_model)
     monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: calls.append(self) or fingerprint(self))
-    engine = lce.load(tiny_model)
     context = engine.prefill(tokens(10))
     engine.generate("x", max_tokens=1, context=context.fork())
     assert calls == []

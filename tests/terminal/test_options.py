@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import lce
 from lce import cli
+from lce.engine.loading import SizeOptions
 from lce.terminal import options
 from lce.terminal.output import Output
 from tests.command import assert_error, run
@@ -52,7 +53,7 @@ def test_each_group_packs_what_the_library_takes() -> None:
     loading = received(["--rope", "ntk", "--rope-factor", "2"], options.loading_options)["loading"]
     assert set(loading) == set(inspect.signature(lce.load).parameters) - {"model", "method", "sharing"}
     planning = received(["--block", "7"], options.planning_options)["planning"]
-    assert set(planning) == set(inspect.signature(lce.plan).parameters) - {"model", "method", "tokens"}
+    assert set(planning) == set(SizeOptions.__annotations__)
     assert received(["--quiet"], options.output_options)["output"] == Output(json=False, quiet=True)
     assert received(["--json"], options.json_options)["output"] == Output(json=True)
 
