@@ -70,6 +70,7 @@ def test_a_stage_that_fails_costs_no_other(gpu: ModuleType, tmp_path: Path, monk
     assert "something broke" in (tmp_path / "stages.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_drawn_models_run_on_a_gpu(gpu: ModuleType, gpus: Gpus, tmp_path: Path) -> None:
     """On a pretended one."""

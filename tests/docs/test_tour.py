@@ -22,7 +22,6 @@ TOUR = ROOT / "docs" / "tour"
 
 tour = load("tour/tour.py")
 PAGES = tour.chapters()
-LONG = {"3-window", "5-longheads"}  # chapters that run for more than five seconds
 by_page = pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 
 
@@ -35,9 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in LONG)) for page in PAGES]
-)
+@pytest.mark.slow
+@by_page
 def test_a_chapter_prints_what_it_shows_and_draws_its_pictures(page: Path, folder: Path) -> None:
     tour.run(page)
     drawn = {file.name for file in (folder / "pictures").iterdir()}

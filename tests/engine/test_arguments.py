@@ -118,6 +118,7 @@ def test_every_public_function_is_in_the_table(face: Face) -> None:
     assert functions <= set(NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_any_value_works_or_is_refused_in_one_line(
     face: Face, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {
     ("kind", "method"),
     [*(("llama", method) for method in METHODS), *((kind, "full") for kind in KINDS if kind != "llama")],
 )
-@pytest.mark.covering
+@pytest.mark.covering("kind")
 def test_two_devices_give_what_one_gives(two: Gpus, models: dict[str, Path], kind: str, method: str) -> None:
     chosen = lce.methods.make(method.partition(",")[0], METHODS[method])
     ids, found = tokens(90), []
@@ -115,10 +115,10 @@ def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, P
 @pytest.mark.parametrize(
     ("method", "n", "budgets"),
     [
-        ("full", 800, {"kv_device_budget": "384KiB"}),
+        pytest.param("full", 800, {"kv_device_budget": "384KiB"}, marks=pytest.mark.slow),
         pytest.param("longheads", 120, {"kv_device_budget": 48_000}, marks=pytest.mark.slow),
         ("longheads", 120, {"kv_device_budget": 48_000, "kv_host_budget": 40_000, "spill_dir": "spill"}),
-        ("longheads", 120, {"kv_device_budget": 48_000, "kv_dtype": "int8"}),
+        pytest.param("longheads", 120, {"kv_device_budget": 48_000, "kv_dtype": "int8"}, marks=pytest.mark.slow),
     ],
     ids=["full, host", "host", "disk", "8 bits"],
 )

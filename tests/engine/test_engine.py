@@ -260,6 +260,7 @@ print(before, held, rss())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_memory_is_given_back_when_an_engine_ends() -> None:
     before, held, after = map(float, output(RSS, "demo").split())

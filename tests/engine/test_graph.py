@@ -96,7 +96,9 @@ def same_state(one: lce.Context, other: lce.Context) -> None:
     assert torch.allclose(one.logits, other.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["full", "dca", "longheads", "quest", "rerope"])
+@pytest.mark.parametrize(
+    "name", ["full", "longheads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "quest", "rerope"))]
+)
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
 def test_a_recording_does_again_what_was_captured(
     name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch

@@ -392,6 +392,7 @@ def stop_at(n_tokens: int) -> Callable[[int, int], None]:
 @KV_DTYPES
 @pytest.mark.parametrize("budget", [None, SMALL])
 @pytest.mark.parametrize("name", SERVING)
+@pytest.mark.covering("name")
 def test_an_interrupted_prefill_goes_on(
     name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_it_is_short() -> None:
     assert len((SOURCE / "keybounds.py").read_text(encoding="utf-8").splitlines()) < 30
 
 
+@pytest.mark.slow
 def test_it_is_listed_with_its_knobs(lce_command: Callable[..., str]) -> None:
     summary, *knobs = lce_command("methods").partition("\nkeybounds\n")[2].partition("\n\n")[0].splitlines()
     assert summary.startswith("  Chunks scored by")

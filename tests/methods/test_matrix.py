@@ -411,7 +411,7 @@ def in_small_pieces(
 
 
 @pytest.mark.parametrize(("name", "knobs"), BASIC, ids=str)
-@pytest.mark.covering("name")
+@pytest.mark.slow
 def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
     name: str, knobs: dict[str, object], tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @pytest.mark.parametrize("wanted", ["auto", *DTYPES])
 @pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.covering("stored")
 def test_any_dtype_is_read_as_any_other(stored: str, wanted: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, torch_dtype=stored)
     engine = lce.load(folder, dtype=wanted)

@@ -150,6 +150,7 @@ def test_the_plan_counts_the_weights_as_stored(folder: Path) -> None:
 
 @pytest.mark.parametrize("block", [7, 40])
 @pytest.mark.parametrize("method", ["full", "longheads", "dca", "lm_infinite", "rerope"])
+@pytest.mark.covering("folder", "method")
 def test_methods_equal_the_oracle_on_every_family(folder: Path, method: str, block: int) -> None:
     ids = [(7 * i) % 290 + 5 for i in range(150)]
     assert_equals_the_oracle(lce.load(folder, method=method, block=block), ids)

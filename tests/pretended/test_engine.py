@@ -30,7 +30,8 @@ def test_says_what_it_says_on_the_cpu(gpus: Gpus, tiny_model: Path, method: Meth
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "device", "host"), [("full", 700, 164_000, 100_000), ("longheads", 140, 22_000, 12_000)]
+    ("name", "length", "device", "host"),
+    [("full", 700, 164_000, 100_000), pytest.param("longheads", 140, 22_000, 12_000, marks=pytest.mark.slow)],
 )
 def test_forks_files_and_tiers_change_nothing(
     gpus: Gpus, tiny_model: Path, name: str, length: int, device: int, host: int, tmp_path: Path

@@ -61,6 +61,7 @@ def test_the_first_use_says_so_and_the_second_finds_the_kernels(compiled: Compil
     assert second.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "lce").write_text("in the way")
     assert run(tmp_path).stdout.split()[0] == "64.0"
@@ -101,6 +102,7 @@ def test_numbas_own_variables_do_no_harm(variables: dict[str, str], tmp_path: Pa
     assert run(tmp_path, "threads", **variables).stdout.split()[0] == "64.0"
 
 
+@pytest.mark.slow
 def test_a_threading_layer_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as caught:
         run(tmp_path, NUMBA_THREADING_LAYER="nothing")
