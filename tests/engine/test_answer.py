@@ -32,6 +32,15 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return None
 
 
+def could_begin(text: str, stops: Sequence[str]) -> str:
+    """The longest end of the text that a stop string begins with."""
+    return max(
+        (text[at:] for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)),
+        key=len,
+        default="",
+    )
+
+
 @given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)
 @settings(max_examples=400, deadline=None)
 def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: tuple[str, ...]) -> None:
@@ -41,6 +50,18 @@ def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[st
     said = "".join([*map(watch.push, pieces), watch.finish()])
     assert said == (text if cut is None else text[:cut])
     assert watch.stopped == (cut is not None)
+
+
+@given(text=SHORT, stops=STOPS)
+@settings(max_examples=200, deadline=None)
+def test_text_is_said_as_soon_as_it_is_certain(text: str, stops: tuple[str, ...]) -> None:
+    """After every character: all that no stop string can take back any more, and nothing else."""
+    watch, said = StopWatch(stops), ""
+    for end in range(1, len(text) + 1):
+        said += watch.push(text[end - 1])
+        if watch.stopped:
+            break
+        assert said + could_begin(text[:end], stops) == text[:end]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
 from lce.engine.devices import counts_of, devices_of
@@ -94,6 +95,47 @@ def test_each_tensor_is_where_its_layer_is(two: Gpus, models: dict[str, Path]) -
     assert list(held) == ["cuda:0", "cuda:1", "host", "disk"]
     assert held["cuda:0"] == 2 * held["cuda:1"] > 0
     assert repr(context) == f"Context(100 tokens, {3 * held['cuda:1']} bytes)"
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies from one GPU to another: where from, where to, and how many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_to_copy"):
+            source = args[1] if name == "aten::copy_" else args[0]
+            to = args[0].device if name == "aten::copy_" else torch.device(kwargs.get("device") or source.device)
+            if source.is_cuda and to.type == "cuda" and to != source.device:
+                self.found.append((str(source.device), str(to), source.numel()))
+        return func(*args, **kwargs)
+
+
+def test_hidden_states_move_once_at_each_border(models: dict[str, Path]) -> None:
+    with pretended_gpus(3):
+        engine = lce.load(models["llama"], CHUNKS, device="cuda:all")
+        assert engine.layout.devices_text == "cuda:0,cuda:1,cuda:2"
+        assert engine.model.borders == {1: torch.device("cuda:1"), 2: torch.device("cuda:2")}
+        with Copies() as copies:
+            engine.prefill(tokens(20))
+    assert copies.found == [("cuda:0", "cuda:1", 20 * 64), ("cuda:1", "cuda:2", 20 * 64)]
+
+
+@pytest.mark.slow
+def test_engines_share_weights_where_they_are(two: Gpus, models: dict[str, Path]) -> None:
+    engine = lce.load(models["llama"], device=BOTH)
+    filled = torch.zeros(3 << 30, dtype=torch.uint8, device="cuda:0")
+    other = lce.load(models["llama"], "dca", device=BOTH, sharing=engine)
+    assert filled.is_cuda
+    assert other.layout.borders == engine.layout.borders
+    assert other.model is engine.model
+    assert not other.prefill(tokens(30)).cache.stacks
+    with pytest.raises(UsageError, match=r"on cuda:0,cuda:1; expected torch.float32 on cuda:0, as asked"):
+        lce.load(models["llama"], device="cuda:0", sharing=engine)
 
 
 def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, Path], tmp_path: Path) -> None:

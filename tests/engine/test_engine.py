@@ -294,3 +294,13 @@ def test_without_a_tokenizer_ids_come_and_go(tiny_model: Path, tmp_path: Path) -
     for stop in ("x", ["x"], lambda text: True):
         with pytest.raises(lce.UsageError, match="stop is given, but this checkpoint has no tokenizer"):
             engine.generate(ids, stop=stop)
+
+
+def test_writing_moves_nothing(engine: lce.Engine) -> None:
+    """Room for the whole answer is made before its first token."""
+    context = engine.prefill(tokens(45))
+    stream = engine.stream(tokens(5), max_tokens=60, context=context)
+    next(stream)
+    before = [layer.buffer.k.data_ptr() for layer in context.cache.layers]
+    assert len(list(stream)) > 10
+    assert [layer.buffer.k.data_ptr() for layer in context.cache.layers] == before

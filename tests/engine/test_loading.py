@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import lce
 from lce.errors import DataError, ModelError, UsageError
 from lce.methods import LongHeads
+from lce.weights.checkpoint import Checkpoint
 from tests.checkpoints import TINY, save_tiny, tokens
 
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
@@ -186,3 +187,13 @@ def test_what_cannot_be_quantised(tmp_path: Path) -> None:
         lce.quantize(out, tmp_path / "again")
     with pytest.raises(UsageError, match="expected int8 or int4"):
         lce.quantize("demo", tmp_path / "x", "auto")
+
+
+def test_options_are_checked_before_weights_are_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> Any:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(Checkpoint, "load", load)
+    for values in ({"attention": "torh"}, {"rope": "lineer"}, {"kv_host_budget": "8Gi"}, {"dtype": "float23"}):
+        with pytest.raises(lce.UsageError):
+            lce.load(tiny_model, **values)

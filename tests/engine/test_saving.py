@@ -30,6 +30,7 @@ from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
 from tests.command import start
 from tests.interrupts import interrupted, places
+from tests.late import LateDevice, no_gpu
 
 BLOCK = 64
 NEEDS: dict[str, dict[str, object]] = {
@@ -317,6 +318,15 @@ def test_a_prefill_into_a_file_goes_on_whatever_write_fails(how: str, tiny_model
         assert (tmp_path / "c.lce").read_bytes() == (tmp_path / "truth").read_bytes()
         assert sorted(os.listdir(tmp_path)) == ["c.lce", "truth"]
         (tmp_path / "c.lce").unlink()
+
+
+def test_a_spill_that_fails_loses_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    engine, roomy = load(tiny_model, spill_dir=tmp_path), load(tiny_model)
+    expected, context = answer(roomy, roomy.prefill(tokens(400))), engine.prefill(tokens(200))
+    with failing(3, "EIO"), pytest.raises(CapacityError):
+        engine.prefill(tokens(400)[200:], context=context)
+    engine.prefill(tokens(400)[len(context) :], context=context)
+    assert answer(engine, context) == expected
 
 
 # For each line that it reads, a child that saves until it is killed: one start of Python for all of them.
@@ -739,3 +749,28 @@ def test_an_interruption_anywhere_leaves_no_file(
             assert {file.name for file in path.parent.iterdir()} == {"c.lce"}
     errors.clear()
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # an interruption right behind `open` loses its descriptor
+
+
+@pytest.mark.parametrize("spill", [False, True])
+def test_an_opened_context_goes_on_beside_a_gpu_and_is_saved_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spill: bool
+) -> None:
+    """Its pools grow while it generates; it is forked, saved and opened, with the tokens of a context in memory."""
+    no_gpu(monkeypatch, "last first", slab=2048)
+    plain = lce.load(tiny_model, "longheads", attention="torch", block=16)
+    with monkeypatch.context() as patch:
+        patch.setattr("lce.engine.loading.CacheLayout", LateDevice)
+        budgets = {"kv_device_budget": 80_000, **({"spill_dir": tmp_path, "kv_host_budget": 20_000} if spill else {})}
+        late = lce.load(tiny_model, "longheads", attention="torch", block=16, **budgets)
+    found = []
+    for engine in (plain, late):
+        engine.prefill(tokens(250)).save(tmp_path / "first.lce")
+        context = engine.open_context(tmp_path / "first.lce")
+        ids = list(engine.generate(tokens(5), context=context, max_tokens=20).token_ids)
+        ids += engine.generate(tokens(3), context=context.fork(), max_tokens=4).token_ids
+        context.save(tmp_path / "second.lce")
+        again = engine.open_context(tmp_path / "second.lce")
+        found.append([*ids, *engine.generate(tokens(4), context=again, max_tokens=4).token_ids])
+    assert found[0] == found[1]
+    assert context.cache.traffic["device"].early > 0
+    assert context.cache.traffic["host"].bytes_in > 0

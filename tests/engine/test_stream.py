@@ -37,6 +37,30 @@ def assert_usable(engine: lce.Engine, context: lce.Context) -> None:
     assert ours == theirs
 
 
+def test_close_waits_for_a_step_that_runs_in_another_thread(engine: lce.Engine) -> None:
+    context = engine.prefill(tokens(40))
+    running, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        running.set()
+        assert go_on.wait(10)
+
+    stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=progress)
+    reader = threading.Thread(target=lambda: list(stream), daemon=True)
+    closer = threading.Thread(target=stream.close, daemon=True)
+    reader.start()
+    assert running.wait(10)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive(), "the step runs on"
+    go_on.set()
+    closer.join(10)
+    reader.join(10)
+    assert not closer.is_alive()
+    assert_usable(engine, context)
+    assert stream.result.finish_reason == "cancelled"
+
+
 def test_a_stream_ends_when_another_thread_closes_it_between_two_steps(engine: lce.Engine) -> None:
     context = engine.prefill(tokens(40))
     stream = engine.stream([], max_tokens=50, context=context)
