@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -330,3 +331,24 @@ def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int)
     assert layout.state_bytes(300) <= 2 * most
     assert layout.state_bytes(0) <= layout.state_bytes(1) <= layout.state_bytes(300)
     assert replace(layout, n_layers=5).state_bytes(300) == 5 * layout.state_bytes(300)
+
+
+def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = replace(LAYOUT, block=4)
+    cache = KVCache.empty(with_host(layout, layout.least_budget, tmp_path))
+    keys = text(200, LAYOUT)
+    read(cache, keys, 0, 16)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(CapacityError, match="No space left on device"):
+            cache.reserve(200)
+    assert not cache.stacks
+    read(cache, keys, 16, 20)
+    for start in range(20, 200, 4):
+        read(cache, keys, start, start + 4)

@@ -76,3 +76,15 @@ def test_any_dtype_is_read_as_any_other(stored: str, wanted: str, tmp_path: Path
     assert logits.dtype == torch.float32
     assert (logits - lce.load(folder, dtype="float32").logits(ids)).abs().mean() < 0.1
     assert len(engine.generate(ids, max_tokens=3).token_ids) <= 3
+
+
+def test_a_model_that_is_overwritten_or_cut_short_answers_as_before(tmp_path: Path) -> None:
+    folder, ids = save_tiny(tmp_path), list(range(2, 60))
+    engine, file = lce.load(folder), folder / "model.safetensors"
+    logits, fingerprint, size = engine.logits(ids), engine.fingerprint, file.stat().st_size
+    for raw in (bytes(size), b""):
+        with file.open("r+b") as opened:
+            opened.truncate(len(raw))
+            opened.write(raw)
+        assert torch.equal(engine.logits(ids), logits)
+    assert engine.fingerprint == fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -360,3 +361,17 @@ def test_a_damaged_header_never_loads_other_tensors(good: Path, flips: list[tupl
         message = str(error)
     assert "\n" not in message
     message.encode()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_numbers_that_are_not_finite(folder: Path, value: float, dtype: torch.dtype | None) -> None:
+    """In every place of a tensor."""
+    for place in range(12):
+        embed = TENSORS["embed"].clone().to(torch.bfloat16)
+        embed.view(-1)[place] = value
+        save_file(TENSORS | {"embed": embed}, folder / "model.safetensors")
+        with pytest.raises(
+            ModelError, match=r"model\.safetensors: tensor 'embed' has NaN or infinite numbers; the che"
+        ):
+            load(folder, dtype=dtype)
