@@ -168,7 +168,8 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
         "def slowly(self, cache, *block):\n"
         "    if cache.length == 128:\n"
         "        print('there', file=sys.stderr, flush=True)\n"
-        "        time.sleep(60)\n"
+        "        for _ in range(600):\n"  # a signal just before a single long sleep would not end the sleep
+        "            time.sleep(0.1)\n"
         "    return begin(self, cache, *block)\n"
         "Driver.begin = slowly\n"
     )

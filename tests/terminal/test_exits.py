@@ -50,7 +50,9 @@ def test_every_failure_has_its_exit_code(
 def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
     script = (
         "from lce.methods import Driver\nimport time\n"
-        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n    time.sleep(60)\nDriver.begin = read\n"
+        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n"
+        "    for _ in range(600):\n        time.sleep(0.1)\n"  # a signal just before one long sleep would not end it
+        "Driver.begin = read\n"
     )
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
     assert process.line("stderr") == "reading\n"
