@@ -79,7 +79,7 @@ class Clock:
 class Blank(Attention):
     """A backend that attends nothing, to fill a cache quickly."""
 
-    def dense(self, q: Tensor, *_: Any, **__: Any) -> Attended:
+    def attend(self, q: Tensor, *_: Any, **__: Any) -> Attended:
         return q, q.new_zeros(q.shape[:-1], dtype=torch.float32)
 
     def routed(self, q: Tensor, *_: Any) -> Attended:
@@ -121,7 +121,7 @@ def measure(name: str, n: int, args: argparse.Namespace) -> dict[str, tuple[int,
     )
     longest = n + (args.repeats + 1) * block + 64
     rope, cache = Rope(RopeConfig(), dim, args.window, longest), KVCache.empty(layout, longest)
-    blank = Driver(method, Blank(Attention.choose(args.attention).backend), args.window, n_kv_heads)
+    blank = Driver(method, Blank(), args.window, n_kv_heads)
     driver = Driver(method, Attention.choose(args.attention), args.window, n_kv_heads)
 
     def vectors(heads: int, t: int) -> Tensor:

@@ -31,7 +31,7 @@ def run(setup: Setup) -> None:
     with record.attempt("attention backend") as cell:
         from lce.attention import Attention
 
-        cell["auto"] = Attention.choose("auto").backend.name
+        cell["auto"] = Attention.choose("auto").name
     for name, measure in MEASUREMENTS.items():
         with record.attempt(name) as cell:
             cell.update(measure(setup))

@@ -1,49 +1,63 @@
-"""The three functions that methods compose: `dense`, `routed`, and `merge` (in `lce.attention.merging`).
+"""Attention: the functions that methods compose, over one set of kernels. Each backend is a subclass in its own file.
 
 `dense`: all queries of a head see the same keys. `routed`: every query of every head has its own list of chunks.
-`merge`: the parts become one softmax over all of their keys, by their log-sum-exps.
+`merge`, in `lce.attention.merging`: the parts become one softmax over all of their keys, by their log-sum-exps.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
+import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lce.attention.backend import Backend, backends
 from lce.attention.merging import Attended
-from lce.attention.tiles import Runs, SlotQueries, Tiles
-from lce.attention.turn import Turn
+from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
+from lce.attention.turn import Turn, rotate
 from lce.errors import UsageError, nearest, shown
 from lce.profiling import count_dense, count_routed, timed
 
 
-@dataclass(frozen=True)
-class Attention:
-    """`dense` and `routed` over one backend."""
+class Attention(ABC):
+    """Attention by one backend. A backend defines `attend`, and overrides what its kernels do faster.
 
-    backend: Backend
+    Partial results have their log-sum-exps: `out [H, T, D]`, `lse [H, T]` (float32, natural logarithm).
+    """
 
-    @classmethod
-    def choose(cls, name: object = "auto") -> Attention:
+    name: ClassVar[str]
+    speed: ClassVar[int] = 0  # `auto` takes the fastest backend that suits the machine
+
+    @staticmethod
+    def choose(name: object = "auto") -> Attention:
         """Return a backend by name; `auto` or None is the fastest that this machine has. Raises `UsageError`."""
         if not isinstance(name, str | None):
             raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
         known = backends()
         if name in (None, "auto"):
             usable = [backend for backend in known.values() if backend.missing() is None and backend.suits_machine()]
-            return cls(max(usable, key=lambda backend: backend.speed)())
+            return max(usable, key=lambda backend: backend.speed)()
         if name not in known:
             raise UsageError(f"unknown attention backend {shown(name)}; {nearest(name, ['auto', *known])}")
         if (missing := known[name].missing()) is not None:
             raise UsageError(f"attention backend {name!r} needs {missing}")
-        return cls(known[name]())
+        return known[name]()
 
-    def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return whether the backend has a `decode` kernel for such keys: plain operators copy all keys."""
-        return self.backend.decodes(dtype, head_dim)
+    @classmethod
+    def missing(cls) -> str | None:
+        """Return what must be installed to use this backend; None: nothing."""
+        return None
+
+    @classmethod
+    def suits_machine(cls) -> bool:
+        """Return whether `auto` may take this backend on this machine."""
+        return True
 
     @timed("attention", count_dense)
     def dense(
@@ -57,7 +71,13 @@ class Attention:
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-        return self.backend.dense(q, k, v, causal=causal, window=window, turn=turn)
+        return self.attend(q, k, v, causal=causal, window=window, turn=turn)
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
+    ) -> Attended:
+        """Attend as `dense` does, for N ≥ 1 keys, and N ≥ T if causal."""
 
     @timed("attention", count_routed)
     def routed(
@@ -77,18 +97,106 @@ class Attention:
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries: SlotQueries | None = None
         out = q.new_empty(chunk_ids.numel(), q.shape[-1]) if memory is None else memory.view(-1, q.shape[-1])
-        if not self.backend.skips_unseen(out):
+        if not self.skips_unseen(out):
             out.zero_()
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every choice is served in exactly one round
             queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))
-            self.backend.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
-        return self.backend.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
+            self.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
+        return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
+
+    def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Return whether a kernel can `decode` such keys: plain operators copy all keys for every query head."""
+        return type(self).decode is not Attention.decode
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         """Attend runs of tokens by the query of a decode step; only the device knows the runs' bounds.
 
         `q [H, 1, D]`, unrotated, `k v [G, N, D]`, all rows that the runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
-        Time: O(H · S · most · D).
+        Plain operators of fixed shapes. Time and bytes: O(H · S · most · D), the keys copied for every query head.
         """
-        return self.backend.decode(q, k, v, runs)
+        (n_heads, _, dim), n_kv_heads, n_runs = q.shape, len(k), runs.first.shape[-1]
+        offset = torch.arange(runs.most, device=q.device)
+        rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, S, most]
+        seen = offset < runs.count[..., None]
+        rows, seen = (x.repeat_interleave(n_heads // len(x), 0) for x in (rows, seen))
+        heads = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)
+        keys, values = (x[heads[:, None, None], rows].float() for x in (k, v))  # [H, S, most, D]
+        turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, S, D]
+        scores = (keys @ turned[..., None]).squeeze(-1) / math.sqrt(dim)
+        scores = scores.masked_fill(~seen, -math.inf).view(n_heads, n_runs * runs.most)
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)).exp()
+        values = values.masked_fill(~seen[..., None], 0.0).view(n_heads, -1, dim)
+        return (weights[:, None] @ values).to(q.dtype), lse
+
+    def skips_unseen(self, out: Tensor) -> bool:
+        """Return whether `merge_slots` never reads a partial result in `out` whose lse is -inf."""
+        return False
+
+    def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
+        """Merge the partial results of K slots, `out [H, T, K, D]`, `lse [H, T, K]`, by one matrix product a query."""
+        total = lse.logsumexp(-1)
+        weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+        return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total
+
+    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
+        """Attend tile number `tile[a]` of `k v [E, L, D]` by row a of the queries; -1 for none.
+
+        Writes results to the same rows of `into`, `out [A, D]`, `lse [A]`; rows without a tile stay unchanged.
+        """
+        # Stable, so that a tile's rows stand in the same order wherever its keys are.
+        sorted_tiles, order = tile.masked_fill(tile < 0, len(k)).sort(stable=True)
+        counts = torch.zeros(len(k) + 1, dtype=torch.int64, device=k.device)
+        counts = counts.scatter_add_(0, sorted_tiles, torch.ones_like(sorted_tiles))[:-1]
+        self.grouped(queries, counts, order, k, v, into)
+
+    def grouped(
+        self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
+    ) -> None:
+        """Attend tiles by unlike numbers of rows: `order [A]` are the rows by tile, `counts [E]` how many each has.
+
+        Rows without a tile come last in `order`. Tiles are served in classes of similar load, padded by a quarter at
+        most, so that some dozen batched calls serve them all and each tile is read once. Time: O(A · L · D). Bytes:
+        queries and keys at work, some `AT_ONCE` bytes.
+        """
+        (out, lse), starts = into, counts.cumsum(0) - counts
+        step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
+        load = -(-counts // step) * step  # 1, 1.25, 1.5 or 1.75 times a power of two; up to 4 as they are
+        for size in load.unique().tolist():
+            if not size:
+                continue
+            columns = torch.arange(size, device=k.device)
+            at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * k.element_size()))
+            for some in (load == size).nonzero().squeeze(1).split(at_once):
+                # Padding repeats a tile's last row: it writes the same result to the same row.
+                rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()
+                q = queries.take(rows).view(len(some), size, -1)
+                part = self.attend_tiles(q, k.index_select(0, some), v.index_select(0, some))
+                out.index_copy_(0, rows, part[0].flatten(0, 1))
+                lse.index_copy_(0, rows, part[1].flatten())
+
+    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        """Attend E tiles `k v [E, L, D]` by T queries each, `q [E, T, D]`.
+
+        The bits of a tile's result must not depend on the other tiles or the number of threads: memory budgets decide
+        which tiles come together. PyTorch may take another routine for one problem, so no tile is alone on the CPU.
+        """
+        if len(q) > 1 or q.is_cuda:
+            return self.attend(q, k, v, causal=False)
+        out, lse = self.attend_tiles(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)))
+        return out[:1], lse[:1]
+
+
+@cache
+def backends() -> dict[str, type[Attention]]:
+    """Return all backends by name, as the files of this folder define them."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"lce.attention.{module.name}")
+    found, open_classes = {}, [Attention]
+    while open_classes:
+        for cls in open_classes.pop().__subclasses__():
+            open_classes.append(cls)
+            if cls.__module__.startswith("lce.attention."):
+                found[cls.name] = cls
+    return dict(sorted(found.items()))

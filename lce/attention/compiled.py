@@ -30,20 +30,14 @@ class Compiled(Torch):
         fits = all(x.dtype is q.dtype and x.is_cpu and x.stride(-1) == 1 for x in (q, *others))
         return attention if fits else None
 
-    def dense(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         """Attend with a kernel that turns the queries as it reads them."""
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
-            return super().dense(q, k, v, causal=causal, window=window, turn=turn)
+            return super().attend(q, k, v, causal=causal, window=window, turn=turn)
         found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
         return found
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
-        if (kernels := self.kernels(q, k, v)) is None:
-            return super().attend(q, k, v, causal=causal, window=window)
-        out, lse = kernels.attend(q.flatten(0, 1), k, v, causal, window)
-        return out.view(q.shape), lse.view(q.shape[:-1])
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Attend tiles as separate problems: no result depends on other tiles."""

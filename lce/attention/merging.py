@@ -53,13 +53,6 @@ def join(parts: Sequence[Attended], dim: int) -> Attended:
     return torch.cat([out for out, _ in parts], dim=dim), torch.cat([lse for _, lse in parts], dim=dim)
 
 
-def merge_slots(out: Tensor, lse: Tensor) -> Attended:
-    """Merge `out [H, T, K, D]`, `lse [H, T, K]` over K, by one small matrix product a query."""
-    total = lse.logsumexp(-1)
-    weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
-    return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total
-
-
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return where a causal query sees a key, `[T, N]` bool: the last query sees the last key.
 

@@ -6,20 +6,24 @@ import math
 
 from torch import Tensor
 
-from lce.attention.backend import Backend
+from lce.attention.attention import Attention
 from lce.attention.merging import Attended, causal_mask
+from lce.attention.turn import Turn, rotate
 
 
-class Reference(Backend):
+class Reference(Attention):
     """Plain float32 arithmetic over the whole score matrix. Bytes: O(H · T · N)."""
 
     name = "reference"
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
-        rows = q.float().flatten(1, 2)  # [G, R·T, D]
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
+    ) -> Attended:
+        q = q if turn is None else rotate(q, turn)
+        rows = q.float().reshape(len(k), -1, q.shape[-1])  # [G, H/G·T, D]
         scores = (rows @ k.float().mT).view(*q.shape[:-1], -1) / math.sqrt(q.shape[-1])
         if causal:
-            scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], window, q.device), -math.inf)
+            scores = scores.masked_fill(~causal_mask(q.shape[1], k.shape[1], window, q.device), -math.inf)
         lse = scores.logsumexp(-1)
-        weights = (scores - lse[..., None]).exp().flatten(1, 2)
+        weights = (scores - lse[..., None]).exp().view(len(k), -1, k.shape[1])
         return (weights @ v.float()).view(q.shape).to(q.dtype), lse

@@ -7,17 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from lce.attention.backend import Backend
+from lce.attention.attention import Attention
 from lce.attention.merging import Attended, causal_mask, combine, join
 from lce.attention.reference import Reference
 from lce.attention.scores import SCORES_AT_ONCE
 from lce.attention.tiles import SlotQueries
+from lce.attention.turn import Turn, rotate
 
 FEW_ROWS = 4  # a tile with at most this many rows takes plain batched products
 MOST_BLOCKS = 65_535  # CUDA's limit along the second and third axis of a grid
 
 
-class Torch(Backend):
+class Torch(Attention):
     """PyTorch's operators.
 
     On CUDA the flash kernels take half precision and some head dimensions. Other tensors, such as float32, take plain
@@ -27,51 +28,48 @@ class Torch(Backend):
     name = "torch"
     speed = 1
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
+    ) -> Attended:
+        q = q if turn is None else rotate(q, turn)
         if flash_takes(q):
             return self._attend_flash(q, k, v, causal, window)
         if q.is_cuda:
             return attend_slices(q, k, v, causal, window)
-        n_queries, n_keys = q.shape[-2], k.shape[-2]
-        if causal and window is not None and window < n_keys:
-            return self._attend_window(q, k, v, window)
-        if not causal or n_queries == 1:  # every query sees every key: fold the heads that share them into the rows
-            folded = q.reshape(q.shape[0], 1, -1, q.shape[-1])
-            out, lse = _flash_cpu(folded, k[:, None], v[:, None])
+        (n_heads, n_queries, dim), (n_kv_heads, n_keys, _), bias = q.shape, k.shape, None
+        slides = causal and window is not None and window < n_keys
+        if not causal or (n_queries == 1 and not slides):  # all queries see all keys: heads that share keys become rows
+            out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
-        k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        past = n_keys - n_queries
-        own = _flash_cpu(q, k[:, :, past:], v[:, :, past:], causal=True)
-        if past == 0:
-            return own
-        return combine([self.attend(q, k[:, 0, :past], v[:, 0, :past], causal=False), own])
-
-    def _attend_window(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Attended:
-        n_queries = q.shape[-2]
-        first = max(0, k.shape[-2] - n_queries - window + 1)
-        k, v = (x[:, None, first:].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        seen = causal_mask(n_queries, k.shape[-2], window, q.device)
-        bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
-        return _flash_cpu(q, k, v, bias=bias)
+        first = n_keys - n_queries
+        if slides:
+            first = max(0, first - window + 1)
+            seen = causal_mask(n_queries, n_keys - first, window, q.device)
+            bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
+        own = (x[:, None, first:].expand(-1, n_heads // n_kv_heads, -1, -1) for x in (k, v))
+        out, lse = _flash_cpu(q.unflatten(0, (n_kv_heads, -1)), *own, causal=not slides, bias=bias)
+        part = out.flatten(0, 1), lse.flatten(0, 1)
+        if slides or first == 0:
+            return part
+        return combine([self.attend(q, k[:, :first], v[:, :first], causal=False), part])
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-        """Attend `k v [G, N, D]` by `q [G, R, T, D]` on CUDA, without a copy of the keys.
+        """Attend as `attend` does on CUDA, without a copy of the keys.
 
         All heads form one problem, so that with few queries the kernel splits the keys among more blocks.
         """
-        n_kv_heads, n_sharing, n_queries, _ = q.shape
+        n_queries, n_sharing = q.shape[1], len(q) // len(k)
         at_once = MOST_BLOCKS // n_sharing
-        if n_kv_heads > at_once:
-            cuts = [slice(first, first + at_once) for first in range(0, n_kv_heads, at_once)]
-            return join([self._attend_flash(q[some], k[some], v[some], causal, window) for some in cuts], 0)
+        if len(k) > at_once:
+            parts = zip(q.split(at_once * n_sharing), k.split(at_once), v.split(at_once), strict=True)
+            return join([self._attend_flash(*part, causal, window) for part in parts], 0)
         if causal and window is not None and (unseen := k.shape[1] - n_queries - window + 1) > 0:
             k, v = k[:, unseen:], v[:, unseen:]
         causal = causal and n_queries > 1  # one query sees all keys
         if not causal or (window is not None and window >= k.shape[1]):
             window = None
-        by_token = (x.transpose(0, 1)[None] for x in (q.flatten(0, 1), k, v))
-        out, lse = self.flash(*by_token, causal=causal, window=window)
-        return out[0].transpose(0, 1).unflatten(0, (n_kv_heads, -1)), lse[0].unflatten(0, (n_kv_heads, -1))
+        out, lse = self.flash(*(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, window=window)
+        return out[0].transpose(0, 1), lse[0]
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
         """Call PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, any strides but the last.
@@ -91,12 +89,12 @@ class Torch(Backend):
         The bits of the flash kernel's products of one to three rows depend on the thread, whose scratch space has its
         own alignment. In half precision plain products are faster, too.
         """
-        if q.is_cuda or len(q) == 1 or q.shape[2] > FEW_ROWS:
+        if q.is_cuda or len(q) == 1 or q.shape[1] > FEW_ROWS:
             return super().attend_tiles(q, k, v)
-        scores = torch.bmm(q[:, 0].float() * q.shape[-1] ** -0.5, k.mT.float())
+        scores = torch.bmm(q.float() * q.shape[-1] ** -0.5, k.mT.float())
         lse = scores.logsumexp(-1, keepdim=True)
         out = torch.bmm((scores - lse).exp_(), v.float())
-        return out[:, None].to(q.dtype), lse.mT
+        return out.to(q.dtype), lse.squeeze(-1)
 
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
@@ -155,19 +153,18 @@ def flash_ragged(
 
 
 def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-    """Attend as the reference does, a slice of the queries at a time, `q [G, R, T, D]`, `k v [G, N, D]`.
+    """Attend as the reference does, a slice of the queries at a time: `q [H, T, D]`, `k v [G, N, D]`.
 
     Bytes: some `SCORES_AT_ONCE` numbers, or the scores of one query of each head.
     """
-    k, v, past = k.float(), v.float(), k.shape[1] - q.shape[2]
-    at_once = max(1, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * k.shape[1]))
+    k, v, past = k.float(), v.float(), k.shape[1] - q.shape[1]
     parts, start = [], 0
-    for some in q.split(at_once, dim=2):
-        stop = start + some.shape[2]
+    for some in q.split(max(1, SCORES_AT_ONCE // (len(q) * k.shape[1])), dim=1):
+        stop = start + some.shape[1]
         seen = slice(0 if window is None else max(0, past + start - window + 1), past + stop) if causal else slice(None)
         parts.append(Reference().attend(some, k[:, seen], v[:, seen], causal=causal, window=window))
         start = stop
-    return join(parts, 2)
+    return join(parts, 1)
 
 
 def _dense_last(x: Tensor) -> Tensor:

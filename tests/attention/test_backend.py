@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import lce.attention
 from lce.attention import Attended, Attention, Tiles
-from lce.attention.backend import Backend, backends
+from lce.attention.attention import backends
 from lce.attention.reference import Reference
 from lce.errors import UsageError
 from tests.attention.truth import routed_vectors, turns_of
@@ -20,8 +21,8 @@ from tests.running import threads
 
 
 def test_backends_have_names_and_unknown_ones_are_refused_with_the_nearest() -> None:
-    assert Attention.choose().backend.name in ("compiled", "triton"), "needs nothing"
-    assert Attention.choose("reference").backend.name == "reference"
+    assert Attention.choose().name in ("compiled", "triton"), "needs nothing"
+    assert Attention.choose("reference").name == "reference"
     nearest = r"'refrence'; did you mean 'reference'\? valid: auto, compiled, .*, torch, triton"
     with pytest.raises(UsageError, match=nearest):
         Attention.choose("refrence")
@@ -47,9 +48,9 @@ def test_auto_takes_the_fastest_that_suits(monkeypatch: pytest.MonkeyPatch) -> N
         def missing(cls) -> str | None:
             return "a package that nobody has"
 
-    known: dict[str, type[Backend]] = {**backends(), "fast": Fast, "absent": Absent}
+    known: dict[str, type[Attention]] = {**backends(), "fast": Fast, "absent": Absent}
     monkeypatch.setattr("lce.attention.attention.backends", lambda: known)
-    assert Attention.choose().backend.name == "fast"
+    assert Attention.choose().name == "fast"
     with pytest.raises(UsageError, match="'absent' needs a package that nobody has"):
         Attention.choose("absent")
 
@@ -59,13 +60,13 @@ def test_a_tile_is_attended_once_however_many_queries_chose_it() -> None:
     seen: list[tuple[int, int]] = []
 
     class Counting(Reference):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Attended:
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
             seen.append((len(k), q.shape[-2]))
-            return super().attend(q, k, v, causal=causal, window=window)
+            return super().attend(q, k, v, **options)
 
     q, k, v = routed_vectors(8, 2, 300, 6, 5)
     chosen = torch.rand(8, 300, 6, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :3]
-    Attention(Counting()).routed(q, turns_of(300, 3), chosen, [Tiles.of_chunks(k, v)])
+    Counting().routed(q, turns_of(300, 3), chosen, [Tiles.of_chunks(k, v)])
     assert sum(n_tiles for n_tiles, _ in seen) == 12
     rows = sum(n_tiles * n_queries for n_tiles, n_queries in seen)
     assert 8 * 300 * 3 <= rows <= 8 * 300 * 3 * 1.25
@@ -80,7 +81,7 @@ def test_a_tile_does_not_depend_on_the_tiles_beside_it(name: str, dtype: torch.d
     random = torch.Generator().manual_seed(2)
     with threads(n_threads):
         for n_queries, size, dim in product((1, 2, 3, 4, 5, 7, 10, 16, 40), (1, 8, 15, 64), (16, 20, 64)):
-            q = torch.randn(9, 1, n_queries, dim, generator=random).to(dtype)
+            q = torch.randn(9, n_queries, dim, generator=random).to(dtype)
             k, v = (torch.randn(9, size, dim, generator=random).to(dtype) for _ in range(2))
             whole = backend.attend_tiles(q, k, v)
             for some in (slice(0, 1), slice(4, 5), slice(1, 3), slice(5, 9)):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import lce
 from lce.attention import Attended, Attention, Runs
-from lce.attention.backend import Backend
 from lce.attention.torch import Torch
 from lce.engine.graph import Work, one_by_one
 from lce.kernels.cuda import launching
@@ -40,7 +39,7 @@ class PlainRuns(Torch):
     """PyTorch's operators, which a recording may take."""
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        return Backend.decode(self, q, k, v, runs)
+        return Attention.decode(self, q, k, v, runs)
 
 
 class Again:
