@@ -1,10 +1,9 @@
 """Attention as a merge of parts, and choices by scores: the one door to the kernels. Its files are private."""
 
 from lce.attention.attention import Attention as Attention
-from lce.attention.choices import PlainChoice as PlainChoice
 from lce.attention.choices import best_chunks as best_chunks
+from lce.attention.choices import best_runs as best_runs
 from lce.attention.choices import first_best as first_best
-from lce.attention.choices import plain_runs as plain_runs
 from lce.attention.choices import runs_of_chunks as runs_of_chunks
 from lce.attention.merging import Attended as Attended
 from lce.attention.merging import causal_mask as causal_mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,35 +49,18 @@ def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     return torch.nonzero_static(taken, size=n).squeeze(1)
 
 
-@dataclass(frozen=True)
-class PlainChoice:
-    """A choice of chunks that a GPU makes in two launches: by products with summaries, or by the bounds of keys.
-
-    The scores of neighbouring heads are summed, so that `n_choosers` choose on their own. The first and the last chunk
-    before a query's own are taken first with `keep_first` and `keep_last`. `least` takes the worst.
-    """
-
-    n_choosers: int
-    keep_first: bool = True
-    keep_last: bool = True
-    least: bool = False
-
-
-def plain_runs(
-    plain: PlainChoice, q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, *, own: bool
+def best_runs(
+    q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **options: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """Choose by query `q [H, D]` among chunks, as runs: first tokens and counts, `[C, S]` each.
+    """Choose chunks by a query `q [H, D]` as `lce.kernels.cuda.choices.best_runs` does: first tokens and counts.
 
-    None if no kernel takes these tensors. For the arguments see `lce.kernels.cuda.choices.best_runs`.
+    None if no kernel takes these tensors.
     """
     if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
         return None
     from lce.kernels.cuda import choices
 
-    return choices.best_runs(
-        q, summaries, at, size, n, choosers=plain.n_choosers, keep_first=plain.keep_first, keep_last=plain.keep_last,
-        least=plain.least, own=own,
-    )  # fmt: skip
+    return choices.best_runs(q, summaries, at, size, n, **options)
 
 
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:

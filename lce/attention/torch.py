@@ -37,19 +37,21 @@ class Torch(Attention):
         if q.is_cuda:
             return attend_slices(q, k, v, causal, window)
         (n_heads, n_queries, dim), (n_kv_heads, n_keys, _), bias = q.shape, k.shape, None
-        slides = causal and window is not None and window < n_keys
-        if not causal or (n_queries == 1 and not slides):  # all queries see all keys: heads that share keys become rows
+        window = window if causal and window is not None and window < n_keys else None
+        if not causal or (
+            n_queries == 1 and window is None
+        ):  # all queries see all keys: heads that share keys become rows
             out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
         first = n_keys - n_queries
-        if slides:
+        if window is not None:
             first = max(0, first - window + 1)
             seen = causal_mask(n_queries, n_keys - first, window, q.device)
             bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
         own = (x[:, None, first:].expand(-1, n_heads // n_kv_heads, -1, -1) for x in (k, v))
-        out, lse = _flash_cpu(q.unflatten(0, (n_kv_heads, -1)), *own, causal=not slides, bias=bias)
+        out, lse = _flash_cpu(q.unflatten(0, (n_kv_heads, -1)), *own, causal=window is None, bias=bias)
         part = out.flatten(0, 1), lse.flatten(0, 1)
-        if slides or first == 0:
+        if first == 0 or window is not None:
             return part
         return combine([self.attend(q, k[:, :first], v[:, :first], causal=False), part])
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from lce.attention import PlainChoice, dot_products
+from lce.attention import dot_products
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
@@ -124,11 +124,11 @@ class LongHeads(SelectiveMethod):
             PaperFigure("the same in tokens", "", reach * self.size),
         )
 
-    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
+    @property
+    def plain_choice(self) -> Literal["best", "worst"] | None:
         if self.rank == "random" or self.fix_head or self.fix_layer:
             return None
-        plain = super().plain_choice(n_heads, n_kv_heads)
-        return plain and replace(plain, least=self.rank == "last")
+        return "worst" if self.rank == "last" else "best"
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         if not self.fix_layer:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from torch import Tensor, stack
 
-from lce.attention import PlainChoice, bound_scores
+from lce.attention import bound_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, Summaries
@@ -94,8 +94,9 @@ class Quest(ChunkSelection):
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         return bound_scores(q, summary)
 
-    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
-        return super().plain_choice(n_heads, n_kv_heads)  # it stands for the bounds' scores too
+    @property
+    def plain_choice(self) -> Literal["best", "worst"] | None:
+        return "best"
 
     def layer_kind(self, layer: int) -> str:
         return "dense" if layer < self.dense_layers else ""

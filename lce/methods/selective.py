@@ -17,12 +17,11 @@ from torch import Tensor
 
 from lce.attention import (
     Attended,
-    PlainChoice,
     Runs,
     Turn,
     best_chunks,
+    best_runs,
     dot_products,
-    plain_runs,
     rotate,
     runs_of_chunks,
     scores_at_once,
@@ -281,9 +280,10 @@ class ChunkSelection(Method, ABC):
         """Return how many groups of neighbouring heads choose on their own."""
         return n_heads
 
-    def plain_choice(self, n_heads: int, n_kv_heads: int) -> PlainChoice | None:
-        """Return the choice as a GPU's kernels can make it, valid for the `score` of the same class."""
-        return PlainChoice(self.n_choosers(n_heads, n_kv_heads), self.keep_first, self.keep_last)
+    @property
+    def plain_choice(self) -> Literal["best", "worst"] | None:
+        """The chunks that a GPU kernel takes in the place of the `score` of the same class; None: no kernel chooses."""
+        return "best"
 
     @property
     def decodes(self) -> bool:
@@ -327,12 +327,14 @@ class ChunkSelection(Method, ABC):
 
     def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
         """Choose as `choose` and `runs_of_chunks` do, if the choice is plain and kernels take these tensors."""
-        plain = self.plain_choice(len(q), step.n_kv_heads)
+        plain = self.plain_choice
         if plain is None or not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
             return None
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
-        scored = self.placed.scored(q, step, self.size)
-        return plain_runs(plain, scored[:, 0], summary, step.at, self.size, self.n_choices, own=own)
+        scored = self.placed.scored(q, step, self.size)[:, 0]
+        options = {"choosers": self.n_choosers(len(q), step.n_kv_heads), "least": plain == "worst", "own": own}
+        options |= {"keep_first": self.keep_first, "keep_last": self.keep_last}
+        return best_runs(scored, summary, step.at, self.size, self.n_choices, **options)
 
     def _slot_turns(self, n_slots: int, turn: Turn, own: Turn | None, step: Step) -> tuple[Turn, Tensor]:
         """Return turns, and each slot's index into the turns; the own chunk's comes last."""

@@ -103,7 +103,7 @@ def test_a_recording_does_again_what_was_captured(
     name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a pretended GPU, whose graphs hold operators over memory and nothing of Python."""
-    monkeypatch.setattr(Attention, "choose", lambda name: Attention(PlainRuns()))
+    monkeypatch.setattr(Attention, "choose", lambda name: PlainRuns())
     monkeypatch.setattr(launching, "installed", lambda: False)
     (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], "float32")
     assert ids == plain
