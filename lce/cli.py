@@ -68,8 +68,8 @@ cli.add_command(evaluation)
 @options.loading_options
 @options.output_options
 def generate(
-    model: str, prompt: str | list[Any], context_file: str | None, save: str | None, max_tokens: int,
-    method: MethodOption, sampling: lce.Sampling, loading: dict[str, Any], output: Output,
+    model: str, prompt: str | list[Any], context_file: str | None, save: str | None, method: MethodOption,
+    loading: dict[str, Any], output: Output, **how: Any,
 ) -> None:  # fmt: skip
     """Continue a prompt, or answer it with --chat.
 
@@ -82,7 +82,7 @@ def generate(
     """
     engine, context = method.load(model, context_file, loading)
     with output.noting(), output.bar("prefill", " tok") as bar:
-        stream, keep = ask(engine, prompt, context, max_tokens=max_tokens, sampling=sampling, progress=bar)
+        stream, keep = ask(engine, prompt, context, progress=bar, **how)
         output.generation(stream)
     if save is not None:
         keep(save)
@@ -100,8 +100,8 @@ def generate(
 @options.loading_options
 @options.output_options
 def chat(
-    model: str, system: str | None, context_file: str | None, max_tokens: int, method: MethodOption,
-    sampling: lce.Sampling, loading: dict[str, Any], output: Output,
+    model: str, system: str | None, context_file: str | None, method: MethodOption, loading: dict[str, Any],
+    output: Output, **answering: Any,
 ) -> None:  # fmt: skip
     """Talk with a model that has a chat template.
 
@@ -109,10 +109,9 @@ def chat(
     stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
     engine, context = method.load(model, context_file, loading)
-    conversation = engine.conversation(system, context=context)
     saved = set() if context_file is None else {os.path.realpath(context_file)}
     with output.noting():
-        ChatLoop(conversation, output, {"max_tokens": max_tokens, "sampling": sampling}, saved).run()
+        ChatLoop(engine.conversation(system, context=context), output, answering, saved).run()
 
 
 @cli.command()
@@ -154,18 +153,16 @@ def info(file: str, model: str | None, output: Output) -> None:
 
     Of a context only the header is read, of a model config.json, the tokenizer and the headers of the weights.
     """
-    from lce.terminal import info as about
-
     found = lce.info(file)
     if isinstance(found, lce.ModelInfo):
         if model is not None:
             raise UsageError("--model is for a context file, and FILE|MODEL is a model already; leave one of them out")
-        output.object(about.model_object(found))
-        output.text(*about.model_lines(found))
+        output.object(figures.model_object(found))
+        output.text(*figures.model_lines(found))
     else:
         shown = None if model is None or not found.complete else ends(model, found)
-        output.object(about.context_object(found, shown))
-        output.text(*about.context_lines(found, shown))
+        output.object(figures.context_object(found, shown))
+        output.text(*figures.context_lines(found, shown))
 
 
 @cli.command()
@@ -237,10 +234,8 @@ def trace(plot: str | None, **what: Any) -> None:
     attention of each choice, the distances at which it is seen, and why a head misses what it misses; `lce inspect`
     shows all of it in a browser.
     """
-    from lce.terminal.tracing import show_trace
-
     options.new_file(plot, force=True)
-    show_trace(plot=plot, **what)
+    inspecting.show_trace(plot=plot, **what)
 
 
 @cli.command()
@@ -343,11 +338,9 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
     """
     with output.bar("quantize", "B") as bar:
         lce.quantize(model, out, weights, progress=bar)
-    from lce.terminal.info import model_object
-
     found = lce.info(out)
     assert isinstance(found, lce.ModelInfo)
-    output.object(model_object(found))
+    output.object(figures.model_object(found))
     output.figures(figures.quantised_line(found))
 
 

@@ -16,7 +16,7 @@ from lce.lab.eval.tasks import MadeTask
 from lce.lab.eval.why import CAUSES, Causes, Verdict, check_selects, explain
 from lce.methods.mass import Judge
 from lce.sizes import size_text
-from lce.terminal.capacity import check_capacity
+from lce.terminal.methods import check_capacity
 from lce.terminal.output import Output
 
 HEADER = (

@@ -1,11 +1,11 @@
-"""`lce inspect`: a recording as a page or as JSON, and the page served with an engine."""
+"""`lce inspect` and `lce trace`: recordings as pages, JSON, lines and pictures, and a page with an engine behind it."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lce.terminal.options import new_file
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
+# The arguments of `lce inspect` that have no effect with --live.
 NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judge", "names", "knobs")
 
 
@@ -27,13 +28,16 @@ def write_recording(
     model: str, methods: Sequence[lce.Method], prompt: dict[str, str | None], out: str | None, json_file: str | None,
     loading: dict[str, Any], output: Output, **what: Any,
 ) -> None:  # fmt: skip
-    """Record a prompt under some methods; write a page, JSON, or both. `-` as `json_file` is stdout."""
+    """Record a prompt under some methods, and write a page, JSON, or both. The `json_file` "-" is stdout."""
     from lce.lab.study.recording import Recorder, RecordingRequest
     from lce.lab.study.web_page import store_of, write_page
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
-    _check_different({"--prompt-file": prompt["prompt_file"], "--out": out, "--json": json_file})
+    options: dict[str, str] = {}  # by file: one output would overwrite the other, or the prompt
+    for option, file in {"--prompt-file": prompt["prompt_file"], "--out": out, "--json": json_file}.items():
+        if file not in (None, "-") and (same := options.setdefault(os.path.realpath(file), option)) != option:
+            raise UsageError(f"{same} and {option} are both {named(file)}; name another file")
     if out is not None:
         store_of(out)
     if json_file != "-":
@@ -57,28 +61,21 @@ def write_recording(
         output.figures(f"{named(out)}: {size_text(n_bytes)}{more}")
 
 
-def _check_different(files: dict[str, str | None]) -> None:
-    """Refuse options that name the same file, since one output would overwrite the other."""
-    options: dict[str, str] = {}
-    for option, file in files.items():
-        if file not in (None, "-"):
-            same = options.setdefault(os.path.realpath(file), option)
-            if same != option:
-                raise UsageError(f"{same} and {option} are both {named(file)}; name another file")
-
-
 def serve_live(
     model: str, prompt: dict[str, str | None], port: int, most_prompt: int, loading: dict[str, Any], output: Output,
-    **unused: Any,
+    **_not_live: Any,
 ) -> None:  # fmt: skip
-    """Serve the page until Ctrl-C. Only the address goes to stdout."""
-    from lce.lab.study.live import Limits, Live
+    """Serve a page with an engine until Ctrl-C. Only the address goes to stdout."""
+    from lce.lab.study.live import Live
     from lce.lab.study.live_server import LiveServer
 
-    _note_unused()
+    ctx = click.get_current_context()
+    given = {name for name in NOT_LIVE if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if unused := [param.opts[0] for param in ctx.command.params if param.name in given]:
+        note(f"{', '.join(unused)}: not used with --live; choose them in the page")
     text = "" if set(prompt.values()) == {None} else read_prompt(**prompt)
     with output.noting():
-        server = LiveServer(Live(model, Limits(prompt_tokens=most_prompt), **loading), port, text)
+        server = LiveServer(Live(model, most_prompt, **loading), port, text)
         try:
             click.echo(server.address)
             sys.stdout.flush()
@@ -90,10 +87,78 @@ def serve_live(
             server.close()
 
 
-def _note_unused() -> None:
-    """Note which options of the command line have no effect on a served page."""
-    ctx = click.get_current_context()
-    given = {name for name in NOT_LIVE if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    unused = [param.opts[0] for param in ctx.command.params if param.name in given]
-    if unused:
-        note(f"{', '.join(unused)}: not used with --live; choose them in the page")
+def show_trace(
+    model: str, method: lce.Method, prompt: str, plot: str | None, loading: dict[str, Any], output: Output, **what: Any
+) -> None:
+    """Trace a text and print the choices for its last tokens, a line for each token, layer and head."""
+    from lce.lab.study.pictures import draw_choices, drawable
+    from lce.lab.study.recording import Recorder, RecordingRequest
+
+    if plot is not None:
+        drawable(plot)
+    request = RecordingRequest(prompt, max_tokens=0, spread=0, **what)
+    with output.noting(), output.bars() as bars:
+        recording = Recorder(model, **loading).record(request, [method], progress=bars)
+    run = recording["runs"][0]
+    if plot is not None:
+        draw_choices(recording, plot)
+    found, setting = list(_rows(recording)), {name: run[name] for name in ("chunk_size", "first")}
+    hits = _hits(recording, found)
+    output.object({**setting, "marks": recording["marks"], "rows": found, "hits": hits})
+    output.text(f"choice c: tokens {run['first']} + {run['chunk_size']} c and on; choice (rank, score)")
+    output.text(*map(_row_line, found), *(_hit_line(recording["marks"], hit) for hit in hits))
+
+
+def _rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the choices of each head in each layer for each traced token. Rank 0 is the best; -1 is unknown."""
+    run, n_heads = recording["runs"][0], recording["model"]["heads"]
+    looks = {int(query): look for segment in run["segments"] for query, look in segment["looks"].items()}
+    for query in run["looked"]:
+        for layer, found in enumerate(looks[query]["layers"]):
+            for head, each in enumerate(found["heads"]):
+                own = head * len(found["chosen"]) // n_heads
+                lists = [found[name][own] if found["chosen"] else [] for name in ("chosen", "ranks", "scores")]
+                distances = [] if each["distances"] is None else looks[query]["distances"][each["distances"]]
+                yield {
+                    "token": query, "layer": layer, "head": head,
+                    **dict(zip(("choices", "ranks", "scores"), lists, strict=True)), "distances": distances,
+                    **{name: each[name] for name in ("mass", "best", "marked", "recall", "reachable", "why")},
+                }  # fmt: skip
+
+
+def _hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each mark and layer, how often the heads of the traced tokens attend the mark.
+
+    `attended` is the share of heads that attend a token of the mark. `hit1` and `hit5` are the shares of heads to which
+    a choice with tokens of the mark has the best score, or one of the five best; None for layers that choose nothing.
+    `mass` is the mean true attention to the mark.
+    """
+    lines = []
+    for number, mark in enumerate(recording["marks"]):
+        for layer in range(recording["model"]["layers"]):
+            some = [each for row in found if row["layer"] == layer for each in row["marked"] if each[0] == number]
+            ranks = [rank for _, _, rank, _ in some if rank >= 0]
+            if some:
+                lines.append({
+                    "mark": number, "label": mark["label"], "layer": layer, "queries_and_heads": len(some),
+                    "attended": sum(share > 0 for *_, share in some) / len(some),
+                    "hit1": sum(rank < 1 for rank in ranks) / len(ranks) if ranks else None,
+                    "hit5": sum(rank < 5 for rank in ranks) / len(ranks) if ranks else None,
+                    "mass": sum(mass for _, mass, _, _ in some) / len(some),
+                })  # fmt: skip
+    return lines
+
+
+def _row_line(row: dict[str, Any]) -> str:
+    known = [
+        f"{choice} ({rank + 1}, {score:.3g})" if rank is not None and rank >= 0 else str(choice)
+        for choice, rank, score in zip(row["choices"], row["ranks"], row["scores"], strict=True)
+    ]
+    return f"token {row['token']:,}, layer {row['layer']}, head {row['head']}: {', '.join(known) or 'no choice'}"
+
+
+def _hit_line(marks: list[dict[str, Any]], hit: dict[str, Any]) -> str:
+    mark = marks[hit["mark"]]
+    rates = "".join(f", {name} {hit[name]:.0%}" for name in ("hit1", "hit5") if hit[name] is not None)
+    where = f"{hit['label']!r} at tokens {mark['start']:,} to {mark['stop'] - 1:,}, layer {hit['layer']}"
+    return f"{where}: attended by {hit['attended']:.0%} of heads, true attention {hit['mass']:.4f}{rates}"

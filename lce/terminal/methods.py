@@ -1,4 +1,4 @@
-"""The methods that `--method` and `-o` name on a command line: one, several, or all that can serve the model."""
+"""The methods that `--method` and `-o` name, `all` among the names, and a check that texts fit under each method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lce
-from lce.errors import LceError, UsageError, nearest
+from lce.errors import CapacityError, LceError, UsageError, nearest
 from lce.terminal.output import note
 
 ALL = "all"
@@ -101,3 +101,13 @@ def _serving(
             raise
         note(f"--method all leaves {name} out: {error}")
         return None
+
+
+def check_capacity(model: str, methods: Sequence[lce.Method], tokens: int, loading: Mapping[str, Any]) -> None:
+    """Raise `CapacityError` for the first method under which `tokens` do not fit; `loading` is for `lce.load`."""
+    from lce.engine.loading import SizeOptions
+
+    sizes: Any = {name: loading[name] for name in SizeOptions.__annotations__}
+    for method in methods:
+        if (refusal := lce.plan(model, method, tokens=tokens, **sizes).refusal) is not None:
+            raise CapacityError(refusal)

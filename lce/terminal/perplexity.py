@@ -10,7 +10,7 @@ import lce
 from lce.errors import UsageError
 from lce.lab.eval.perplexity import Perplexity, Text, check, ends, stream, windows
 from lce.lab.eval.record import Record
-from lce.terminal.capacity import check_capacity
+from lce.terminal.methods import check_capacity
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
 from lce.terminal.tables import markdown

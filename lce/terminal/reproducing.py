@@ -21,7 +21,7 @@ import click
 import lce
 from lce.lab.eval.prose import sentences
 from lce.lab.papers import ENTRIES, PAPERS, Cell, Entry, Setting, find
-from lce.terminal.capacity import check_capacity
+from lce.terminal.methods import check_capacity
 from lce.terminal.output import Output
 
 HEADER = ["| row | measured | length | the paper | here | 95% interval | of |", "|---|---|---:|---:|---:|---:|---:|"]

@@ -23,7 +23,7 @@ from lce.lab.eval.scores import Score
 from lce.lab.eval.suite import MadeSuite, Suite
 from lce.lab.eval.tasks import TASKS
 from lce.sizes import size_text
-from lce.terminal.capacity import check_capacity
+from lce.terminal.methods import check_capacity
 from lce.terminal.output import Output
 
 HEADER = (

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import lce
+from lce.engine.loading import SizeOptions
 from lce.errors import UsageError
 from lce.methods import registry
-from lce.terminal.capacity import PLANNED, check_capacity
-from lce.terminal.methods import knobs_for, methods_of
+from lce.terminal.methods import check_capacity, knobs_for, methods_of
 from tests.command import assert_error, run
 
 ANALYSIS = {name for name in lce.methods.available() if lce.methods.find(name).analysis}
@@ -84,7 +84,8 @@ def test_commands_take_all(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_the_first_method_that_does_not_fit_is_refused(tiny_model: Path) -> None:
-    loading = dict.fromkeys(PLANNED) | {"device": "cpu", "dtype": "auto", "weights": "auto", "kv_dtype": "auto"}
+    auto = dict.fromkeys(("device", "dtype", "weights", "kv_dtype"), "auto")
+    loading = dict.fromkeys(SizeOptions.__annotations__) | auto
     methods = [lce.methods.make("full"), lce.methods.make("streaming")]
     check_capacity(str(tiny_model), methods, 100, loading)
     with pytest.raises(lce.CapacityError, match="tokens"):

@@ -17,10 +17,9 @@ from lce.lab.study.recording import Recorder, Recording, RecordingRequest, check
 from lce.lab.study.web_page import script, split
 from lce.methods import Method, available, find, make
 
-MOST_MARKED, MOST_OFF = 32, 1 << 16  # texts whose places are marked, and heads that are switched off
-MOST_KNOB = 100  # letters of a knob's value
-LIVE_BYTES = 512 << 20  # bytes of a run's choices
-STOP_S = 5.0
+MOST_NEW = 256  # The largest number of tokens that a request may ask for.
+LIVE_BYTES = 512 << 20  # The largest size of a run's choices.
+STOP_S = 5.0  # The longest wait for the end of a run when the server closes.
 
 
 class Busy(LceError):
@@ -31,82 +30,73 @@ class Cancelled(Exception):
     """Ends a run that was cancelled."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The limits of a request: tokens of a prompt, and tokens to generate."""
+def requested(body: Any) -> tuple[RecordingRequest, Method]:
+    """Return the request and the method of a page's JSON. Raises `UsageError` for anything invalid.
 
-    prompt_tokens: int = 64 << 10
-    max_tokens: int = 256
-
-
-def requested(body: Any, limits: Limits) -> tuple[RecordingRequest, Method]:
-    """Return what a page's JSON asks for: the prompt with what is recorded, and the method.
-
-    Raises `UsageError` for an invalid request. What needs the model's tokenizer is not checked.
+    The length of the prompt, the places of the marks and the heads need the model and are not checked.
     """
     if not isinstance(body, dict):
         raise UsageError(f"the request is {shown(body)}; expected an object")
     prompt, marks, off = body.get("prompt"), body.get("marks") or [], body.get("off") or []
-    n, most = body.get("max_tokens", 16), limits.max_tokens
+    n, name, knobs = body.get("max_tokens", 16), body.get("method"), body.get("knobs") or {}
     if not isinstance(prompt, str) or not prompt:
         raise UsageError("the prompt is missing or empty; expected some text")
-    if type(n) is not int or not 0 <= n <= most:
-        raise UsageError(f"max_tokens is {shown(n)}; expected a whole number from 0 to {most:,}")
-    if not (isinstance(marks, list) and len(marks) <= MOST_MARKED and all(isinstance(x, str) for x in marks)):
-        raise UsageError(f"marks is {shown(marks)}; expected up to {MOST_MARKED} texts")
-    if not (isinstance(off, list) and len(off) <= MOST_OFF and all(map(_is_pair, off))):
+    if type(n) is not int or not 0 <= n <= MOST_NEW:
+        raise UsageError(f"max_tokens is {shown(n)}; expected a whole number from 0 to {MOST_NEW:,}")
+    if not (isinstance(marks, list) and all(isinstance(mark, str) for mark in marks)):
+        raise UsageError(f"marks is {shown(marks)}; expected texts")
+    if not (isinstance(off, list) and all(map(_is_pair, off))):
         raise UsageError(f"off is {shown(off)}; expected pairs of a layer and a head")
+    if not isinstance(name, str) or not isinstance(knobs, dict):
+        raise UsageError(f"a method is {shown((name, knobs))}; expected the name of a method and an object of knobs")
+    settable = {knob["name"] for knob in knobs_of(find(name))}
+    for field in dataclasses.fields(find(name)):
+        if field.name in knobs and field.name not in settable:
+            raise UsageError(f"{field.name} of {name} cannot be set from a page; leave it out")
     heads = sorted({(layer, head) for layer, head in off})
-    return RecordingRequest(prompt, n, list(filter(None, marks)), heads), _method(body.get("method"), body.get("knobs"))
+    return RecordingRequest(prompt, n, list(filter(None, marks)), heads), make(name, knobs)
 
 
 def _is_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(type(x) is int and x >= 0 for x in pair)
 
 
-def _method(name: Any, knobs: Any) -> Method:
-    """Return a method of a request. A page cannot set knobs of free text, such as file names."""
-    knobs = {} if knobs is None else knobs
-    if not isinstance(name, str) or not isinstance(knobs, dict):
-        raise UsageError(f"a method is {shown((name, knobs))}; expected the name of a method and an object of knobs")
-    texts = {knob["name"] for knob in knobs_of(find(name)) if knob["type"] == "text"}
-    for key, value in knobs.items():
-        if not isinstance(value, bool | int | float | str | None) or len(str(value)) > MOST_KNOB:
-            raise UsageError(f"{shown(key)} is {shown(value)}; expected a number, a word, true, false or null")
-        if key in texts:
-            raise UsageError(f"{key} of {name} cannot be set from a page; leave it out")
-    return make(name, {key: value for key, value in knobs.items() if key != "preset"})
-
-
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return a method's knobs for a page: name, default, help, type, choices, and whether none is allowed."""
+    """Return the knobs that a page can set: name, default, help, and the choices of a knob that has some.
+
+    Knobs of free text, such as the names of files, are left out.
+    """
     hints, found = typing.get_type_hints(cls), []
     helps = {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
     for field in dataclasses.fields(cls):
-        arms = typing.get_args(hints[field.name]) or (hints[field.name],)
-        is_choice = typing.get_origin(hints[field.name]) is Literal
-        kinds = {int: "int", float: "float", bool: "bool"}
-        kind = "choice" if is_choice else next((kinds[arm] for arm in arms if arm in kinds), "text")
+        hint, kinds = hints[field.name], {hints[field.name], *typing.get_args(hints[field.name])}
+        is_choice = typing.get_origin(hint) is Literal
+        if not is_choice and not kinds & {int, float, bool}:
+            continue
+        choices = list(typing.get_args(hint)) if is_choice else ["true", "false"] if bool in kinds else None
         default = field.default if isinstance(field.default, bool | int | float | str) else None
-        knob = {"name": field.name, "type": kind, "help": helps.get(field.name, ""), "none": type(None) in arms}
-        found.append(knob | {"default": default} | ({"choices": list(arms)} if is_choice else {}))
+        found.append({"name": field.name, "default": default, "help": helps.get(field.name, ""), "choices": choices})
     return found
 
 
 class Live:
-    """One model and a page's runs, one at a time. Any thread may call any method."""
+    """One model and a page's runs, one at a time. Any thread may call any method.
 
-    def __init__(self, model: str | Path, limits: Limits | None = None, **loading: Any) -> None:
-        self.limits = limits or Limits()
+    A prompt may have `most_prompt` tokens. `loading` are options of `lce.load`.
+    """
+
+    def __init__(self, model: str | Path, most_prompt: int = 64 << 10, **loading: Any) -> None:
+        self.most_prompt = most_prompt
         self._recorder = Recorder(model, most_bytes=LIVE_BYTES, **loading)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._state: dict[str, Any] = {"state": "idle", "id": 0}
-        self._done: tuple[int, str, Recording] = 0, "", {}  # number, key and recording of the last finished run
+        # The number of the last finished run, the random key in the paths of its segments, and its recording.
+        self._done: tuple[int, str, Recording] = 0, "", {}
 
     def about(self) -> dict[str, Any]:
-        """Return the options of a page: the model, the methods with their knobs, and the limits."""
+        """Return the options of a page: the model, the methods with their knobs, and the most new tokens."""
         methods = []
         for name in available():
             try:
@@ -114,16 +104,16 @@ class Live:
             except LceError:
                 continue  # one package's broken method
             about = next(iter((cls.__doc__ or "").strip().splitlines()), "")
-            methods.append({"name": name, "about": about, "knobs": [x for x in knobs_of(cls) if x["type"] != "text"]})
+            methods.append({"name": name, "about": about, "knobs": knobs_of(cls)})
         model = facts(self._recorder.engine, str(self._recorder.model))
-        return {"model": model, "methods": methods, "limits": dataclasses.asdict(self.limits)}
+        return {"model": model, "methods": methods, "max_tokens": MOST_NEW}
 
     def start(self, body: Any) -> int:
         """Start the run of a request and return its number. Raises `Busy`, or `UsageError` for an invalid request."""
-        request, method = requested(body, self.limits)
-        n_tokens, most = len(prompt_ids(self._recorder.engine, request.prompt)), self.limits.prompt_tokens
-        if n_tokens > most:
-            raise UsageError(f"the prompt has {n_tokens:,} tokens; expected {most:,} or fewer")
+        request, method = requested(body)
+        n_tokens = len(prompt_ids(self._recorder.engine, request.prompt))
+        if n_tokens > self.most_prompt:
+            raise UsageError(f"the prompt has {n_tokens:,} tokens; expected {self.most_prompt:,} or fewer")
         check_heads(request.off, self._recorder.engine)
         with self._lock:
             if self._state["state"] == "running":

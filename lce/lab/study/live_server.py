@@ -21,7 +21,8 @@ import secrets
 import socket
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any, ClassVar
 
 from lce.errors import LceError, UsageError
@@ -31,20 +32,21 @@ from lce.lab.study.web_page import page
 
 HOST = "127.0.0.1"
 TOKEN_BYTES = 24
-MOST_BODY = 4 << 20
-MOST_VALUES = 1 << 20
-SILENT_S, ANSWER_S = 10.0, 60.0  # of a connection that sends nothing, and to send an answer
-DRAIN_S = 1.0  # seconds to read what is sent after an answer
+MOST_BODY = 4 << 20  # The largest number of bytes of a request's body.
+MOST_VALUES = 1 << 20  # The largest number of JSON values in a body.
+SILENT_S = 10.0  # A connection that sends nothing for so many seconds is closed.
+ANSWER_S = 60.0  # A client may take so many seconds to receive an answer.
+DRAIN_S = 1.0  # Bytes that arrive after an answer are read for so many seconds.
 
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
 _KNOWN = re.compile(r"known=(\d{1,15})")
 
 
-class LiveServer(ThreadingHTTPServer):
+class LiveServer(ThreadingTCPServer):
     """A server of a `Live`'s page on loopback; `address` is for the browser. `close` ends the server."""
 
     daemon_threads = True
-    block_on_close = False
+    allow_reuse_address = True
 
     def __init__(self, live: Live, port: int = 0, prompt: str = "") -> None:
         self.live, self.prompt, self.token = live, prompt, secrets.token_urlsafe(TOKEN_BYTES)
@@ -57,11 +59,6 @@ class LiveServer(ThreadingHTTPServer):
         self.names = f"{HOST}:{self.port}", f"localhost:{self.port}"  # the valid Host headers
         self.address = f"http://{HOST}:{self.port}/{self.token}/"
 
-    def server_bind(self) -> None:
-        """Bind without a DNS query for our own name."""
-        super(ThreadingHTTPServer, self).server_bind()
-        self.server_name, self.server_port = HOST, self.server_address[1]
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore broken connections."""
 
@@ -72,14 +69,15 @@ class LiveServer(ThreadingHTTPServer):
 
 
 class _Refused(Exception):
-    """Ends a request: its two arguments are the status and the line of the answer."""
+    """Ends a request. The two arguments are the status and the line of the answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; the connection closes behind it."""
+    """One request, after which the connection closes."""
 
     server: LiveServer
     timeout = SILENT_S
+    server_version, sys_version = "lce", ""
     nonce = ""
 
     def finish(self) -> None:
@@ -96,11 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Check the request, GET or POST, then answer it."""
         try:
-            path, query = self._checked_path()
-            if self.command == "GET":
-                self._get(path, query)
-            else:
-                self._post(path)
+            self._answer(*self._checked_path())
         except _Refused as refused:
             self._send_error(*refused.args)
         except LceError as error:
@@ -110,10 +104,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
+    def _header(self, name: str) -> str:
+        """Return the value of a header; "" if the request has none or several of this name."""
+        values = self.headers.get_all(name) or []
+        return values[0].strip() if len(values) == 1 else ""
+
     def _checked_path(self) -> tuple[str, str]:
-        """Return the path behind the token, and the query. Refuses other addresses and hosts."""
-        hosts = self.headers.get_all("Host") or []
-        if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.names:
+        """Return the path behind the token, and the query. Refuse other addresses and hosts."""
+        if self._header("Host").lower() not in self.server.names:
             raise _Refused(403, f"the Host header must be {self.server.names[0]}")
         path, _, query = self.path.partition("?")
         own = f"/{self.server.token}/"
@@ -121,9 +119,19 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(403, "wrong address; open the one that lce inspect --live printed")
         return path.removeprefix(own), query
 
-    def _get(self, path: str, query: str) -> None:
-        live = self.server.live
-        if path == "":
+    def _answer(self, path: str, query: str) -> None:
+        live, segment = self.server.live, _SEGMENT.fullmatch(path)
+        if not segment and path not in ("", "state", "about", "run", "cancel"):
+            raise _Refused(404, "there is nothing here")
+        expected = "POST" if path in ("run", "cancel") else "GET"
+        if self.command != expected:
+            raise _Refused(405, f"expected {expected}")
+        if segment:
+            text = live.script(segment[1], int(segment[2]), int(segment[3]))
+            if text is None:
+                raise _Refused(404, "there is no such segment; ask for the state again")
+            self._send(200, "text/javascript; charset=utf-8", text.encode("ascii"))
+        elif path == "":
             self.nonce = secrets.token_urlsafe(16)
             known = {"base": f"/{self.server.token}/", "prompt": self.server.prompt}
             self._send(200, "text/html; charset=utf-8", page("null", nonce=self.nonce, live=known).encode())
@@ -132,47 +140,31 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(200, live.state(int(known_id[1]) if known_id else None))
         elif path == "about":
             self._send_json(200, live.about())
-        elif found := _SEGMENT.fullmatch(path):
-            text = live.script(found[1], int(found[2]), int(found[3]))
-            if text is None:
-                raise _Refused(404, "there is no such segment; ask for the state again")
-            self._send(200, "text/javascript; charset=utf-8", text.encode("ascii"))
-        elif path in ("run", "cancel"):
-            raise _Refused(405, "expected POST")
         else:
-            raise _Refused(404, "there is nothing here")
+            body = self._body()
+            self._send_json(202, {"id": live.start(body) if path == "run" else live.cancel()})
 
-    def _post(self, path: str) -> None:
-        if path not in ("run", "cancel"):
-            raise _Refused(405 if path in ("", "state", "about") else 404, "nothing is posted here")
-        origins = self.headers.get_all("Origin") or []
-        if len(origins) != 1 or origins[0] not in [f"http://{name}" for name in self.server.names]:
+    def _body(self) -> Any:
+        """Return the JSON value of a POST by the page. Refuse other origins, and bodies of unknown or large size."""
+        if self._header("Origin") not in [f"http://{name}" for name in self.server.names]:
             raise _Refused(403, "the Origin header must be that of the page")
-        kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        if self._header("Content-Type").partition(";")[0].strip().lower() != "application/json":
             raise _Refused(415, "expected Content-Type: application/json")
-        try:
-            body = parse_json(self._body(), MOST_VALUES, unique=True)
-        except JsonError as error:
-            raise _Refused(400, str(error)) from None
-        number = self.server.live.start(body) if path == "run" else self.server.live.cancel()
-        self._send_json(202, {"id": number})
-
-    def _body(self) -> bytes:
-        """Read the body, whose length must be announced and bounded."""
-        lengths = self.headers.get_all("Content-Length") or []
-        if "Transfer-Encoding" in self.headers or len(lengths) != 1 or not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
+        length = self._header("Content-Length")
+        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"[0-9]{1,18}", length):
             raise _Refused(411, "expected one Content-Length and no Transfer-Encoding")
-        length = int(lengths[0])
-        if length > MOST_BODY:
-            raise _Refused(413, f"the body has {length:,} bytes; expected {MOST_BODY:,} or fewer")
+        if int(length) > MOST_BODY:
+            raise _Refused(413, f"the body has {int(length):,} bytes; expected {MOST_BODY:,} or fewer")
         try:
-            body = self.rfile.read(length)
+            body = self.rfile.read(int(length))
         except TimeoutError:
             raise _Refused(408, f"nothing of the body came within {SILENT_S:g} seconds") from None
-        if len(body) < length:
+        if len(body) < int(length):
             raise _Refused(400, "the body is shorter than its Content-Length")
-        return body
+        try:
+            return parse_json(body, MOST_VALUES, unique=True)
+        except JsonError as error:
+            raise _Refused(400, str(error)) from None
 
     def _send_error(self, status: int, text: str) -> None:
         self._send_json(status, {"error": text})
@@ -206,9 +198,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer requests that http.server refuses: a broken or too long request line or header, another method."""
         with suppress(ConnectionError, TimeoutError):
             self._send_error({501: 405, 505: 400}.get(int(code), int(code)), message or "the request cannot be read")
-
-    def version_string(self) -> str:
-        return "lce"
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lce.errors import LceError
-from lce.lab.study.live import Busy, Limits, Live, knobs_of, requested
+from lce.lab.study.live import MOST_NEW, Busy, Live, knobs_of, requested
 from lce.methods import LongHeads, available, find, make
 
 TEXT = "The old miller took the bread out of the oven. " * 3
@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {"prompt": TEXT, "method": "longheads", "knobs": {"chunk
 
 @pytest.fixture
 def live(tiny_model: Path) -> Iterator[Live]:
-    made = Live(tiny_model, Limits(prompt_tokens=200, max_tokens=8))
+    made = Live(tiny_model, 200)
     yield made
     made.close()
 
@@ -78,10 +78,10 @@ def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatc
         ([], "expected an object"), (None, "expected an object"), ({"prompt": 7}, "the prompt is missing or empty"),
         ({"method": "longhead"}, "did you mean 'longheads'"), ({"method": None}, "expected the name of a method"),
         ({"knobs": {"chunksize": 4}}, "has no option 'chunksize'"), ({"knobs": [1]}, "an object of knobs"),
-        ({"knobs": {"chunk_size": []}}, "expected a number"),
-        ({"knobs": {"chunk_size": "x" * 200}}, "expected a number"),
+        ({"knobs": {"chunk_size": []}}, "chunk_size=[] is not"), ({"knobs": {"preset": [1]}}, "has no"),
+        ({"knobs": {"chunk_size": "x" * 200}}, "is not a whole number"),
         ({"method": "esa", "knobs": {"maps": "/etc/passwd"}}, "cannot be set from a page"),
-        ({"max_tokens": 9}, "max_tokens is 9; expected a whole number from 0 to 8"),
+        ({"max_tokens": 257}, "max_tokens is 257; expected a whole number from 0 to 256"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 1e400}, "max_tokens is inf"), ({"off": [[0]]}, "pairs of a layer and a head"),
         ({"off": [[0, 9]]}, "layer 0 has no head 9"), ({"off": {"0": 1}}, "pairs of a layer"),
@@ -102,15 +102,14 @@ def test_about_names_every_method_and_its_knobs(live: Live) -> None:
     about = live.about()
     assert [each["name"] for each in about["methods"]] == available()
     assert about["model"] | {"name": ""} == {"name": "", "layers": 2, "heads": 4, "kv_heads": 2, "window": 64}
-    assert about["limits"] == {"prompt_tokens": 200, "max_tokens": 8}
+    assert about["max_tokens"] == MOST_NEW
     knobs = {knob["name"]: knob for knob in knobs_of(find("longheads"))}
-    assert knobs["share"] | {"help": ""} == {
-        "name": "share", "type": "choice", "help": "", "none": False, "default": "head",
-        "choices": ["head", "group", "layer"],
-    }  # fmt: skip
-    assert (knobs["chunk_size"]["type"], knobs["chunk_size"]["none"]) == ("int", True)
-    assert (knobs["keep_first"]["type"], knobs["top_p"]["type"]) == ("bool", "float")
+    expected = {"name": "share", "help": "", "default": "head", "choices": ["head", "group", "layer"]}
+    assert knobs["share"] | {"help": ""} == expected
+    assert [knobs[name]["choices"] for name in ("chunk_size", "keep_first")] == [None, ["true", "false"]]
+    assert "maps" not in {knob["name"] for knob in knobs_of(find("esa"))}
     for each in about["methods"]:
         plain = {knob["name"]: knob["default"] for knob in each["knobs"]}
-        _, method = requested({"prompt": "x", "method": each["name"], "knobs": plain}, Limits())
+        texts = {name: str(value) for name, value in plain.items() if value is not None}  # as the page sends knobs
+        _, method = requested({"prompt": "x", "method": each["name"], "knobs": texts})
         assert method == make(each["name"], plain)

@@ -16,7 +16,7 @@ import pytest
 
 from lce.errors import UsageError
 from lce.lab.study import live_server as servers
-from lce.lab.study.live import Limits, Live
+from lce.lab.study.live import Live
 from lce.lab.study.live_server import LiveServer
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
@@ -26,7 +26,7 @@ Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
 def server(tiny_model: Path) -> Iterator[LiveServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(servers._Handler, "timeout", 0.4)
-        made = LiveServer(Live(tiny_model, Limits(200, 8)), prompt="<b>")
+        made = LiveServer(Live(tiny_model, 200), prompt="<b>")
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         yield made
@@ -111,7 +111,7 @@ def test_a_run_over_http(server: LiveServer) -> None:
     assert content.startswith(b"lceSegment(0,0,")
     assert "recording" not in json.loads(ask(server, f"state?known={number}")[2])
     assert_refused(ask(server, source.replace("/0-0", "/7-0")), 404)
-    assert json.loads(ask(server, "about")[2])["limits"] == {"prompt_tokens": 200, "max_tokens": 8}
+    assert json.loads(ask(server, "about")[2])["max_tokens"] == 256
     assert json.loads(ask(server, "cancel", {})[2]) == {"id": number}
 
 

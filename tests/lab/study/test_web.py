@@ -283,9 +283,9 @@ class MadeUp:
         self.refusal: str | None = None
 
     def about(self) -> dict[str, Any]:
-        knobs = [{"name": "chunk_size", "default": 8, "help": "tokens of a chunk", "type": "int", "none": False}]
+        knobs = [{"name": "chunk_size", "default": 8, "help": "tokens of a chunk", "choices": None}]
         methods = [{"name": "choosing", "about": "chooses", "knobs": knobs}, {"name": "full", "about": "", "knobs": []}]
-        return {"model": MADE["model"], "methods": methods, "limits": {"prompt_tokens": 4096, "max_tokens": 16}}
+        return {"model": MADE["model"], "methods": methods, "max_tokens": 16}
 
     def state(self, known: int | None = None) -> dict[str, Any]:
         is_new = self.now["state"] == "done" and known != self.now["id"]
@@ -340,7 +340,7 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
         found.click(*found.middle("document.getElementById('ask-run')"))
         found.wait("document.getElementById('ask-state').textContent.includes('prefill 3 of 9')")
         assert engine.asked == [{
-            "prompt": "The key is 4829. The key is", "method": "choosing", "knobs": {"chunk_size": 8},
+            "prompt": "The key is 4829. The key is", "method": "choosing", "knobs": {"chunk_size": "8"},
             "max_tokens": 4, "off": [], "marks": ["4829"],
         }]  # fmt: skip
         assert found.value("document.getElementById('ask-run').disabled")

@@ -47,7 +47,7 @@
         ...about.methods.map((method) => el("option", { value: method.name }, method.name)),
       );
       if (about.methods.some((method) => method.name === "longheads")) get("ask-method").value = "longheads";
-      get("ask-tokens").max = about.limits.max_tokens;
+      get("ask-tokens").max = about.max_tokens;
       this.showKnobs();
       this.poll();
     }
@@ -56,21 +56,14 @@
       const method = this.methods.find((each) => each.name === get("ask-method").value);
       const fields = method.knobs.map((knob) => {
         const standard = knob.default == null ? "default" : `default: ${knob.default}`;
-        const choices = knob.type === "bool" ? ["true", "false"] : knob.type === "choice" ? knob.choices : null;
-        const input = choices
+        const input = knob.choices
           ? el(
               "select",
               {},
               el("option", { value: "" }, standard),
-              ...choices.map((value) => el("option", { value }, String(value))),
+              ...knob.choices.map((value) => el("option", { value }, String(value))),
             )
-          : el("input", {
-              type: "text",
-              placeholder: standard,
-              spellcheck: "false",
-              autocomplete: "off",
-              inputmode: knob.type === "int" ? "numeric" : false,
-            });
+          : el("input", { type: "text", placeholder: standard, spellcheck: "false", autocomplete: "off" });
         input.dataset.knob = knob.name;
         return el("label", { class: "field", title: knob.help }, knob.name, input);
       });
@@ -79,16 +72,12 @@
       get("ask-knobs").title = method.about ?? "";
     }
 
-    /** The knobs that were filled in, of their types. What is no number is sent as it is, and the engine says so. */
+    /** The knobs that were filled in, as text; the engine reads numbers from it. */
     knobs() {
-      const method = this.methods.find((each) => each.name === get("ask-method").value),
-        found = {};
+      const found = {};
       for (const input of get("ask-knobs").querySelectorAll("[data-knob]")) {
-        const { type } = method.knobs.find((knob) => knob.name === input.dataset.knob),
-          text = input.value.trim();
-        if (!text) continue;
-        const number = (type === "int" || type === "float") && isFinite(Number(text));
-        found[input.dataset.knob] = type === "bool" ? text === "true" : number ? Number(text) : text;
+        const text = input.value.trim();
+        if (text) found[input.dataset.knob] = text;
       }
       return found;
     }
