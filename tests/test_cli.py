@@ -12,7 +12,6 @@ import pytest
 
 import lce
 from lce.system import PASSIVE
-from lce.terminal.figures import knob_meanings
 from lce.terminal.operations import COUNTED, count_text
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, output, run, spawn
@@ -223,4 +222,3 @@ def test_every_knob_has_a_meaning() -> None:
         options = method["options"]
         assert [option["name"] for option in options if not option["meaning"]] == []
         assert all(len(option["meaning"]) <= 90 for option in options)
-        assert knob_meanings(lce.methods.find(method["name"])).keys() <= {option["name"] for option in options}

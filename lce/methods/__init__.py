@@ -12,6 +12,7 @@ from lce.cache.layer import LayerCache as LayerCache
 from lce.methods import registry
 from lce.methods.base import Example as Example
 from lce.methods.base import Method as Method
+from lce.methods.base import knob as knob
 from lce.methods.costs import Cost as Cost
 from lce.methods.costs import PaperFigure as PaperFigure
 from lce.methods.costs import QueryBlock as QueryBlock

@@ -7,7 +7,7 @@ positions that the method declares, and `attend` attends the method's parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -49,6 +49,15 @@ def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return tuple(x.shape) == shape and x.dtype == dtype
 
 
+def knob(default: T, meaning: str, *, least: int | None = None, is_share: bool = False, kw_only: bool = False) -> T:
+    """Declare a knob of a method: a dataclass field with its meaning in a few words, and its range.
+
+    `least` is the smallest value. A share is above 0, at most 1. None is in every range.
+    """
+    facts = {"meaning": meaning, "least": least, "is_share": is_share}
+    return field(default=default, kw_only=kw_only, metadata=facts)
+
+
 @dataclass(frozen=True)
 class Example:
     """A setting small enough for a picture of a method's idea: knobs, a window, and a block of queries.
@@ -63,9 +72,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Method:
-    """An attention strategy. Its fields are its knobs; `None` means derived from the window.
+    """An attention strategy. Its fields are its knobs, declared by `knob`; `None` means derived from the window.
 
-    `knob_help` says in a few words what each knob means. `presets` are named settings of knobs, such as those of a
+    `presets` are named settings of knobs, such as those of a
     paper's experiments: `-o preset=NAME` sets them first. `example` is the default of `lce explain`.
 
     A method declares its parts in `parts_of`: which keys a query sees, and at which positions. Attending, costs and
@@ -75,7 +84,6 @@ class Method:
     """
 
     name: ClassVar[str] = ""
-    knob_help: ClassVar[Mapping[str, str]] = {}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     example: ClassVar[Example] = Example()
     analysis: ClassVar[bool] = False  # for study only: no message recommends the method
@@ -101,18 +109,18 @@ class Method:
 
         Raises `UsageError` for knobs that cannot work.
         """
-        return self
+        return self.filled()
 
     def filled(self, **defaults: Any) -> Self:
-        """Return this method with these values for knobs that are None."""
-        return replace(self, **{knob: value for knob, value in defaults.items() if getattr(self, knob) is None})
-
-    def expect(self, **least: int) -> Self:
-        """Return this method. Raises `UsageError` for a knob below its least value."""
-        for knob, value in least.items():
-            if getattr(self, knob) < value:
-                raise UsageError(f"{self.label}: {knob} is {getattr(self, knob)}; expected {value} or more")
-        return self
+        """Return this method with these values for knobs that are None. Raises `UsageError` for a knob out of range."""
+        made = replace(self, **{knob: value for knob, value in defaults.items() if getattr(self, knob) is None})
+        for each in fields(made):
+            value, least = getattr(made, each.name), each.metadata.get("least")
+            if value is not None and least is not None and value < least:
+                raise UsageError(f"{self.label}: {each.name} is {value}; expected {least} or more")
+            if value is not None and each.metadata.get("is_share") and not 0 < value <= 1:
+                raise UsageError(f"{self.label}: {each.name} is {value}; expected a share above 0, at most 1")
+        return made
 
     @property
     def block(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState
 from lce.errors import UsageError
+from lce.methods.base import knob
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.parts import RECENT
 from lce.methods.selective import ChunkSelection, Scorer, SelectiveMethod
@@ -59,15 +60,9 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
 
     analysis: ClassVar[bool] = True
 
-    budget: int | None = field(default=None, kw_only=True)
-    keep_first: bool = field(default=True, kw_only=True)
-    keep_last: bool = field(default=True, kw_only=True)
-
-    knob_help: ClassVar = {
-        "budget": "tokens that a query attends, instead of chunks",
-        "keep_first": "the first chunk is always attended",
-        "keep_last": "the last complete chunk is always attended",
-    }
+    budget: int | None = knob(None, "tokens that a query attends, instead of chunks", kw_only=True)
+    keep_first: bool = knob(True, "the first chunk is always attended", kw_only=True)
+    keep_last: bool = knob(True, "the last complete chunk is always attended", kw_only=True)
 
     def resolve(self, window: int) -> Self:
         """Return this method resolved, with its budget, if any, as a number of `chunks`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
-from lce.methods.base import Example, Method, resolved
+from lce.methods.base import Example, Method, knob, resolved
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts
@@ -35,17 +35,12 @@ class DualChunk(Method):
     Keys are cached at `j mod s` and are not rotated again. Time: O(N · D) a token and head, that of full attention.
     """
 
-    chunk_size: int | None = None
-    parts: Literal["all", "intra", "intra+inter"] = "all"
-    temperature: bool = False
-    far: int | None = None
-
-    knob_help: ClassVar = {
-        "chunk_size": "tokens of a chunk; none is 3/4 of the window",
-        "parts": "which of the paper's parts are attended: intra, inter, successive",
-        "temperature": "the factor of the released code, which the paper's results do not have",
-        "far": "the query's position for chunks before the previous one; none is W - 1",
-    }
+    chunk_size: int | None = knob(None, "tokens of a chunk; none is 3/4 of the window", least=1)
+    parts: Literal["all", "intra", "intra+inter"] = knob(
+        "all", "which of the paper's parts are attended: intra, inter, successive"
+    )
+    temperature: bool = knob(False, "the factor of the released code, which the paper's results do not have")
+    far: int | None = knob(None, "the query's position for chunks before the previous one; none is W - 1")
     example: ClassVar = Example({"chunk_size": 8})
 
     def for_model(self, model: ModelFacts) -> Self:
@@ -54,11 +49,13 @@ class DualChunk(Method):
         return self if found is None else self.filled(chunk_size=found[0], far=found[1])
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(chunk_size=max(1, 3 * window // 4), far=window - 1).expect(chunk_size=1)
+        made = self.filled(chunk_size=max(1, 3 * window // 4), far=window - 1)
         size = resolved(made.chunk_size)
         if size > window:
             raise UsageError(f"{self.label}: chunk_size is {size}; expected at most the window, {window}")
-        return made.expect(far=size - 1)  # a nearer query would stand before keys of its past
+        if resolved(made.far) < size - 1:  # a nearer query would stand before keys of its past
+            raise UsageError(f"{self.label}: far is {made.far}; expected {size - 1} or more")
+        return made
 
     @property
     def block(self) -> int:

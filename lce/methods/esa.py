@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -17,7 +17,7 @@ from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, Staged, TokenRows
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart
-from lce.methods.base import Example, is_like, resolved
+from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.joint import JointSelection
 from lce.methods.lowdim import (
@@ -35,7 +35,7 @@ from lce.methods.map_file import open_maps
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts, Step
-from lce.methods.top_p import TOP_P_HELP
+from lce.methods.top_p import top_p_knob
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
 MAPS_FILE = "esa_maps.safetensors"  # file of learned maps beside a model
@@ -68,29 +68,22 @@ class ESA(JointSelection):
     `sinks + top_k + local + T` keys; R numbers more a token and layer.
     """
 
-    sinks: int = 128
-    local: int | None = None
-    top_k: int | None = None
-    eps: int = 3
-    low_dim: int = 128
-    compress: Literal["calibrated", "pca", "none"] = "calibrated"
-    far: int | None = None
-    maps: str | LowDimMaps | None = None
-    heads: Literal["sum", "max"] = field(default="sum", kw_only=True)
-    top_p: float | None = field(default=None, kw_only=True)
-
-    knob_help: ClassVar = {
-        "sinks": "first tokens, always attended",
-        "local": "last tokens, at exact distances; none is half of the window",
-        "top_k": "tokens between that a block of queries chooses; none is a quarter of the window",
-        "eps": "a token scores as the best one at most so many away",
-        "low_dim": "numbers in a low-dimensional key",
-        "compress": "where low-dimensional keys come from: learned maps, PCA of the prompt, or nowhere",
-        "far": "distance of the sinks and the chosen tokens; none is local",
-        "maps": "file of lce calibrate; none is the one beside the model",
-        "heads": "a token's score: the sum over all heads, or its best head's, with compress=none alone",
-        "top_p": TOP_P_HELP,
-    }
+    sinks: int = knob(128, "first tokens, always attended", least=0)
+    local: int | None = knob(None, "last tokens, at exact distances; none is half of the window", least=1)
+    top_k: int | None = knob(
+        None, "tokens between that a block of queries chooses; none is a quarter of the window", least=1
+    )
+    eps: int = knob(3, "a token scores as the best one at most so many away", least=0)
+    low_dim: int = knob(128, "numbers in a low-dimensional key", least=1)
+    compress: Literal["calibrated", "pca", "none"] = knob(
+        "calibrated", "where low-dimensional keys come from: learned maps, PCA of the prompt, or nowhere"
+    )
+    far: int | None = knob(None, "distance of the sinks and the chosen tokens; none is local", least=0)
+    maps: str | LowDimMaps | None = knob(None, "file of lce calibrate; none is the one beside the model")
+    heads: Literal["sum", "max"] = knob(
+        "sum", "a token's score: the sum over all heads, or its best head's, with compress=none alone", kw_only=True
+    )
+    top_p: float | None = top_p_knob()
     example: ClassVar = Example({"sinks": 2, "local": 5, "top_k": 4, "eps": 1, "compress": "none"}, block=3)
 
     presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # 8k models
@@ -120,7 +113,8 @@ class ESA(JointSelection):
         return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
     def sized(self, window: int) -> Self:
-        made = super().sized(window).expect(eps=0, low_dim=1)
+        """Return this method resolved, but for its maps."""
+        made = super().resolve(window)
         if made.heads == "max" and made.compress != "none":
             raise UsageError(
                 f"esa: heads=max needs each head's score, and compress={made.compress} has their sum alone; "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
 from lce.methods.attending import PlacedPart
-from lce.methods.base import Example, is_like, resolved
+from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.joint import JointSelection
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.methods.top_p import TOP_P_HELP
+from lce.methods.top_p import top_p_knob
 
 BLOCKS, VOTES = "memory blocks", "votes"
 
@@ -48,31 +48,18 @@ class InfLLM(JointSelection):
     M summaries, O(H · M · D); a memory block's summary is H · D numbers.
     """
 
-    block_size: int = 128
-    repr_tokens: int = 4
-    top_k: int = 16
-    sinks: int = 128
-    local: int | None = None
-    far: int | None = None
-    top_p: float | None = field(default=None, kw_only=True)
-
-    knob_help: ClassVar = {
-        "block_size": "tokens of a memory block",
-        "repr_tokens": "tokens that represent a memory block",
-        "top_k": "memory blocks that a block of queries chooses",
-        "sinks": "first tokens, always attended",
-        "local": "last tokens, at exact distances; none is half of the window",
-        "far": "distance of everything else; none is local",
-        "top_p": TOP_P_HELP,
-    }
+    block_size: int = knob(128, "tokens of a memory block", least=1)
+    repr_tokens: int = knob(4, "tokens that represent a memory block", least=1)
+    top_k: int = knob(16, "memory blocks that a block of queries chooses", least=1)
+    sinks: int = knob(128, "first tokens, always attended", least=0)
+    local: int | None = knob(None, "last tokens, at exact distances; none is half of the window", least=1)
+    far: int | None = knob(None, "distance of everything else; none is local", least=0)
+    top_p: float | None = top_p_knob()
     example: ClassVar = Example({"block_size": 3, "repr_tokens": 1, "top_k": 2, "sinks": 3, "local": 5}, block=3)
 
     presets: ClassVar = {  # the authors' settings for Llama 3 and Mistral
         "released": {"block_size": 128, "repr_tokens": 4, "top_k": 16, "sinks": 128, "local": 4096}
     }
-
-    def resolve(self, window: int) -> Self:
-        return self.sized(window).expect(block_size=1, repr_tokens=1)
 
     @property
     def block(self) -> int:

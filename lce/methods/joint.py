@@ -14,7 +14,7 @@ from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
 from lce.methods.base import LocalMethod, resolved
 from lce.methods.step import Step
-from lce.methods.top_p import check_top_p, enough
+from lce.methods.top_p import enough
 
 
 class JointSelection(LocalMethod, ABC):
@@ -28,11 +28,9 @@ class JointSelection(LocalMethod, ABC):
     top_p: float | None
     eps = 0  # a candidate counts as the best one at most so many away
 
-    def sized(self, window: int) -> Self:
-        """Return this method with every size filled in."""
+    def resolve(self, window: int) -> Self:
         made = self.filled(local=max(1, window // 2), top_k=max(1, window // 4))
-        check_top_p(self.label, self.top_p)
-        return made.filled(far=made.local).expect(sinks=0, local=1, top_k=1, far=0)
+        return made.filled(far=made.local)
 
     @abstractmethod
     def n_candidates(self, start: int) -> int:

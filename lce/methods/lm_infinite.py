@@ -11,7 +11,7 @@ from torch import Tensor
 from lce.attention import Attended, rotate
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
-from lce.methods.base import Example, LocalMethod
+from lce.methods.base import Example, LocalMethod, knob
 from lce.methods.best_tokens import attend_best_tokens
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.parts import CHOSEN, LayerFacts, Part
@@ -34,22 +34,15 @@ class LMInfinite(LocalMethod):
     positions. Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
     """
 
-    sinks: int = 10
-    local: int | None = None
-    top_k: int = 0
-    from_layer: int = 0
-
-    knob_help: ClassVar = {
-        "sinks": "first tokens, always attended",
-        "local": "last tokens, and the largest distance; none is the window",
-        "top_k": "tokens between that each head chooses; 0 is none",
-        "from_layer": "first layer that chooses tokens between",
-    }
+    sinks: int = knob(10, "first tokens, always attended", least=0)
+    local: int | None = knob(None, "last tokens, and the largest distance; none is the window", least=1)
+    top_k: int = knob(0, "tokens between that each head chooses; 0 is none", least=0)
+    from_layer: int = knob(0, "first layer that chooses tokens between", least=0)
     example: ClassVar = Example({"sinks": 2, "local": 8, "top_k": 2})
     notes_choices: ClassVar = False
 
     def resolve(self, window: int) -> Self:
-        return self.filled(local=window).expect(sinks=0, local=1, top_k=0, from_layer=0)
+        return self.filled(local=window)
 
     @property
     def block(self) -> int:

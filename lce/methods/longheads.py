@@ -14,6 +14,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
 from lce.methods.attending import fold_chunks, unfold_chunks
+from lce.methods.base import knob
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.registry import register
 from lce.methods.selective import SelectiveMethod
@@ -41,21 +42,14 @@ class LongHeads(SelectiveMethod):
     H · D numbers a chunk.
     """
 
-    share: Literal["head", "group", "layer"] = "head"
-    rank: Literal["top", "last", "random"] = "top"
-    keep_first: bool = True
-    keep_last: bool = True
-    fix_head: bool = False
-    fix_layer: bool = False
-
-    knob_help: ClassVar = {
-        "share": "which heads choose together: none, those of a KV head, or all",
-        "rank": "take the best chunks, the worst or random ones",
-        "keep_first": "the first chunk is always attended",
-        "keep_last": "the last complete chunk is always attended",
-        "fix_head": "all heads take the choice of the first",
-        "fix_layer": "all layers take the choice of the first",
-    }
+    share: Literal["head", "group", "layer"] = knob(
+        "head", "which heads choose together: none, those of a KV head, or all"
+    )
+    rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
+    keep_first: bool = knob(True, "the first chunk is always attended")
+    keep_last: bool = knob(True, "the last complete chunk is always attended")
+    fix_head: bool = knob(False, "all heads take the choice of the first")
+    fix_layer: bool = knob(False, "all layers take the choice of the first")
 
     presets: ClassVar = {"released": {"chunk_size": 256, "chunks": 16}}
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache as cached
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
-from lce.methods.base import Method
+from lce.methods.base import Method, knob
 from lce.methods.budgeted import BudgetedChunks, WithoutSummaries
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.esa import ESA
@@ -79,11 +79,11 @@ class Oracle(ByMass, BudgetedChunks):
     Cost: that of full attention, O(H · N · D) a token, in bounded slices of float32; nothing is kept of a chunk.
     """
 
-    judge: Judge = field(default="constant", kw_only=True)
-
-    knob_help: ClassVar = BudgetedChunks.knob_help | {
-        "judge": "what is true: attention at all distances, or at half of the window at most (constant)"
-    }
+    judge: Judge = knob(
+        "constant",
+        "what is true: attention at all distances, or at half of the window at most (constant)",
+        kw_only=True,
+    )
 
 
 def cheating(method: Method, judge: Judge = "constant") -> Method:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from torch import Tensor, stack
@@ -13,13 +13,13 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, Summaries
 from lce.errors import UsageError
-from lce.methods.base import Example, is_like, resolved
+from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.selective import SUMMARIES, ChunkSelection
 from lce.methods.step import Step
-from lce.methods.top_p import TOP_P_HELP, check_top_p
+from lce.methods.top_p import top_p_knob
 
 
 @register("quest")
@@ -46,22 +46,14 @@ class Quest(ChunkSelection):
     keep_first = keep_last = False
     uses_queries: ClassVar[bool] = False
 
-    page: int = 16
-    budget: int | None = None
-    dense_layers: int = 2
-    top_p: float | None = field(default=None, kw_only=True)
-
-    knob_help: ClassVar = {
-        "page": "tokens of a page",
-        "budget": "tokens that a query attends; none is a quarter of the window",
-        "dense_layers": "first layers, which attend everything",
-        "top_p": TOP_P_HELP,
-    }
+    page: int = knob(16, "tokens of a page", least=1)
+    budget: int | None = knob(None, "tokens that a query attends; none is a quarter of the window")
+    dense_layers: int = knob(2, "first layers, which attend everything", least=0)
+    top_p: float | None = top_p_knob()
     example: ClassVar = Example({"page": 2, "budget": 8, "dense_layers": 0}, window=24)
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(budget=max(window // 4, 2 * self.page)).expect(page=1, dense_layers=0)
-        check_top_p(self.label, self.top_p)
+        made = self.filled(budget=max(window // 4, 2 * self.page))
         if made.n_choices < 1:
             raise UsageError(f"{self.name}: budget is {made.budget}; expected two pages of {self.page} tokens or more")
         return made

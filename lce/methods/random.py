@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lce.cache.layer import LayerCache
+from lce.methods.base import knob
 from lce.methods.budgeted import BudgetedChunks
 from lce.methods.longheads import random_scores
 from lce.methods.registry import register
@@ -28,9 +28,7 @@ class RandomChunks(BudgetedChunks):
     Cost: O(H · M) draws a token, and at most `chunks · L` keys attended.
     """
 
-    seed: int = field(default=0, kw_only=True)
-
-    knob_help: ClassVar = BudgetedChunks.knob_help | {"seed": "another seed draws other chunks"}
+    seed: int = knob(0, "another seed draws other chunks", kw_only=True)
 
     def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
         return random_scores(len(q), n_chunks, step, cache.index, q.device, self.seed)

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.methods.base import Example, LocalMethod
+from lce.methods.base import Example, LocalMethod, knob
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 
@@ -29,17 +29,12 @@ class ReRope(LocalMethod):
     Time: O(N · D) a token and head, in two parts.
     """
 
-    local: int | None = None
-    log_scale: bool = False
-
-    knob_help: ClassVar = {
-        "local": "the largest distance; none is half of the window",
-        "log_scale": "multiply queries by a factor that grows with their index",
-    }
+    local: int | None = knob(None, "the largest distance; none is half of the window", least=1)
+    log_scale: bool = knob(False, "multiply queries by a factor that grows with their index")
     example: ClassVar = Example({"local": 6})
 
     def resolve(self, window: int) -> Self:
-        return self.filled(local=max(1, window // 2)).expect(local=1)
+        return self.filled(local=max(1, window // 2))
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         yield Part(keys=(i + 1 - self.n_local, i + 1), query_at=i, exact=True)

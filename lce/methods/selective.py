@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -31,14 +31,14 @@ from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, slot_shift
-from lce.methods.base import Example, Method, is_like, resolved, says_for
+from lce.methods.base import Example, Method, is_like, knob, resolved, says_for
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.placement import PLACEMENTS, Placement
 from lce.methods.step import DeviceStep, Step
-from lce.methods.top_p import TOP_P_HELP, check_top_p, prune
+from lce.methods.top_p import prune, top_p_knob
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
 Scorer = Callable[[slice, Step], Tensor]  # some of a block's queries, and their step, to scores `[C, t, M]`
@@ -364,28 +364,22 @@ class SelectiveMethod(ChunkSelection):
     its own, as estimated by `log_mass`; chunks always attended count first.
     """
 
-    chunk_size: int | None = None
-    chunks: int | None = None
-    placement: Literal["side_by_side", "true", "constant"] = "side_by_side"
-    top_p: float | None = field(default=None, kw_only=True)
-
-    knob_help: ClassVar = {
-        "chunk_size": "tokens of a chunk; none is derived from the window",
-        "chunks": "chunks that a query attends, its own one too; none is what the window holds",
-        "placement": "where chosen chunks are seen: side by side, at true positions, or at one distance",
-        "top_p": TOP_P_HELP,
-    }
+    chunk_size: int | None = knob(None, "tokens of a chunk; none is derived from the window", least=1)
+    chunks: int | None = knob(None, "chunks that a query attends, its own one too; none is what the window holds")
+    placement: Literal["side_by_side", "true", "constant"] = knob(
+        "side_by_side", "where chosen chunks are seen: side by side, at true positions, or at one distance"
+    )
+    top_p: float | None = top_p_knob()
     example: ClassVar = Example({"chunk_size": 2})
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(chunk_size=256 if window >= 4096 else max(1, window // 32)).expect(chunk_size=1)
+        made = self.filled(chunk_size=256 if window >= 4096 else max(1, window // 32))
         made = made.filled(chunks=window // made.size)
         if resolved(made.chunks) < 3:
             raise UsageError(
                 f"{self.label}: {made.chunks} chunks of {made.size} tokens; expected 3 or more: lower chunk_size "
                 f"(window {window})"
             )
-        check_top_p(self.label, self.top_p)
         return made
 
     @property

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from lce.methods.base import Example, LocalMethod
+from lce.methods.base import Example, LocalMethod, knob
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 
@@ -28,17 +28,12 @@ class SelfExtend(LocalMethod):
     Keys are cached at their group's position; the last `local` also at their own. Time: O(N · D) a token and head.
     """
 
-    local: int | None = None
-    group: int = 8
-
-    knob_help: ClassVar = {
-        "local": "last tokens, at exact distances; none is a quarter of the window",
-        "group": "tokens that share a position farther away",
-    }
+    local: int | None = knob(None, "last tokens, at exact distances; none is a quarter of the window", least=1)
+    group: int = knob(8, "tokens that share a position farther away", least=1)
     example: ClassVar = Example({"local": 4, "group": 3})
 
     def resolve(self, window: int) -> Self:
-        return self.filled(local=max(1, window // 4)).expect(local=1, group=1)
+        return self.filled(local=max(1, window // 4))
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         """Return the text whose farthest distance, `i // group + local - local // group`, is the last in the window."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from lce.cache.layout import AccessPattern
-from lce.methods.base import Example, Method, resolved
+from lce.methods.base import Example, Method, knob, resolved
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 
@@ -29,17 +29,12 @@ class Streaming(Method):
     Time: O((sinks + local) · D) a token and head, whatever the length.
     """
 
-    sinks: int = 4
-    local: int | None = None
-
-    knob_help: ClassVar = {
-        "sinks": "first tokens, always attended",
-        "local": "last tokens; none is the window without the sinks",
-    }
+    sinks: int = knob(4, "first tokens, always attended", least=0)
+    local: int | None = knob(None, "last tokens; none is the window without the sinks", least=1)
     example: ClassVar = Example({"sinks": 2, "local": 6})
 
     def resolve(self, window: int) -> Self:
-        return self.filled(local=max(1, window - self.sinks)).expect(sinks=0, local=1)
+        return self.filled(local=max(1, window - self.sinks))
 
     @property
     def block(self) -> int:

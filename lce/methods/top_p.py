@@ -11,15 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lce.errors import UsageError, shown
-
-TOP_P_HELP = "choose no more than reaches this share of the estimated attention; none is off"
+from lce.methods.base import knob
 
 
-def check_top_p(label: str, p: float | None) -> None:
-    """Raise `UsageError` for a `top_p` that is no share."""
-    if p is not None and not 0 < p <= 1:
-        raise UsageError(f"{label}: top_p is {shown(p)}; expected a share above 0, at most 1")
+def top_p_knob() -> float | None:
+    """Declare the knob `top_p`."""
+    meaning = "choose no more than reaches this share of the estimated attention; none is off"
+    return knob(None, meaning, is_share=True, kw_only=True)
 
 
 def enough(log_mass: Tensor, order: Tensor, p: float) -> int:

@@ -74,21 +74,21 @@ def recall_lines(recalls: Sequence[Recall]) -> list[str]:
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
     """Return a method's name, the first line of its docstring, and its knobs with types, defaults and meanings."""
-    hints, meanings = typing.get_type_hints(cls), knob_meanings(cls)
+    hints = typing.get_type_hints(cls)
     return {
         "name": name,
         "summary": next(iter((cls.__doc__ or "").strip().splitlines()), ""),
         "options": [
-            {"name": x.name, "type": type_text(hints[x.name]), "default": _default(x), "meaning": meanings.get(x.name)}
+            {
+                "name": x.name,
+                "type": type_text(hints[x.name]),
+                "default": _default(x),
+                "meaning": x.metadata.get("meaning"),
+            }
             for x in dataclasses.fields(cls)
         ],
         "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
     }
-
-
-def knob_meanings(cls: type[Method]) -> dict[str, str]:
-    """Return each knob's meaning: the `knob_help` of a class and of its bases."""
-    return {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:

@@ -205,4 +205,4 @@ def test_no_hook_is_forgotten() -> None:
     """What a method may define is forwarded, but what decode steps that are recorded need."""
     own = {name for name in vars(Method) if not name.startswith("_") and callable(getattr(Method, name))}
     own |= {name for name, value in vars(Method).items() if isinstance(value, property)} | {"notes_choices"}
-    assert own - {*vars(Wrapped)} == {"decode", "decode_chosen", "decodes", "bound", "expect", "filled"}
+    assert own - {*vars(Wrapped)} == {"decode", "decode_chosen", "decodes", "bound", "filled"}

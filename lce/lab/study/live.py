@@ -67,7 +67,6 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
     Knobs of free text, such as the names of files, are left out.
     """
     hints, found = typing.get_type_hints(cls), []
-    helps = {name: text for base in reversed(cls.__mro__) for name, text in vars(base).get("knob_help", {}).items()}
     for field in dataclasses.fields(cls):
         hint, kinds = hints[field.name], {hints[field.name], *typing.get_args(hints[field.name])}
         is_choice = typing.get_origin(hint) is Literal
@@ -75,7 +74,8 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
             continue
         choices = list(typing.get_args(hint)) if is_choice else ["true", "false"] if bool in kinds else None
         default = field.default if isinstance(field.default, bool | int | float | str) else None
-        found.append({"name": field.name, "default": default, "help": helps.get(field.name, ""), "choices": choices})
+        help_text = field.metadata.get("meaning", "")
+        found.append({"name": field.name, "default": default, "help": help_text, "choices": choices})
     return found
 
 
