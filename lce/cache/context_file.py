@@ -246,5 +246,6 @@ def _restored_layer(
     states = layout.make_state(layout)
     for name, state in states.items():
         at = f"layers/{index}/{name}/"
-        state.restore({key[len(at) :]: x.to(layout.device) for key, x in tensors.items() if key.startswith(at)})
+        for key in (key for key in tensors if key.startswith(at)):
+            state.restore((tensors[key].to(layout.device), int(key[len(at) :])))
     return LayerCache(index, layout, buffer, stack, states, n)

@@ -236,10 +236,11 @@ class KVCache:
         """
         self.settle()
         kept = {
-            f"layers/{layer.index}/{name}/{part}": x
+            f"layers/{layer.index}/{name}/{number}": tensor
             for layer in self.layers
             for name, state in layer.state.items()
-            for part, x in state.tensors(layer.length).items()
+            for tensor, number in [state.committed(layer.length)]
+            if tensor is not None
         }
         border = self.layout.file(self.length).row_tokens
         if border < self.length:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lce.cache.formats import FORMATS, KVFormat
-from lce.cache.method_state import MethodState
+from lce.cache.method_state import FileTensor, MethodState
 from lce.cache.row_file import CHECK_BLOCK, CHECK_BYTES
 from lce.cache.tier import DEVICE, DISK, UNBOUNDED, Tier, kinds
 from lce.errors import CapacityError
@@ -78,7 +77,7 @@ class CacheLayout:
     budgets: Budgets = Budgets()
     block: int = 1
     make_state: Callable[[CacheLayout], Mapping[str, MethodState]] = field(default=lambda layout: {}, compare=False)
-    could_keep: Callable[[int, Mapping[str, Tensor], CacheLayout, int], bool] = field(
+    could_keep: Callable[[int, Mapping[str, FileTensor], CacheLayout, int], bool] = field(
         default=lambda layer, kept, layout, n_tokens: True, compare=False
     )
     read_size: int = READ_SIZE

@@ -12,9 +12,9 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from lce.cache.kv import UNROUNDED
 from lce.cache.layout import CacheLayout
+from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes, read_all
 from lce.errors import CapacityError, DataError, shown
 from lce.files import JsonError, named, parse_json
 from lce.sizes import size_text
 from lce.system import free_memory
 
-FORMAT = "lce context 4"
+FORMAT = "lce context 5"
 REMEDY = "prefill the text again"
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
@@ -38,6 +39,7 @@ MOST_TOKENS = 1 << 40  # tokens of a text
 _LARGEST_HEADER = 16 << 20  # bytes: enough for 500 layers
 _MOST_PARTS = 200_000  # values and names in a header
 _MOST_DIMENSIONS = 8
+_STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)  # layer, name and number of a state
 
 
 @dataclass(frozen=True)
@@ -76,20 +78,6 @@ class Header:
     manifest: Manifest
     start: int
     file_bytes: int
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A small tensor in a file: its kind, its shape, and its bytes `start` to `stop`."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def n_bytes(self) -> int:
-        return self.stop - self.start
 
 
 Check = Callable[[Manifest, dict[str, FileTensor]], None]
@@ -193,9 +181,11 @@ def read_small(
     tensors = tensors_of(header, header.start if start is None else start, rows)
     state = dict(tensors)
     check(manifest, state)
+    kept = [*state]
     check_state(layout, manifest.read, state, path)
     found = read_tensors(header, tensors)
-    check_numbers(layout, manifest.read, found, path)
+    if not all(_is_finite(found[name]) for name in kept):
+        raise contradiction(path)
     return found
 
 
@@ -260,40 +250,18 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
         shape = (2, layout.n_kv_heads, n_unrounded, layout.head_dim)
         if found is None or (found.dtype, found.shape) != (layout.dtype, shape):
             raise contradiction(path)
-    kept = layout.make_state(layout).items()
-    states = {f"layers/{layer}/{name}": state for layer in range(layout.n_layers) for name, state in kept}
-    for prefix, names in groupby(sorted(tensors), key=lambda name: name.rpartition("/")[0]):
-        parts, state = {name[len(prefix) + 1 :]: tensors[name] for name in names}, states.get(prefix)
-        if state is None or parts.keys() != {"tensor", "number"}:
+    states, kept = layout.make_state(layout), [dict[str, FileTensor]() for _ in range(layout.n_layers)]
+    for file_name, tensor in tensors.items():
+        place = _STATE.fullmatch(file_name)
+        layer, name, number = (int(place[1]), place[2], int(place[3])) if place else (layout.n_layers, "", 0)
+        if layer >= layout.n_layers or name not in states or name in kept[layer]:
             raise contradiction(path)
-        tensor, number = parts["tensor"], parts["number"]
-        possible = (tensor.dtype.is_floating_point or not state.floats) and number.shape == ()
-        if not possible or number.dtype != torch.int64 or tensor.n_bytes > state.most_bytes(n_tokens, n_tokens):
+        possible = tensor.dtype.is_floating_point or not states[name].floats
+        if not possible or not states[name].agrees(tensor, number, n_tokens):
             raise contradiction(path)
-
-
-def check_numbers(layout: CacheLayout, n_tokens: int, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise `DataError` if the values cannot be the method's state after `n_tokens` tokens.
-
-    Refused are tensors that are not finite (unrounded keys and values too), numbers that do not fit their tensor, and
-    tensors that the method itself refuses.
-    """
-    states = layout.make_state(layout)
-    for layer in range(layout.n_layers):
-        unrounded = tensors.get(f"{UNROUNDED}/{layer}")
-        if unrounded is not None and not _is_finite(unrounded):
-            raise contradiction(path)
-        kept = {}
-        for name, state in states.items():
-            at = f"layers/{layer}/{name}/"
-            number, tensor = tensors.get(f"{at}number"), tensors.get(f"{at}tensor")
-            if number is None or tensor is None:
-                continue
-            if not _is_finite(tensor) or not state.agrees(tensor, int(number), n_tokens):
-                raise contradiction(path)
-            kept[name] = tensor
-        if not layout.could_keep(layer, kept, layout, n_tokens):
-            raise contradiction(path)
+        kept[layer][name] = tensor
+    if not all(layout.could_keep(layer, found, layout, n_tokens) for layer, found in enumerate(kept)):
+        raise contradiction(path)
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -8,8 +8,9 @@ changes committed numbers, and a `mark` to go back to is a reference or a number
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -20,6 +21,20 @@ from lce.profiling import count_compared, timed
 
 Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says which rows it holds
 NOTHING: Held = (None, 0)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file: its dtype, its shape, and its bytes `start` to `stop`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.stop - self.start
 
 
 class MethodState(ABC):
@@ -40,12 +55,16 @@ class MethodState(ABC):
         """Return the most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
 
     @abstractmethod
-    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
-        """Return whether a tensor and a number of a file can be the state after `n_tokens`."""
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
+        """Return whether a tensor and a number of a file can be the state after `n_tokens`, read in any blocks."""
 
     def committed(self, n_tokens: int) -> Held:
         """Return the tensor and number as they were after `n_tokens`."""
         return self._held
+
+    def restore(self, held: Held) -> None:
+        """Restore the state from a tensor and a number that `committed` returned."""
+        self._held = held
 
     def commit(self, n_tokens: int = 0) -> None:
         """Commit the pass that just ended; the text has `n_tokens` tokens now. May be repeated."""
@@ -108,15 +127,6 @@ class MethodState(ABC):
         other.discard()
         return other
 
-    def tensors(self, n_tokens: int) -> dict[str, Tensor]:
-        """Return the tensors from which `restore` makes the state of the first `n_tokens` again, if there is any."""
-        tensor, number = self.committed(n_tokens)
-        return {} if tensor is None else {"tensor": tensor, "number": torch.tensor(number)}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state from `tensors`."""
-        self._held = (tensors["tensor"], int(tensors["number"])) if tensors else NOTHING
-
 
 class GrowingRows(MethodState):
     """Rows from index 0 on along `axis` of one buffer, which grows by half and which forks share.
@@ -176,12 +186,13 @@ class GrowingRows(MethodState):
         n_rows = self._rows_of(n_tokens)
         return None if self._rows is None else self.buffer.narrow(self.axis, 0, n_rows), n_rows
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self._rows = RowBuffer(tensors["tensor"], self.axis) if tensors else None
-        self._n_rows = int(tensors["number"]) if tensors else 0
+    def restore(self, held: Held) -> None:
+        tensor, self._n_rows = held
+        self._rows = None if tensor is None else RowBuffer(tensor, self.axis)
 
-    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
-        return tensor.ndim > self.axis and tensor.shape[self.axis] == number <= n_tokens // self.tokens_per_row
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
+        n_rows = tensor.shape[self.axis] if len(tensor.shape) > self.axis else -1
+        return number == n_rows <= n_tokens // self.tokens_per_row and tensor.n_bytes <= n_rows * self.row_bytes
 
     def nearest(self, n_tokens: int, length: int) -> int:
         return n_tokens
@@ -285,9 +296,9 @@ class RecentRows(MethodState):
         start = max(first, n_tokens - self.n_kept)
         return None if buffer is None else buffer[:, start - first : n_tokens - first], start
 
-    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
         first = max(0, n_tokens - self.n_kept)
-        return _row_bytes(tensor) == self.row_bytes and (number, tensor.shape[1]) == (first, n_tokens - first)
+        return number == first and _has_rows(tensor, n_tokens - first, self.row_bytes)
 
     def nearest(self, n_tokens: int, length: int) -> int:
         return n_tokens if n_tokens == length or self.remade or self._has(n_tokens) else 0
@@ -366,10 +377,10 @@ class OpenChunk(MethodState):
             rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
         return rows, chunk_id
 
-    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
         current, rest = divmod(n_tokens, self.size)
-        in_order = number == current if rest else 0 <= number <= current
-        return _row_bytes(tensor) == self.row_bytes and tensor.shape[1] == self.size and in_order
+        in_order = number == current if rest else number <= current
+        return in_order and _has_rows(tensor, self.size, self.row_bytes)
 
     def nearest(self, n_tokens: int, length: int) -> int:
         chunk_id = n_tokens // self.size
@@ -379,9 +390,9 @@ class OpenChunk(MethodState):
         return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
 
 
-def _row_bytes(rows: Tensor) -> int | None:
-    """Return the bytes of a row of `rows [heads, n, D]`; None for tensors of other shapes."""
-    return rows.element_size() * rows.shape[0] * rows.shape[2] if rows.ndim == 3 else None
+def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
+    """Return whether a tensor has the shape `[heads, n_rows, D]`, with rows of `row_bytes`."""
+    return len(tensor.shape) == 3 and tensor.shape[1] == n_rows and tensor.n_bytes == n_rows * row_bytes
 
 
 class Staged(MethodState):
@@ -419,8 +430,8 @@ class Staged(MethodState):
         self._next = (self._next[0], n_tokens)
         super().commit(n_tokens)
 
-    def agrees(self, tensor: Tensor, number: int, n_tokens: int) -> bool:
-        return 0 <= number <= n_tokens
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
+        return number <= n_tokens and tensor.n_bytes <= self.bound(n_tokens, n_tokens)
 
     def nearest(self, n_tokens: int, length: int) -> int:
         value, since = self._held

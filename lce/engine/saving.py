@@ -16,7 +16,8 @@ from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.manifest import FORMAT, REMEDY, FileTensor, Manifest, contradiction
+from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction
+from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError, UsageError, shown

@@ -16,7 +16,7 @@ from torch import Tensor
 from lce.attention import Attended, Turn
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
-from lce.cache.method_state import MethodState, RecentRows
+from lce.cache.method_state import FileTensor, MethodState, RecentRows
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, attend_parts, attend_spans, keep_recent, scaled
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, cost_of_spans
@@ -44,9 +44,9 @@ def says_for(method: object, hook: str, *others: str) -> bool:
     return all(depth(hook) <= depth(other) for other in others)
 
 
-def is_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether a tensor has this shape and dtype."""
-    return tuple(x.shape) == shape and x.dtype == dtype
+def is_like(x: FileTensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether a tensor of a file has this shape and dtype."""
+    return x.shape == shape and x.dtype == dtype
 
 
 def knob(default: T, meaning: str, *, least: int | None = None, is_share: bool = False, kw_only: bool = False) -> T:
@@ -160,7 +160,7 @@ class Method:
             return {}
         return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)}
 
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         """Return whether tensors `kept`, by the names of `state`, can be a layer's state after `n_tokens` tokens.
 
         Called for context files, which are not trusted. `MethodState` classes check their own tensors; a method checks

@@ -12,7 +12,7 @@ from torch import Tensor
 from lce.attention import SCORES_AT_ONCE
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
-from lce.cache.method_state import MethodState
+from lce.cache.method_state import FileTensor, MethodState
 from lce.errors import UsageError
 from lce.methods.base import knob
 from lce.methods.costs import Cost, QueryBlock
@@ -31,7 +31,7 @@ class WithoutSummaries(ChunkSelection):
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
 
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         return True
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lce.attention import Attended, products, token_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
-from lce.cache.method_state import MethodState, Staged, TokenRows
+from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
@@ -150,9 +150,9 @@ class ESA(JointSelection):
             kept[BASIS] = Staged(lambda n_tokens, block: layout.key_bytes * self.low_dim)
         return kept
 
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         keys, basis = kept.get(LOW_DIM_KEYS), kept.get(BASIS)
-        low_dim = self.low_dim if basis is None else min(basis.shape[-1] if basis.ndim else 0, self.low_dim)
+        low_dim = self.low_dim if basis is None else min(basis.shape[-1] if basis.shape else 0, self.low_dim)
         return (
             super().could_keep(layer, kept, layout, n_tokens)
             and (keys is None) == (self.compress == "none" or (self.compress == "pca" and basis is None))

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from lce.attention import Attended, attention_sums, dot_products, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
-from lce.cache.method_state import MethodState, RecentRows, Staged, Summaries
+from lce.cache.method_state import FileTensor, MethodState, RecentRows, Staged, Summaries
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
@@ -80,7 +80,7 @@ class InfLLM(JointSelection):
         blocks = Summaries(layout.query_bytes, self.block_size)
         return {**super().state(layout), BLOCKS: blocks, VOTES: Staged(votes_bytes)}
 
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         blocks, votes = kept.get(BLOCKS), kept.get(VOTES)
         n_blocks = 0 if blocks is None else blocks.shape[1]
         n_votes = n_tokens - self.sinks - n_blocks * self.block_size

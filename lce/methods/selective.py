@@ -28,7 +28,7 @@ from lce.attention import (
 )
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
-from lce.cache.method_state import MethodState, OpenChunk, Summaries
+from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, slot_shift
 from lce.methods.base import Example, Method, is_like, knob, resolved, says_for
@@ -89,7 +89,7 @@ class ChunkSelection(Method, ABC):
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
         return {**kept, **super().state(layout)}
 
-    def could_keep(self, layer: int, kept: Mapping[str, Tensor], layout: CacheLayout, n_tokens: int) -> bool:
+    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
         if summaries is None:
             return True  # not every layer needs summaries; one that does notices

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.cache.method_state import NOTHING, Held, MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.shared import Holder
 
 
@@ -20,8 +20,13 @@ def counted(n: int, start: int = 0) -> Tensor:
 
 
 def same(ours: MethodState, theirs: MethodState, n_tokens: int) -> bool:
-    mine, its = ours.tensors(n_tokens), theirs.tensors(n_tokens)
-    return mine.keys() == its.keys() and all(torch.equal(x, its[name]) for name, x in mine.items())
+    (mine, number), (its, other) = ours.committed(n_tokens), theirs.committed(n_tokens)
+    return number == other and (mine is its if mine is None or its is None else torch.equal(mine, its))
+
+
+def copied(state: MethodState, n_tokens: int) -> Held:
+    tensor, number = state.committed(n_tokens)
+    return None if tensor is None else tensor.clone(), number
 
 
 # The open chunk
@@ -53,7 +58,7 @@ def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: 
         if then:
             copy = kept.fork(length, Holder) if then == "copy" else OpenChunk(size, 24)
             if then == "restore":
-                copy.restore({name: x.clone() for name, x in kept.tensors(length).items()})
+                copy.restore(copied(kept, length))
             assert same(copy, kept, length)
             kept.write(torch.full((2, 1, 3), -1.0), length)  # the one no longer reaches the other
             kept.commit()
@@ -111,10 +116,9 @@ STATES: dict[str, Callable[[], MethodState]] = {
 def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
     """With a pass that was discarded behind what is kept; and nothing kept is restored as nothing."""
     kept, other = STATES[state](), STATES[state]()
-    assert kept.tensors(0) == {}
+    assert kept.committed(0) == NOTHING
     assert kept.n_bytes == 0
-    other.restore({})
-    assert (other.tensors(0), other.fork(0, Holder).tensors(0)) == ({}, {})
+    assert kept.fork(0, Holder).committed(0) == NOTHING
     assert isinstance(kept, TokenRows | Summaries | RecentRows | OpenChunk)
     assert isinstance(other, TokenRows | Summaries | RecentRows | OpenChunk)
 
@@ -125,7 +129,7 @@ def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
     kept.commit()
     kept.write(rows(9, 500), 20)
     kept.discard()
-    other.restore({name: x.clone() for name, x in kept.tensors(20).items()})
+    other.restore(copied(kept, 20))
     for each in (kept, other):
         each.write(rows(5, 20), 20)
         each.commit()
@@ -163,11 +167,11 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
             kept[name].commit(stop)
 
     def has(n: int) -> None:
-        assert torch.equal(kept["rows"].tensors(n)["tensor"], text[0, :n])
-        assert torch.equal(kept["recent"].tensors(n)["tensor"][:, -min(n, n_kept) :], text[:, max(0, n - n_kept) : n])
+        assert torch.equal(kept["rows"].committed(n)[0], text[0, :n])
+        assert torch.equal(kept["recent"].committed(n)[0][:, -min(n, n_kept) :], text[:, max(0, n - n_kept) : n])
         if n % size:
-            assert torch.equal(kept["open"].tensors(n)["tensor"][:, : n % size], text[:, n // size * size : n])
-        assert torch.equal(kept["staged"].tensors(n)["tensor"], text[0, :n].sum(dim=0))
+            assert torch.equal(kept["open"].committed(n)[0][:, : n % size], text[:, n // size * size : n])
+        assert torch.equal(kept["staged"].committed(n)[0], text[0, :n].sum(dim=0))
 
     n = 0
     while n < 40:
@@ -183,7 +187,7 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
             assert nearest == (n if back == n else nearest) <= back
             assert state.nearest(0, n) == 0
             if nearest and (name == "rows" or (name == "open" and nearest % size)):
-                found = state.as_of(state.mark(nearest)).tensors(nearest)["tensor"]
+                found = state.as_of(state.mark(nearest)).committed(nearest)[0]
                 whole = text[0, :nearest] if name == "rows" else text[:, nearest // size * size : nearest]
                 assert torch.equal(found if name == "rows" else found[:, : nearest % size], whole)
 

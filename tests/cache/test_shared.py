@@ -53,7 +53,7 @@ def held(cache: KVCache) -> list[Tensor]:
     for layer in cache.layers:
         n = layer.length
         states = (layer.kept(TokenRows, "rows"), layer.kept(Summaries, "summaries"))
-        found += [*layer.span(0, n), *(x.clone() for state in states for x in state.tensors(n).values())]
+        found += [*layer.span(0, n), *(x for state in states if (x := state.committed(n)[0]) is not None)]
     return [x.clone() for x in found]
 
 

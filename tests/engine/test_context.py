@@ -166,8 +166,9 @@ def contents(context: lce.Context) -> list[Tensor | int | None]:
     known = [context.cache.length, None if context.logits is None else context.logits.clone()]
     for layer in context.cache.layers:
         known += [layer.length, *(x.clone() for x in layer.span(0, layer.stop))]
-        state = {name: state.tensors(layer.length) for name, state in sorted(layer.state.items())}
-        known += [x.clone() for parts in state.values() for _, x in sorted(parts.items())]
+        for _, state in sorted(layer.state.items()):
+            tensor, number = state.committed(layer.length)
+            known += [number] if tensor is None else [number, tensor.clone()]
     return known
 
 
