@@ -17,8 +17,6 @@ SHARED = {
     "__init__",
     "attending",
     "base",
-    "best_tokens",
-    "budgeted",
     "costs",
     "decoding",
     "distances",
@@ -35,7 +33,6 @@ SHARED = {
     "step",
     "top_p",
     "observed",
-    "wrapped",
 }  # files of lce/methods that hold no method
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]

@@ -24,6 +24,7 @@ from lce.methods.lm_infinite import LMInfinite as LMInfinite
 from lce.methods.longheads import LongHeads as LongHeads
 from lce.methods.observed import Observation as Observation
 from lce.methods.observed import Observed as Observed
+from lce.methods.observed import Wrapped as Wrapped
 from lce.methods.oracle import Oracle as Oracle
 from lce.methods.oracle import cheating as cheating
 from lce.methods.oracle import selects as selects
@@ -43,7 +44,6 @@ from lce.methods.selective import SelectiveMethod as SelectiveMethod
 from lce.methods.self_extend import SelfExtend as SelfExtend
 from lce.methods.step import Step as Step
 from lce.methods.streaming import Streaming as Streaming
-from lce.methods.wrapped import Wrapped as Wrapped
 from lce.models.config import RopeConfig as RopeConfig
 from lce.models.rope import Rope as Rope
 

@@ -7,7 +7,8 @@ and functions to study the choice while the run's cache lasts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from operator import attrgetter
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +17,34 @@ from lce.cache.layer import LayerCache
 from lce.methods.base import Method
 from lce.methods.distances import always, choice_distance, spans_by_query
 from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
-from lce.methods.step import Step
-from lce.methods.wrapped import Wrapped
+from lce.methods.step import ModelFacts, Step
+
+
+@dataclass(frozen=True)
+class Wrapped(Method):
+    """A method that does what `inner` does. Derive a class and override `attend` to add to that.
+
+    Decode steps run one by one, as prefill does, so that `attend` is called for every token.
+
+    Example: `lce.load(model, Watched(lce.methods.make("longheads")))`, where `Watched` derives from this.
+    """
+
+    inner: Method
+
+    def for_model(self, model: ModelFacts) -> Self:
+        return replace(self, inner=self.inner.for_model(model))
+
+    def resolve(self, window: int) -> Self:
+        return replace(self, inner=self.inner.resolve(window))
+
+
+for _name in (
+    "attend", "attend_chosen", "attend_spans", "choice_cost", "cost", "could_keep", "keep", "keep_queries",
+    "key_positions", "layer_kind", "limit", "paper_figures", "parts_of", "query_scale", "state",
+):  # fmt: skip
+    setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
+for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "access", "unrotated"):
+    setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.methods.base import knob
-from lce.methods.budgeted import BudgetedChunks
 from lce.methods.longheads import random_scores
+from lce.methods.oracle import BudgetedChunks
 from lce.methods.registry import register
 from lce.methods.step import Step
 
