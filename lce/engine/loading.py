@@ -80,7 +80,7 @@ def load(
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     kind = dtype_of(dtype, checkpoint.dtype)
     borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
-    made = _sizes(facts, method, kind, devices, scheme, checkpoint.names, block, budgets, kv_dtype, borders)
+    made = _sizes(facts, method, kind, devices, scheme, checkpoint.shapes, block, budgets, kv_dtype, borders)
     layout, backend = made.layout, Attention.choose(attention)
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
     if sharing is not None:
@@ -89,11 +89,11 @@ def load(
     if layout.dtype != checkpoint.dtype():
         uses_threads()  # converting weights may start threads
     family = model_class(config)
-    wanted = family.weights(config, checkpoint.names)
+    wanted = family.weights(config, checkpoint.shapes)
     loaded = checkpoint.load(
         wanted, dtype=layout.dtype, device=lambda name: layout.part_of(family.layer_of(name, config)).device,
         ignore=(*family.unused, *config.unused),
-        joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.names) if scheme else None,
+        joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.shapes) if scheme else None,
     )  # fmt: skip
     if layout.borders and "head" not in loaded:  # tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])

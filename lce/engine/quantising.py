@@ -39,14 +39,14 @@ def quantize(
         raise UsageError(f"{named(target)} exists and is no empty folder; name another one")
     config, checkpoint = read_config(source), source.checkpoint
     family = model_class(config)
-    wanted = dict(family.weights(config, checkpoint.names).values())
+    wanted = dict(family.weights(config, checkpoint.shapes).values())
     checkpoint.check(wanted, (*family.unused, *config.unused))
     published = {**source.config, "quantization_config": {"quant_method": "lce", "weights": scheme.name}}
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make the folder {named(target)}: {error.strerror}; name another one") from None
-    schemes = family.schemes(config, scheme, checkpoint.names)
+    schemes = family.schemes(config, scheme, checkpoint.shapes)
     with reported(progress, "quantize") as report:
         path = target / "model.safetensors"
         save_quantised(checkpoint, path, wanted, schemes, scheme.name, __version__, report)

@@ -1,8 +1,8 @@
 """The fields of config.json that all model families share, checked in full; registry.py finds the family.
 
-Both published layouts are read: `rope_theta` beside `rope_scaling` with `torch_dtype` (transformers 4), and
-`rope_parameters` with `dtype` (transformers 5). An optional key that is missing takes transformers' default for the
-family. A missing size is a ModelError, and so is every value that lce cannot run. No torch here.
+Two published layouts are read. Configs of transformers 4 have `rope_theta`, `rope_scaling` and `torch_dtype`; configs
+of transformers 5 have `rope_parameters` and `dtype`. An optional key that is missing takes transformers' default for
+the family. A missing size is a ModelError, and so is every value that lce cannot run. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lce.errors import ModelError, shown
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-_OF_SCALING = {
+_SCALING_NUMBERS = {  # the numbers that only one kind of scaling has
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
 }
 
-# Keys of other families' configs that change what a model computes, and the values at which they change nothing. A
-# model that has one is not the architecture that its name says.
+# Keys of other families' configs that change what a model computes, with the values that change nothing. A model with
+# another value is not the architecture that its name says.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), (0,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
@@ -34,7 +34,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("no_rope_layer_interval", "attn_temperature_tuning", "use_qk_norm", "qk_norm"), (0,)),
     **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "attn_output_gate", "use_mrope"), (0,)),
 }
-# Limits that no published model comes near: a value beyond them means that the file is damaged or hostile.
+# The least and the largest value of each number. No published model comes near these limits: a value beyond them means
+# that the file is damaged or hostile.
 _RANGES: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
@@ -55,10 +56,10 @@ _REMEDY = "correct the file or download the checkpoint again"
 
 
 class Fields:
-    """A JSON object of a file, read by key. A wrong value is a ModelError.
+    """A JSON object in a file, read by key. A wrong value raises ModelError.
 
-    A key that the file leaves out has its value in `defaults`, and so has a null; an `optional_` reader returns None
-    for a null. `within` are the limits of a key that only one family reads.
+    A key that is missing or null has its value in `defaults`; `optional_integer` returns None for a null. `within`
+    gives the limits of a key that only one family reads. `where` names the file in messages.
     """
 
     def __init__(self, where: str, values: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
@@ -67,6 +68,7 @@ class Fields:
         self.defaults = defaults or {}
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
+        """Return the error for the value under `key`."""
         got = "is missing"
         if key in self.values:
             got = f"is {shown(self.values[key])}"
@@ -82,10 +84,6 @@ class Fields:
         value: int = self._in_range(key, self._filled(key), int, within)
         return value
 
-    def optional_number(self, key: str) -> float | None:
-        value = self.values.get(key, self.defaults.get(key))
-        return None if value is None else float(self._in_range(key, value, float))
-
     def number(self, key: str, default: float | None = None, within: tuple[float, float] | None = None) -> float:
         return float(self._in_range(key, self._filled(key, default), float, within))
 
@@ -96,7 +94,7 @@ class Fields:
         return value
 
     def _filled(self, key: str, default: object = None) -> object:
-        """Return the value under `key`; for a key that is left out or null, its default."""
+        """Return the value under `key`, or the default of a key that is missing or null."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 
@@ -113,41 +111,34 @@ class Fields:
         return value
 
     def names(self, key: str) -> list[str]:
-        """Return the list of strings under `key`, empty where there is none."""
+        """Return the list of strings under `key`; an empty list for a missing key."""
         listed = [] if self.values.get(key) is None else self.values[key]
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
             raise self.refusal(key, "a list of names")
         return listed
 
     def section(self, key: str) -> Fields:
-        """Return the object under `key`, empty where there is none: one flat object for all layers."""
+        """Return the object under `key`, which must have no objects in it; an empty object for a missing key."""
         value = self._filled(key, {})
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
         return Fields(f"{self.where}: {key}", value)
 
     def inner(self, key: str, inherited: Sequence[str]) -> Fields:
-        """Return the object under `key`, with those `inherited` keys that this object has itself."""
+        """Return the object under `key`, with the values that this outer object has for the `inherited` keys."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             raise self.refusal(key, "an object")
         shared = {name: self.values[name] for name in inherited if self.values.get(name) is not None}
         return Fields(f"{self.where}: {key}", value | shared)
 
-    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the ids under `key`, one or a list of them; empty where there are none."""
-        value = self.values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-            raise self.refusal(key, f"token ids below the vocab_size of {vocab_size}")
-        return tuple(ids)
-
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The base `theta` of the rotation, and the scaling that stretches it.
+    """The base `theta` of the rotary embedding, and the scaling that stretches the window.
 
-    `original_window` is the window before scaling; None means the model's. Six fields are YaRN's, two Llama 3.1's.
+    `original_window` is the window before scaling; None means the model's window. The fields from `attention_factor` to
+    `truncate` belong to YaRN, the last two to Llama 3.1.
     """
 
     kind: str = "none"
@@ -166,12 +157,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model's sizes, window and RoPE, and what its family adds to them. Only `read` checks the values.
+    """A model's sizes, window and RoPE, and the values that its family adds. Only `read` checks the values.
 
-    `biases` names the matrix products that have a bias, by our names of their weights ("q", "down"). `sliding_window`
-    is None where every query attends every earlier key. `extra` holds numbers that only the model's own family reads.
-    `dtype` is the announced one, which may be missing. `eos_ids` are all the tokens that end a text. Weights are
-    published under `weight_prefix`; `unused` are patterns of published names that the model does not use.
+    `biases` names the weights that have a bias, by our names ("q", "down"). `sliding_window` is None if every query
+    attends every earlier key. `extra` holds numbers that only the model's own family reads. `dtype` is the dtype in
+    config.json, if any. `eos_ids` are the tokens that end a text. `weight_prefix` begins the published name of every
+    weight that the model uses; `unused` are patterns of published names that it ignores. `published` is config.json.
     """
 
     architecture: str
@@ -194,17 +185,17 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     weight_prefix: str = ""
     unused: tuple[str, ...] = ()
-    published: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # config.json as it stands
+    published: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
         """Read what all families share; `fields` has the family's defaults, `generation` is generation_config.json."""
-        _refuse_unsupported(fields)
+        _check_supported(fields)
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
-        dual_chunk = fields.section("dual_chunk_attention_config")  # Qwen's: announces more than was trained
-        bos_ids = _special_tokens("bos_token_id", (fields, generation), fields, vocab_size)
+        dual_chunk = fields.section("dual_chunk_attention_config")  # has the trained window; `announced` is longer
+        bos_ids = _special_tokens("bos_token_id", (fields, generation), vocab_size)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -220,15 +211,16 @@ class ModelConfig:
             rope=_rope(fields, announced, head_dim),
             dtype=_dtype(fields),
             bos_id=bos_ids[0] if bos_ids else None,
-            eos_ids=_special_tokens("eos_token_id", (generation, fields), fields, vocab_size),
+            eos_ids=_special_tokens("eos_token_id", (generation, fields), vocab_size),
             published=fields.values,
         )
 
     def dual_chunk(self, path: object) -> tuple[int, int] | None:
-        """Return Qwen's chunk of Dual Chunk Attention and the position of queries of older chunks; None without them.
+        """Return the chunk size of Dual Chunk Attention, and the position of a query for keys of older chunks.
 
-        As where these models are served: a chunk leaves `local_size` positions for the previous chunk, and the query is
-        at `chunk_size`, one beyond the paper's, or where the successive positions end. Raises `ModelError`.
+        Both are those with which Qwen's models are served: a chunk is `chunk_size - local_size` tokens long, and the
+        query stands at `chunk_size`, one beyond the paper's position, or at the last position of successive chunks if
+        that is less. Returns None for a config without `dual_chunk_attention_config`. `path` is named in the error.
         """
         found = self.published.get("dual_chunk_attention_config")
         if found is None:
@@ -242,16 +234,16 @@ class ModelConfig:
         return size - kept, min(size, 2 * (size - kept) - 1)
 
     def identity(self, fingerprint: str) -> str:
-        """Return a SHA-256 of the weights' fingerprint and of every number here that changes what the model computes.
+        """Return a SHA-256 of the weights' fingerprint and of every field that changes what the model computes.
 
-        The hash ties contexts to the model. The same weights under another `norm_eps` or RoPE base give other keys.
+        The hash ties saved contexts to the model: the same weights with another RoPE base give other keys and values.
         """
         same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
         return hashlib.sha256(f"{fingerprint} {same!r}".encode()).hexdigest()
 
 
 def rope_section(fields: Fields) -> Fields:
-    """Return the RoPE scaling, in either layout: `rope_scaling` or `rope_parameters`. Refuse two that differ."""
+    """Return the RoPE scaling, from `rope_scaling` or `rope_parameters`. Raises ModelError if the two differ."""
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
@@ -277,7 +269,7 @@ def check_layer_types(fields: Fields, config: ModelConfig) -> None:
         raise fields.refusal("layer_types", f"{own} in all layers, as the sliding window says")
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _check_supported(fields: Fields) -> None:
     for key in ("quantization_config", "compression_config"):
         value = fields.values.get(key)
         if value is not None and not (isinstance(value, Mapping) and value.get("quant_method") == "lce"):
@@ -314,13 +306,17 @@ def _dtype(fields: Fields) -> str | None:
     return name or None
 
 
-def _special_tokens(key: str, files: Sequence[Fields], fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids under `key` in both files; the family's own if there are none and the config has no `key`."""
-    found = tuple(dict.fromkeys(token for file in files for token in file.token_ids(key, vocab_size)))
-    default = fields.defaults.get(key)
-    if not found and key not in fields.values and isinstance(default, int) and default < vocab_size:
-        return (default,)
-    return found
+def _special_tokens(key: str, files: Sequence[Fields], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids under `key` in both files. If there are none, return the default of a key that is missing."""
+    found: dict[int, None] = {}
+    for fields in files:
+        value: Any = fields.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+            raise fields.refusal(key, f"token ids below the vocab_size of {vocab_size}")
+        found |= dict.fromkeys(ids)
+    defaults = [fields.defaults[key] for fields in files if key in fields.defaults and key not in fields.values]
+    return tuple(found) or tuple(token for token in defaults if isinstance(token, int) and token < vocab_size)
 
 
 def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
@@ -345,12 +341,13 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
     original = original or scaling.optional_integer("original_max_position_embeddings")
     implied = max(1.0, window / original) if kind == "yarn" and original else None
     factor = scaling.number("factor", default=implied)
-    if kind in ("linear", "dynamic"):  # transformers gives `dynamic` no other window than max_position_embeddings
+    if kind in ("linear", "dynamic"):  # as in transformers, whose `dynamic` reads max_position_embeddings alone
         original = None
-    own: dict[str, Any] = {key: scaling.optional_number(key) for key in _OF_SCALING.get(kind, ())}
+    given = [key for key in _SCALING_NUMBERS.get(kind, ()) if scaling.values.get(key) is not None]
+    own: dict[str, Any] = {key: scaling.number(key) for key in given}
     if kind == "yarn":
         own["truncate"] = scaling.flag("truncate", default=True)
-    rope = RopeConfig(kind, theta, factor, original, **{key: x for key, x in own.items() if x is not None})
+    rope = RopeConfig(kind, theta, factor, original, **own)
     if rope.beta_fast < rope.beta_slow:
         raise scaling.refusal("beta_fast", f"at least beta_slow, which is {rope.beta_slow:g}")
     if rope.high_freq_factor <= rope.low_freq_factor:
@@ -359,7 +356,7 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
 
 
 def _kind(scaling: Fields) -> str | None:
-    """Return the kind of scaling under `rope_type`, or under `type` as in older files."""
+    """Return the kind of scaling: the value of `rope_type`, or of `type` in older files."""
     kind, older = scaling.text("rope_type"), scaling.text("type")
     if kind is not None and older is not None and kind != older:
         raise scaling.refusal("rope_type", f"the same as type, which is {shown(older)}")

@@ -37,13 +37,13 @@ _SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the finger
 
 @dataclass
 class _Target:
-    """A tensor or a packed matrix in memory: the matrices `names`, of these shapes, one beneath the other.
+    """A tensor or a packed matrix in memory: the stored matrices `names`, of `shapes`, one beneath the other.
 
-    `parts` are the tensors of a packed matrix; a plain tensor has one part, "". `dtype` is the one of the plain tensor,
-    or of a matrix before rounding; None for a matrix that is stored packed.
+    `parts` are the tensors of a packed matrix; a plain tensor has one part, "". `dtype` is the dtype of a plain tensor,
+    or of a matrix before it is rounded; None for a matrix that is stored packed.
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     scheme: Scheme | None
     dtype: torch.dtype | None
@@ -57,12 +57,12 @@ class _Target:
 
     @property
     def sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of each part."""
+        """The shape and dtype of each part."""
         return self.scheme.parts(self.shape) if self.scheme else {"": (self.shape, self.dtype or torch.float32)}
 
     @property
     def staged(self) -> int:
-        """Return the bytes of a matrix that is read first and then rounded."""
+        """The bytes of a matrix that is read first and then rounded; 0 for other targets."""
         return math.prod(self.shape) * self.dtype.itemsize if self.scheme and self.dtype else 0
 
     def split(self, whole: Tensor, part: str = "") -> dict[str, Tensor]:
@@ -104,45 +104,42 @@ class Checkpoint:
         """Load the tensors of `wanted`, in `dtype` (None: as stored) on `device`, or on the device of each key.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. Every other
-        tensor of the checkpoint must match one of the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). Two entries
-        with one published name share one tensor. `joined` maps a new name to names of `wanted` whose tensors are read
-        into one tensor, one beneath the other.
+        tensor of the checkpoint must match one of the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a
+        new name to names of `wanted` whose tensors are read into one tensor, one beneath the other.
 
-        `schemes` maps names in the checkpoint to schemes by which their matrices are packed; these matrices, and
+        `schemes` maps names in the checkpoint to schemes by which their matrices are packed. These matrices, and
         matrices stored packed, come as `PackedMatrix`. Joined matrices of different schemes, or without whole blocks of
         rows, come as one `Stacked`.
 
         Raises, before anything is read, `CapacityError` for weights larger than the free memory, and ModelError for
-        wrong names, shapes and dtypes; and ModelError for NaN, infinity, and a file that changed since it was opened.
+        wrong names, shapes and dtypes; while reading, ModelError for NaN, infinity, and a file that was changed.
         """
         shapes = dict(wanted.values())
         self.check(shapes, ignore)
         schemes = self.manifest.schemes if self.manifest else schemes or {}
-        groups: dict[str, tuple[str, ...]] = {key: (name,) for key, (name, _) in wanted.items()}
+        groups: dict[str, Sequence[str]] = {key: [name] for key, (name, _) in wanted.items()}
         stacked: dict[str, Sequence[str]] = {}
+        names: Sequence[str]
         for key, parts in (joined or {}).items():
-            names = tuple(wanted[part][0] for part in parts)
+            names = [wanted[part][0] for part in parts]
             whole_blocks = names[0] not in schemes or all(shapes[name][0] % ROW_BLOCK == 0 for name in names)
             if whole_blocks and len({schemes.get(name) for name in names}) == 1:
-                groups = {own: of for own, of in groups.items() if own not in parts} | {key: names}
+                groups[key] = [name for part in parts for name in groups.pop(part)]
             else:
                 stacked[key] = parts
-        targets: dict[tuple[str, ...], _Target] = {}
+        targets = {}
         for key, names in groups.items():
-            place, scheme = device if isinstance(device, torch.device) else device(key), schemes.get(names[0])
-            kind = None if scheme else dtype
-            if kind is None and not (
-                scheme and self.manifest
-            ):  # the widest dtype in which one of the tensors is stored
-                stored = (DTYPES[self.tensors[name].dtype] for name in names)
-                kind = functools.reduce(torch.promote_types, stored)
-            targets[names] = _Target(names, [shapes[name] for name in names], scheme, kind, place)
+            place = device if isinstance(device, torch.device) else device(key)
+            scheme, kind = schemes.get(names[0]), None
+            if not (scheme and self.manifest):
+                widest = functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
+                kind = widest if scheme or dtype is None else dtype
+            targets[key] = _Target(names, [shapes[name] for name in names], scheme, kind, place)
         self._allocate(targets.values())
         with self._opened() as files:
             self._read(files, targets.values())
             self.fingerprint()  # takes the samples of what was just read
-        values = {names: target.value() for names, target in targets.items()}
-        found: dict[str, Any] = {key: values[names] for key, names in groups.items()}
+        found: dict[str, Any] = {key: target.value() for key, target in targets.items()}
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
 
     def _allocate(self, targets: Collection[_Target]) -> None:
@@ -180,32 +177,31 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self) -> Iterator[dict[Path, int]]:
-        """Open all files. Raises ModelError if one is not what it was when its header was read.
+        """Open all files. Raises ModelError if a file is not what it was when its header was read.
 
         Files are checked again at the end, so that all data read belongs to the checked headers.
         """
         files: dict[Path, int] = {}
+
+        def check() -> None:
+            for file, descriptor in files.items():
+                if stamp_of(descriptor) != self.stamps[file]:
+                    fault = "changed while it was loaded; load it again when nothing writes to it"
+                    raise ModelError(f"{named(file)} {fault}")
+
         with ExitStack() as at_end:
             for file in self.stamps:
                 files[file] = open_regular(file, ModelError)
                 at_end.callback(os.close, files[file])
-            self._check_stamps(files)
-            at_end.callback(self._check_stamps, files)  # after an error, too: a changed file may be the cause
+            check()
+            at_end.callback(check)  # after an error, too: a changed file may be the cause
             yield files
-
-    def _check_stamps(self, files: Mapping[Path, int]) -> None:
-        for file, descriptor in files.items():
-            if stamp_of(descriptor) != self.stamps[file]:
-                raise ModelError(f"{named(file)} changed while it was loaded; load it again when nothing writes to it")
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of most stored bytes; for quantised weights, the dtype before rounding."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
-        sizes = dict.fromkeys(DTYPES, 0)
-        for info in self.tensors.values():
-            if info.dtype in DTYPES:
-                sizes[info.dtype] += info.stop - info.start
+        sizes = {kind: sum(x.stop - x.start for x in self.tensors.values() if x.dtype == kind) for kind in DTYPES}
         if not any(sizes.values()):
             known = ", ".join(DTYPES)
             raise ModelError(f"{named(self.folder)} has no weights in {known}; use a checkpoint in one of these")
@@ -227,7 +223,7 @@ class Checkpoint:
 
     @cached_property
     def _samples(self) -> str:
-        """Return the fingerprint of these files' own tensors."""
+        """The fingerprint of these files' own tensors."""
         digest = hashlib.sha256()
         with self._opened() as files:
             for name, info in sorted(self.tensors.items()):
@@ -239,14 +235,9 @@ class Checkpoint:
                     digest.update(pread(files[info.file], stop - start, start, info.file))
         return digest.hexdigest()
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Return the names of all tensors; a packed matrix counts as one."""
-        return frozenset(self._published)
-
     @cached_property
-    def _published(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor; a matrix that is stored rounded counts as one."""
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor, by name. A packed matrix counts as one tensor."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         if self.manifest:
             for name, shape in self.manifest.shapes.items():
@@ -257,7 +248,7 @@ class Checkpoint:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         """Raise ModelError unless the tensors are those of `wanted`, and others that match a pattern in `ignore`."""
-        published, where = self._published, named(self.folder)
+        published, where = self.shapes, named(self.folder)
         faults = {"missing": sorted(wanted.keys() - published.keys())}
         extra = [name for name in published if name not in wanted]
         faults["unexpected"] = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignore)]
@@ -265,14 +256,13 @@ class Checkpoint:
             text = " and ".join(f"{len(names)} {fault} ({few(names)})" for fault, names in faults.items() if names)
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
             raise ModelError(f"{where}: tensors {text}; {remedy}")
-        shapes = [
-            f"{shown(name)} is {list(published[name])}, expected {list(shape)}"
-            for name, shape in wanted.items()
-            if published[name] != tuple(shape)
-        ]
-        if shapes:
-            wrong = few(shapes, quoted=False)
-            raise ModelError(f"{where}: wrong shapes: {wrong}; check that config.json belongs to these weights")
+        wrong = {name: shape for name, shape in wanted.items() if published[name] != tuple(shape)}
+        if wrong:
+            texts = [
+                f"{shown(name)} is {list(published[name])}, expected {list(shape)}" for name, shape in wrong.items()
+            ]
+            listed = few(texts, quoted=False)
+            raise ModelError(f"{where}: wrong shapes: {listed}; check that config.json belongs to these weights")
         infos = {name: self.tensors[name] for name in sorted(wanted) if name in self.tensors}
         unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in DTYPES]
         if unread:

@@ -16,15 +16,13 @@ import mmap
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,8 +89,6 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[i
     single other `*.safetensors`; `model*` comes before Mistral's own `consolidated*`, which has other names. Raises
     ModelError if weights are missing, damaged or not safetensors.
     """
-    if not os.path.isdir(folder):
-        raise ModelError(f"{named(folder)} is not a folder; expected a checkpoint's folder; check the path")
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not os.path.lexists(whole) and os.path.lexists(index):
         return *_sharded(folder, index), {}
@@ -107,7 +103,7 @@ def _only_file(folder: Path) -> Path:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise ModelError(f"{where} cannot be read ({error.strerror}); check its permissions") from None
+        raise ModelError(f"{where} cannot be read ({error.strerror}); check the path and its permissions") from None
     found = [name for name in names if name.endswith(".safetensors")]
     own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
     best = [name for name in own if name.startswith("model")] or own or found
@@ -161,36 +157,28 @@ def few(names: Sequence[str], quoted: bool = True) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[int, ...]]:
-    """Read the entries of a file's tensors, in the header's order, and the metadata; return also the file's stamp.
+    """Read a file's header: the tensors in the header's order, and the metadata. Return them with the file's stamp.
 
-    Reads the header alone. Raises ModelError if the header is wrong or does not fit the file.
+    Raises ModelError if the header is wrong or does not fit the file.
     """
-    descriptor = open_regular(path, ModelError)
-    try:
-        stamp = stamp_of(descriptor)  # before the header is read
-        return *_header(descriptor, path), stamp
-    finally:
-        os.close(descriptor)
-
-
-def _header(descriptor: int, path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    file_size, prefix = os.fstat(descriptor).st_size, pread(descriptor, 8, 0, path)
-    length = int.from_bytes(prefix, "little")
-    if prefix == b"version ":
-        raise ModelError(f"{named(path)} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
-    if len(prefix) < 8 or length + 8 > file_size:
-        raise Damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
-    if length > LARGEST_HEADER:
-        raise Damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
-    raw = pread(descriptor, length, 8, path)
+    with open(open_regular(path, ModelError), "rb") as file:
+        stamp = stamp_of(file.fileno())  # taken first: a later change is noticed when the tensors are read
+        file_size = stamp[0]
+        prefix = pread(file.fileno(), min(8, file_size), 0, path)
+        length = int.from_bytes(prefix, "little")
+        if prefix == b"version ":
+            raise ModelError(f"{named(path)} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+        if len(prefix) < 8 or length + 8 > file_size:
+            raise Damaged(path, f"a header of {length} bytes does not fit in a file of {file_size}")
+        if length > LARGEST_HEADER:
+            raise Damaged(path, f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
+        raw = pread(file.fileno(), length, 8, path)
     if raw[:1] != b"{":
         raise Damaged(path, "the header does not begin with '{'")
     entries = parse_object(raw, path)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Damaged(path, "__metadata__ is not an object of strings")
-    if len(entries) > MOST_TENSORS:
-        raise Damaged(path, f"{len(entries)} tensors; expected at most {MOST_TENSORS}")
     end = data_start = 8 + length
     tensors = {name: _tensor(path, name, entry, data_start) for name, entry in entries.items()}
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -201,7 +189,7 @@ def _header(descriptor: int, path: Path) -> tuple[dict[str, TensorInfo], dict[st
     if end != file_size:
         fault = "is cut short" if end > file_size else "has bytes that belong to no tensor"
         raise Damaged(path, f"the file {fault}: {file_size} bytes, expected {end}")
-    return tensors, metadata
+    return tensors, metadata, stamp
 
 
 def parse_object(raw: bytes, path: Path) -> dict[str, object]:
@@ -216,15 +204,22 @@ def parse_object(raw: bytes, path: Path) -> dict[str, object]:
 
 
 def pread(descriptor: int, count: int, offset: int, path: Path) -> bytes:
-    """Read up to `count` bytes of an open file: fewer only at its end. Raises ModelError if it cannot be read."""
-    parts, left = [], count
+    """Read `count` bytes of an open file. Raises ModelError as `_read_into` does."""
+    found = bytearray(count)
+    _read_into(memoryview(found), descriptor, offset, path)
+    return bytes(found)
+
+
+def _read_into(out: memoryview, descriptor: int, offset: int, path: Path) -> None:
+    """Fill `out` from an open file. Raises ModelError for a file that ends too early or cannot be read."""
     try:
-        while left and (part := os.pread(descriptor, left, offset + count - left)):
-            parts.append(part)
-            left -= len(part)
+        while out:
+            n = os.preadv(descriptor, [out], offset)
+            if n == 0:
+                raise Damaged(path, "the file was cut short while it was read")
+            out, offset = out[n:], offset + n
     except OSError as error:
         raise ModelError(f"{named(path)} cannot be read ({error.strerror}); check the disk") from None
-    return b"".join(parts)
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
@@ -253,19 +248,6 @@ def stamp_of(descriptor: int) -> tuple[int, ...]:
     """Return an open file's identity, which changes when the file is written, truncated or replaced."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A piece of a stored tensor: bytes from `offset` of the file on go to `raw`, then from a `stage` to `out`."""
-
-    name: str
-    info: TensorInfo
-    descriptor: int
-    offset: int
-    raw: Tensor
-    out: Tensor
-    stage: Tensor | None
 
 
 def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
@@ -297,71 +279,52 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
     some 0.2 s for 1.5 GiB. Raises ModelError for a file that ends too early or cannot be read, and for a number that is
     NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
     """
-    waiting: deque[tuple[Future[None], _Piece]] = deque()
-    stages: list[Tensor] = []
+    pinned = any(out.is_cuda for out in outs.values())
+    # The system gives this memory when it is first written. A piece takes the stage of an already delivered one.
+    stages = cycle(torch.empty(2 * READERS, PIECE, dtype=torch.uint8, pin_memory=pinned))
+    reading: deque[tuple[Future[None], Tensor, Tensor]] = deque()
+
+    def deliver() -> None:
+        """Wait for the oldest piece, and convert it if needed."""
+        read, raw, part = reading.popleft()
+        read.result()
+        if raw is not part:
+            part.copy_(raw)
+
     pool = ThreadPoolExecutor(READERS, "lce-weights")
     try:
-        for piece in _pieces(outs, infos, files, stages):
-            waiting.append((pool.submit(_read, piece), piece))
-            if len(waiting) == 2 * READERS:
-                _deliver(*waiting.popleft(), stages)
-        while waiting:
-            _deliver(*waiting.popleft(), stages)
+        for name in sorted(outs, key=lambda name: (infos[name].file, infos[name].start)):
+            info, out = infos[name], outs[name].view(-1)
+            stored, offset = STORED[info.dtype], info.start
+            for part in out.split(PIECE // stored.itemsize) if len(out) else ():
+                raw = part
+                if out.dtype != stored or out.device.type != "cpu":
+                    raw = next(stages).view(stored)[: len(part)]
+                read = pool.submit(_read, raw, out.dtype, name, info, files[info.file], offset)
+                reading.append((read, raw, part))
+                offset += len(part) * stored.itemsize
+                if len(reading) == 2 * READERS:
+                    deliver()
+        while reading:
+            deliver()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _pieces(
-    outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Mapping[Path, int], stages: list[Tensor]
-) -> Iterator[_Piece]:
-    """Yield all pieces of the tensors. A piece that is converted takes one of the free `stages`."""
-    for name in sorted(outs, key=lambda name: (infos[name].file, infos[name].start)):
-        info, out = infos[name], outs[name].view(-1)
-        stored, offset = STORED[info.dtype], info.start
-        for part in out.split(PIECE // stored.itemsize) if len(out) else ():
-            raw, stage = part, None
-            if out.dtype != stored or out.device.type != "cpu":
-                pinned = out.device.type == "cuda"
-                stage = stages.pop() if stages else torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned)
-                raw = stage[: len(part) * stored.itemsize]
-            yield _Piece(name, info, files[info.file], offset, raw.view(torch.uint8), part, stage)
-            offset += len(part) * stored.itemsize
-
-
-def _deliver(read: Future[None], piece: _Piece, stages: list[Tensor]) -> None:
-    """Wait for a piece, and convert it if needed."""
-    read.result()
-    if piece.stage is not None:
-        piece.out.copy_(piece.raw.view(DTYPES[piece.info.dtype]))
-        stages.append(piece.stage)
-
-
-def _read(piece: _Piece) -> None:
-    array, file = piece.raw.numpy(), piece.info.file
-    left, offset = memoryview(array), piece.offset  # type: ignore[arg-type]
-    try:
-        while left:
-            n = os.preadv(piece.descriptor, [left], offset)
-            if n == 0:
-                raise Damaged(file, "the file was cut short while it was read")
-            left, offset = left[n:], offset + n
-    except OSError as error:
-        raise ModelError(f"{named(file)} cannot be read ({error.strerror}); check the disk") from None
-    if piece.info.dtype in DTYPES:
-        _check_finite(array, piece)
-
-
-def _check_finite(raw: np.ndarray[Any, Any], piece: _Piece) -> None:
-    """Raise ModelError for a number that is not finite in the dtype of `out`.
+def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descriptor: int, offset: int) -> None:
+    """Read a piece of a stored tensor. Raises ModelError for a number that is not finite in `dtype`.
 
     As whole numbers, positive floats are in order, and so are the negative ones from the first bit on.
     """
-    stored, dtype = piece.info.dtype, piece.out.dtype
-    bits, limit = 8 * DTYPES[stored].itemsize, _TOO_LARGE[stored, dtype]
-    if raw.view(f"i{bits // 8}").max() < limit and raw.view(f"u{bits // 8}").max() < limit + (1 << bits - 1):
+    array = raw.view(torch.uint8).numpy()
+    _read_into(memoryview(array), descriptor, offset, info.file)  # type: ignore[arg-type]
+    if info.dtype not in DTYPES:
+        return
+    bits, limit = 8 * raw.itemsize, _TOO_LARGE[info.dtype, dtype]
+    if array.view(f"i{bits // 8}").max() < limit and array.view(f"u{bits // 8}").max() < limit + (1 << bits - 1):
         return
     fault, remedy = "has NaN or infinite numbers", "the checkpoint is damaged: download it again"
-    if limit != _TOO_LARGE[stored, torch.float32]:
+    if limit != _TOO_LARGE[info.dtype, torch.float32]:
         wanted = str(dtype).removeprefix("torch.")
         fault, remedy = f"has NaN, or numbers too large for {wanted}", "use another dtype, such as float32"
-    raise ModelError(f"{named(piece.info.file)}: tensor {shown(piece.name)} {fault}; {remedy}")
+    raise ModelError(f"{named(info.file)}: tensor {shown(name)} {fault}; {remedy}")

@@ -29,23 +29,22 @@ class Source:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Return the fields of config.json."""
-        if not os.path.isdir(self.path):
-            kind = "is not a folder" if os.path.exists(self.path) else "does not exist"
-            expected = "expected a checkpoint's folder with a config.json; check the path"
-            raise ModelError(f"{named(self.path)} {kind}; {expected}")
+        """The fields of config.json."""
         if not os.path.lexists(self.file("config.json")):
-            raise ModelError(f"{named(self.path)} has no config.json; expected a checkpoint's folder; check the path")
+            is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
+            fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
+            expected = "expected a checkpoint's folder with a config.json; check the path"
+            raise ModelError(f"{named(self.path)} {fault}; {expected}")
         return read_object(self.file("config.json"), LARGEST_CONFIG)
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
-        """Return the fields of generation_config.json, empty if there is no such file."""
+        """The fields of generation_config.json, empty if there is no such file."""
         return read_object(self.file("generation_config.json"), LARGEST_CONFIG)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Return the weights, whose headers are checked."""
+        """The weights, with checked headers."""
         return Checkpoint.open(self.path)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:

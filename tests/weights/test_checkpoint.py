@@ -126,13 +126,6 @@ def test_tensors_at_odd_places_are_copied(tmp_path: Path) -> None:
     assert loaded.data_ptr() % 4 == 0
 
 
-def test_two_names_of_one_tensor_share_it(folder: Path) -> None:
-    tied = {"embed": ("embed", (4, 3)), "head": ("embed", (4, 3))}
-    for dtype in (None, torch.float16):
-        loaded = Checkpoint.open(folder).load(tied, dtype=dtype, device=CPU, ignore=["norm", "pr*"])
-        assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_joined_tensors_lie_beneath_each_other(tmp_path: Path, dtype: torch.dtype | None) -> None:
     """Whatever their order in the file, and however they are stored; they are read once, into one tensor."""
@@ -216,10 +209,11 @@ def test_a_file_that_changes_while_it_is_loaded(folder: Path, monkeypatch: pytes
 
 def test_weights_larger_than_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "free_memory", lambda device: 87)
+    checkpoint = Checkpoint.open(folder)
     load(folder, dtype=torch.bfloat16)  # 44 bytes
     monkeypatch.setattr(os, "preadv", None)
     with pytest.raises(CapacityError, match=r"take 88 B of memory on cpu, and 87 B is available; free some, or use"):
-        load(folder)
+        checkpoint.load(wanted_of(TENSORS), dtype=None, device=CPU)
 
 
 def test_fingerprint_follows_the_weights_and_not_their_files(tmp_path: Path) -> None:
@@ -245,7 +239,7 @@ def test_fingerprint_follows_the_weights_and_not_their_files(tmp_path: Path) -> 
 
 
 def test_folders_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not a folder"):
+    with pytest.raises(ModelError, match="cannot be read .No such file"):
         Checkpoint.open(tmp_path / "missing")
     with pytest.raises(ModelError, match=r"has no weights; expected model\.safetensors"):
         Checkpoint.open(tmp_path)
