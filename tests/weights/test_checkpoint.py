@@ -239,7 +239,7 @@ def test_fingerprint_follows_the_weights_and_not_their_files(tmp_path: Path) -> 
 
 
 def test_folders_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be read .No such file"):
+    with pytest.raises(ModelError, match=r"cannot be read \(No such file"):
         Checkpoint.open(tmp_path / "missing")
     with pytest.raises(ModelError, match=r"has no weights; expected model\.safetensors"):
         Checkpoint.open(tmp_path)
