@@ -61,7 +61,7 @@ def selection(text: str | None, **how: Any) -> None:
     the facts' tokens attended; how many chunks the heads choose together (cover) and how unevenly (Gini); the share of
     the best tokens that low-dim scores find; and the score of the answers.
     """
-    from lce.terminal.choosing import show_selection
+    from lce.terminal.measuring import show_selection
 
     show_selection(text=None if text is None else read_text(text), **how)
 
@@ -81,7 +81,7 @@ def why(**how: Any) -> None:
     What a method misses is asked again with a selection that cheats at the same budget and placement, with a larger
     budget, in another placement, and with everything attended. The first that answers names the cause.
     """
-    from lce.terminal.choosing import show_causes
+    from lce.terminal.measuring import show_causes
 
     show_causes(**how)
 
@@ -120,7 +120,7 @@ def perplexity(**how: Any) -> None:
     scored behind all before it. --text is repeatable. With --record, an interrupted evaluation resumes when the same
     command is run again.
     """
-    from lce.terminal.perplexity import show_perplexities
+    from lce.terminal.measuring import show_perplexities
 
     show_perplexities(**how)
 

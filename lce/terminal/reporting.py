@@ -9,9 +9,9 @@ from typing import Any
 from lce.lab.eval.perplexity import LossTable
 from lce.lab.eval.report import HOLDS, Cell, Place, Report, Table
 from lce.lab.eval.scores import Score
-from lce.lab.eval.selection import SelectionTable
+from lce.lab.eval.selection import SHARES, SelectionTable
 from lce.sizes import size_text
-from lce.terminal.perplexity import number
+from lce.terminal.measuring import number
 from lce.terminal.tables import markdown
 
 
@@ -99,17 +99,15 @@ def _losses(table: LossTable) -> list[str]:
 
 def _selection(table: SelectionTable) -> list[str]:
     """Return methods' selections and reads, a row a method and length, with an explanation of the numbers."""
-    names = ("method", "length", "tokens", "reads", "of full", "recall", "hit@1", "hit@5", "fact", "cover", "Gini")
     rows = []
-    for row in table.rows:
-        one = row.selection
-        shares = (one.recall, one.hit1, one.hit5, one.fact, one.cover, one.gini, one.found, one.right)
-        reads = [size_text(round(row.read_bytes)), f"{row.read_bytes / one.full_bytes:.0%}"]
-        numbers = ["" if x is None else f"{x:.2f}" for x in shares]
-        rows.append([f"`{row.method}`", f"{row.length:,}", f"{one.tokens:,.0f}", *reads, *numbers])
-    texts = _range([row.selection.samples for row in table.rows])
+    for one in table.rows:
+        reads = [size_text(round(one.all_bytes)), f"{one.all_bytes / one.full_bytes:.0%}"]
+        numbers = ["" if x is None else f"{x:.2f}" for x in one.shares.values()]
+        rows.append([f"`{one.method}`", f"{one.length:,}", f"{one.tokens:,.0f}", *reads, *numbers])
+    texts = _range([one.samples for one in table.rows])
     notes = [f"Means over the queries of {texts} texts, layers and heads; bytes are of all layers.", *table.notes]
-    return [*markdown([*names, "found", "score"], rows), "", *(f"- {note}" for note in notes)]
+    lines = markdown(["method", "length", "tokens", "reads", "of full", *SHARES], rows)
+    return [*lines, "", *(f"- {note}" for note in notes)]
 
 
 def _bytes(table: Table) -> list[str]:

@@ -49,15 +49,14 @@ class SuiteRun:
     lengths: Sequence[int] = ()
     ceiling: bool = False
     predictions: str | None = None
-    answers: Record | None = None
+    answers: Record = field(default_factory=Record)
     objects: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # in percent, by method and task
 
     def measure(self, record: str | None) -> None:
         """Measure and print the cells. Refusals of the first task come before the first line."""
-        if record is not None:
-            self.answers = Record(record)
-            self.answers.prepare()
+        self.answers = Record(record)
+        self.answers.prepare()
         if self.predictions is not None:
             _make_folder(Path(self.predictions))
         check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)

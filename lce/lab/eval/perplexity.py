@@ -36,24 +36,9 @@ if TYPE_CHECKING:
     from lce import Engine
 
 LossLine = tuple[Mapping[str, Any], Loss]  # what was read, and the loss
+Text = Sequence[int]  # a text's token ids, without a beginning token
 STRIDE = 256
 SCORED = ("last", "all")
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text's token ids, without a beginning token."""
-
-    name: str
-    ids: Sequence[int]
-
-    @classmethod
-    def of(cls, engine: Engine, name: str, text: str) -> Text:
-        return cls(name, engine.tokenizer.encode(text, bos=False))
-
-    def hash(self, start: int, stop: int) -> str:
-        """Return a short hash of the tokens `start..stop-1`."""
-        return hashlib.sha256(array("q", self.ids[start:stop]).tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -106,20 +91,18 @@ def windows(
     further fields of `Loss` to record. Raises `UsageError` if no text has `longest` tokens.
     """
     check(stride, scored)
-    found = ends(texts, max(length, longest), stride, most)
+    found, record = ends(texts, max(length, longest), stride, most), record or Record()
     first = max(1, length - stride) if scored == "last" else 1
     losses = []
     for done, (text, end) in enumerate(found, 1):
-        start = end - length
-        asked = {**_asked(engine, "windows"), "length": length, "first": first, "text": text.hash(start, end)}
-        loss = record.get(asked) if record else None
+        ids = text[end - length : end]
+        asked = {**_asked(engine, "windows"), "length": length, "first": first, "text": _hash(ids)}
+        loss = record.get(asked)
         if loss is None:
-            if record:
-                record.prepare()
-            logprobs = engine.score(text.ids[start:end], first=first).logprobs
+            record.prepare()
+            logprobs = engine.score(ids, first=first).logprobs
             loss = Loss(-float(logprobs.double().sum()), len(logprobs), **told(engine), **(about or {}))
-            if record:
-                record.add(asked, loss)
+            record.add(asked, loss)
         losses.append(loss)
         if progress:
             progress(done, len(found))
@@ -137,32 +120,30 @@ def stream(
     not read again. `about` has further fields of `Loss` to record. Lengths that no text reaches are left out.
     """
     check(stride, "last")
-    borders = sorted(set(lengths))
+    borders, record = sorted(set(lengths)), record or Record()
     by_border: dict[int, list[Loss]] = {border: [] for border in borders}
-    total, before = sum(min(len(text.ids), borders[-1]) for text in texts), 0
+    total, before = sum(min(len(text), borders[-1]) for text in texts), 0
     for text in texts:
 
         def tell(done: int, _: int, before: int = before) -> None:
             if progress:
                 progress(before + done, total)
 
-        n = min(len(text.ids), borders[-1])
-        runs = list(_runs(n, borders, stride))
-        whole = {**_asked(engine, "stream"), "length": n, "text": text.hash(0, n)}
+        ids = text[: borders[-1]]
+        runs = list(_runs(len(ids), borders, stride))
+        whole = {**_asked(engine, "stream"), "length": len(ids), "text": _hash(ids)}
         keys = [{**whole, "first": first, "stop": stop} for first, stop, _ in runs]
-        losses: list[Any] = [record.get(key) if record else None for key in keys]
+        losses = [record.get(key) for key in keys]
         if None in losses:
-            if record:
-                record.prepare()
-            nll = -engine.score(text.ids[:n], progress=tell).logprobs.double()  # of the tokens from 1 on
+            record.prepare()
+            nll = -engine.score(ids, progress=tell).logprobs.double()  # of the tokens from 1 on
             sums = [(float(nll[first - 1 : stop - 1].sum()), stop - first) for first, stop, _ in runs]
             losses = [Loss(nll=loss, tokens=count, **told(engine), **(about or {})) for loss, count in sums]
-            if record:
-                record.add_all([pair for pair in zip(keys, losses, strict=True) if not record.get(pair[0])])
+            record.add_all([pair for pair in zip(keys, losses, strict=True) if not record.get(pair[0])])
         for (_, _, border), loss in zip(runs, losses, strict=True):
             by_border[border].append(loss)
-        tell(n, total)
-        before += n
+        tell(len(ids), total)
+        before += len(ids)
     found = [
         Perplexity.of(engine.method.name, "stream", first, border, by_border[border])
         for first, border in zip([0, *borders], borders, strict=False)
@@ -185,9 +166,9 @@ def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, in
 
 def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = None) -> list[tuple[Text, int]]:
     """Return each window of `length` tokens as its text and end; `most` windows, spread evenly, if given."""
-    found = [(text, end) for text in texts for end in range(length, len(text.ids) + 1, stride)]
+    found = [(text, end) for text in texts for end in range(length, len(text) + 1, stride)]
     if not found:
-        longest = max((len(text.ids) for text in texts), default=0)
+        longest = max(map(len, texts), default=0)
         raise UsageError(
             f"no text has {length:,} tokens, the longest has {longest:,}; give a longer text or smaller lengths"
         )
@@ -202,6 +183,10 @@ def check(stride: int, scored: str) -> None:
         raise UsageError(f"stride is {stride}; expected 1 or more")
     if scored not in SCORED:
         raise UsageError(f"unknown scored {scored!r}; {nearest(scored, SCORED)}")
+
+
+def _hash(ids: Text) -> str:
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:16]
 
 
 def _asked(engine: Engine, setting: str) -> dict[str, Any]:

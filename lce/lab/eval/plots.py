@@ -137,21 +137,17 @@ def perplexities(table: LossTable) -> Figure:
 
 def recall_by_bytes(table: SelectionTable) -> Figure:
     """Draw recall of true attention by the bytes a query reads, a panel a length; a line joins a method's budgets."""
-    from matplotlib.figure import Figure
-
     lengths = table.lengths[:MOST_PANELS]
-    figure = Figure(figsize=(WIDTH, 0.9 + 2.6 * len(lengths) + 0.25 * len(table.methods)))
-    figure.suptitle(f"{table.title}: {table.model}", wrap=True)
-    for axes, length in zip(figure.subplots(len(lengths), 1, squeeze=False)[:, 0], lengths, strict=True):
-        for number, method in enumerate(table.methods):
-            rows = [row for row in table.rows if (row.line, row.length) == (method, length)]
-            points = sorted((row.read_bytes / 2**20, row.selection.recall) for row in rows)
+    figure, panels = _panels(f"{table.title}: {table.model}", len(lengths), 0.9 + 0.25 * len(table.lines), 2.6)
+    for axes, length in zip(panels, lengths, strict=True):
+        for number, (method, line) in enumerate(table.lines.items()):
+            points = sorted((one.all_bytes / 2**20, one.recall) for one in line if one.length == length)
             if points:
                 _line(axes, method, number, [x for x, _ in points], [(recall,) * 3 for _, recall in points])
         _by_size(axes, "")
         axes.set(title=f"{_short(length)} tokens", ylim=(-0.05, 1.09), ylabel="recall")
-    axes.set_xlabel("MiB that a query reads in all layers")
-    handles = {label: h for each in figure.axes for h, label in zip(*each.get_legend_handles_labels(), strict=True)}
+    panels[-1].set_xlabel("MiB that a query reads in all layers")
+    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
     return figure
 
@@ -159,7 +155,6 @@ def recall_by_bytes(table: SelectionTable) -> Figure:
 def by_depth(table: Table) -> Figure | None:
     """Draw scores by depth and length, a heat map a method, one below the other."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
     asked = sorted({depth for cell in table.cells.values() for depth in cell.depths})
     edges = [(n / BINS, (n + 1) / BINS) for n in range(BINS)]
@@ -172,10 +167,9 @@ def by_depth(table: Table) -> Figure | None:
             maps[method] = [[score.mean if score else float("nan") for score in row] for row in scores]
     if not maps:
         return None
-    figure = Figure(figsize=(WIDTH, 1 + len(maps) * (1.0 + 0.3 * len(bands))))
-    figure.suptitle(_title(table), wrap=True)
+    figure, panels = _panels(_title(table), len(maps), 1, 1.0 + 0.3 * len(bands))
     colours = colormaps["cividis"].with_extremes(bad="0.85")
-    for axes, (method, means) in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps.items(), strict=True):
+    for axes, (method, means) in zip(panels, maps.items(), strict=True):
         axes.imshow(means, cmap=colours, vmin=0, vmax=1, aspect="auto")
         for i, row in enumerate(means):
             for j, mean in enumerate(row):
@@ -186,7 +180,7 @@ def by_depth(table: Table) -> Figure | None:
         axes.set_yticks(range(len(names)), names)
         axes.set_ylabel("depth")
         axes.grid(visible=False)
-    axes.set_xlabel("tokens")
+    panels[-1].set_xlabel("tokens")
     return figure
 
 
@@ -225,6 +219,15 @@ def _row(table: Table, method: str) -> list[tuple[int, Cell]]:
 
 def _span(cell: Cell) -> Span:
     return cell.score.mean, cell.score.low, cell.score.high
+
+
+def _panels(title: str, n: int, margin: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure of `n` panels, one below the other; sizes are in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, margin + n * height))
+    figure.suptitle(title, wrap=True)
+    return figure, list(figure.subplots(n, 1, squeeze=False)[:, 0])
 
 
 def _figure(table: Table | LossTable) -> tuple[Figure, Axes]:

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -99,43 +100,34 @@ class Attended(Line):
     prompt: str | None = None  # a hash of the text
 
 
-KINDS: dict[str, type[Line]] = {"right": Answer, "nll": Loss, "recall": Attended}  # by a field that only one has
+KINDS: dict[str, type[Line]] = {"right": Answer, "nll": Loss, "recall": Attended}  # by a field that only one kind has
 
 
 class Record:
-    """The lines of one file: each has a sample, which says what was measured, and the measured values.
+    """Measurements by sample, kept in a file, or in memory if `path` is None. A sample says what was measured.
 
     Raises `DataError` for a file that cannot be used, before any work.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
         self._lines: dict[str, tuple[dict[str, Any], Any]] = {}
-        check_target(self.path)
-        if self.path.exists():
-            with open(open_regular(self.path), "rb") as file:
-                *lines, rest = file.read().split(b"\n")
-            for number, line in enumerate(lines, 1):
-                self._read(line, number)
-            if rest[: len(BEGINNING)] != BEGINNING[: len(rest)]:
-                raise self._strange(rest, len(lines) + 1)
+        if self.path is not None:
+            check_target(self.path)
+            if self.path.exists():
+                self._read(self.path)
 
-    def _read(self, line: bytes, number: int) -> None:
-        try:
-            sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
-            kind = next(kind for sign, kind in KINDS.items() if sign in sample)
-            given = {field: sample.pop(field.name) for field in fields(kind) if field.name in sample}
-            for field, value in given.items():
-                is_number = str(field.type).startswith(("int", "float"))
-                if not isinstance(value, int | float | None if is_number else object):
-                    raise TypeError
-            self._lines[_key(sample)] = (sample, kind(**{field.name: value for field, value in given.items()}))
-        except (ValueError, TypeError, StopIteration):
-            raise self._strange(line, number) from None
-
-    def _strange(self, line: bytes, number: int) -> DataError:
-        found = f"line {number} is {shown(line[:60].decode(errors='replace'))}"
-        return DataError(f"{named(self.path)} is no record: {found}; correct the line, or name another file")
+    def _read(self, path: Path) -> None:
+        with open(open_regular(path), "rb") as file:
+            *lines, rest = file.read().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                sample, measured = _parsed(line)
+            except (ValueError, TypeError, StopIteration):
+                raise _strange(path, line, number) from None
+            self._lines[_key(sample)] = sample, measured
+        if rest[: len(BEGINNING)] != BEGINNING[: len(rest)]:
+            raise _strange(path, rest, len(lines) + 1)
 
     def get(self, sample: dict[str, Any], prompt: str | None = None) -> Any:
         """Return what is recorded of a sample; None without a line, or if the line is of another prompt."""
@@ -144,12 +136,13 @@ class Record:
         return None if is_other else found
 
     def items(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
-        """Yield each sample once: a text that identifies the sample in any file, the sample, what was measured last."""
+        """Yield each sample once: a text that identifies the sample in any file, the sample, and its last line."""
         return ((key, *found) for key, found in self._lines.items())
 
     def prepare(self) -> None:
         """Raise `DataError` if no line can be added."""
-        self._opened().close()
+        if self.path is not None:
+            _opened(self.path).close()
 
     def add(self, sample: dict[str, Any], measured: Line) -> None:
         """Append one line to the file. Raises `CapacityError` if the disk is full; the file then stays whole."""
@@ -157,31 +150,52 @@ class Record:
 
     def add_all(self, measured: Sequence[tuple[dict[str, Any], Line]]) -> None:
         """Append several lines in one write. A process killed meanwhile leaves the first few, each whole."""
-        data = b"".join(_line(*each) for each in measured)
-        try:
-            with self._opened() as file:
-                _lock(file.fileno(), self.path)
-                end, written = _end_of_lines(file.fileno()), 0
-                try:
-                    file.truncate(end)
-                    while written < len(data):
-                        written += os.pwrite(file.fileno(), data[written:], end + written)
-                    os.fsync(file.fileno())
-                except BaseException:
-                    file.truncate(end)
-                    raise
-        except OSError as error:
-            raise unwritable(self.path, error) from error
+        if self.path is not None:
+            _append(self.path, b"".join(_line(*each) for each in measured))
         self._lines.update((_key(sample), (sample, each)) for sample, each in measured)
 
-    def _opened(self) -> io.FileIO:
-        """Open the file, made if missing. The file object closes the file and frees its lock at any Ctrl-C."""
-        check_target(self.path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            return io.FileIO(self.path, "r+", opener=lambda path, _: os.open(path, flags, 0o644))
-        except OSError as error:
-            raise DataError(f"cannot write {named(self.path)}: {error.strerror}; name another file") from error
+
+def _parsed(line: bytes) -> tuple[dict[str, Any], Line]:
+    sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
+    kind = next(kind for sign, kind in KINDS.items() if sign in sample)
+    given = {field: sample.pop(field.name) for field in fields(kind) if field.name in sample}
+    for field, value in given.items():
+        is_number = str(field.type).startswith(("int", "float"))
+        if not isinstance(value, int | float | None if is_number else object):
+            raise TypeError
+    return sample, kind(**{field.name: value for field, value in given.items()})
+
+
+def _strange(path: Path, line: bytes, number: int) -> DataError:
+    found = f"line {number} is {shown(line[:60].decode(errors='replace'))}"
+    return DataError(f"{named(path)} is no record: {found}; correct the line, or name another file")
+
+
+def _append(path: Path, data: bytes) -> None:
+    try:
+        with _opened(path) as file:
+            _lock(file.fileno(), path)
+            end, written = _end_of_lines(file.fileno()), 0
+            try:
+                file.truncate(end)
+                while written < len(data):
+                    written += os.pwrite(file.fileno(), data[written:], end + written)
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(end)
+                raise
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _opened(path: Path) -> io.FileIO:
+    """Open the file, made if missing. The file object closes the file and frees its lock at any Ctrl-C."""
+    check_target(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return io.FileIO(path, "r+", opener=lambda path, _: os.open(path, flags, 0o644))
+    except OSError as error:
+        raise DataError(f"cannot write {named(path)}: {error.strerror}; name another file") from error
 
 
 def text_hash(text: str) -> str:
@@ -199,16 +213,10 @@ def _lock(descriptor: int, path: Path) -> None:
     lock(descriptor, path)
 
 
-def _end_of_lines(descriptor: int, piece: int = 1 << 16) -> int:
+def _end_of_lines(descriptor: int) -> int:
     """Return the offset behind the last whole line."""
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - piece)
-        at = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if at >= 0:
-            return start + at + 1
-        end = start
-    return 0
+    size = os.fstat(descriptor).st_size
+    return mmap(descriptor, size, access=ACCESS_READ).rfind(b"\n") + 1 if size else 0
 
 
 def _line(sample: dict[str, Any], measured: Line) -> bytes:

@@ -24,12 +24,11 @@ from lce.files import named
 from lce.lab.eval.metrics import METRICS
 from lce.lab.eval.naming import described, told
 from lce.lab.eval.prefixes import n_common
-from lce.lab.eval.record import Answer, text_hash
+from lce.lab.eval.record import Answer, Record, text_hash
 from lce.lab.eval.scores import Score
 
 if TYPE_CHECKING:
     from lce import Context, Engine
-    from lce.lab.eval.record import Record
     from lce.lab.eval.sample import Sample
 
 MODES = ("single", "shared", "turns")
@@ -108,7 +107,7 @@ def answers(
             raise UsageError(f"unknown metric {shown(sample.metric)}; {nearest(sample.metric, METRICS)}")
     documents = [list(group) for _, group in groupby(numbered, key=lambda asked: asked[1].beginning)]
     mine = list(enumerate(documents))[asking.shard.index :: asking.shard.count]
-    run = _Run(engine, asking, dict(setting), record, told(engine) | dict(about or {}), _chances(numbered))
+    run = _Run(engine, asking, dict(setting), record or Record(), told(engine) | dict(about or {}), _chances(numbered))
     found: list[tuple[Sample, Answer]] = []
     for number, group in mine:
         for each in run.document(number, group):
@@ -134,41 +133,32 @@ class _Run:
     engine: Engine
     asking: Asking
     setting: dict[str, Any]
-    record: Record | None
+    record: Record
     about: dict[str, Any]
     chances: list[float | None]
 
     def document(self, number: int, group: Sequence[Numbered]) -> Iterator[tuple[Sample, Answer]]:
         """Yield the answers to one document's questions, from the record or the model."""
-        keys = {index: self._key(index, sample) for index, sample in group}
-        known: dict[int, Answer] = {}
+        about = described(self.engine) | ({} if self.asking.mode == "single" else {"mode": self.asking.mode})
+        keys = {}
         for index, sample in group:
-            answer = self.record.get(keys[index], sample.prompt) if self.record else None
-            if answer is not None:
-                known[index] = answer
+            own = {} if sample.length is None else {"length": sample.length}
+            keys[index] = {**self.setting, **own, **about, "index": index}
+        known = {index: found for index, sample in group if (found := self.record.get(keys[index], sample.prompt))}
         missing = [asked for asked in group if asked[0] not in known]
-        if missing and self.record:
+        if missing:
             self.record.prepare()
         if missing and self.asking.mode == "turns":
             made = {index: replace(answer, document=number) for index, answer in self._turns(group)}
-            if self.record:
-                self.record.add_all([(keys[index], made[index]) for index, _ in missing])
+            self.record.add_all([(keys[index], made[index]) for index, _ in missing])
             known = made | known
         asking = self._single(missing) if self.asking.mode == "single" else self._shared(group, missing)
         for index, sample in group:
             if index not in known:
                 _, answer = next(asking)
                 known[index] = replace(answer, document=number)
-                if self.record:
-                    self.record.add(keys[index], known[index])
+                self.record.add(keys[index], known[index])
             yield sample, replace(known[index], document=number)
-
-    def _key(self, index: int, sample: Sample) -> dict[str, Any]:
-        """Return what identifies a sample in the record; usual values are left out."""
-        more: dict[str, Any] = {} if sample.length is None else {"length": sample.length}
-        if self.asking.mode != "single":
-            more["mode"] = self.asking.mode
-        return {**self.setting, **more, **described(self.engine), "index": index}
 
     def _single(self, asked: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
         for index, sample in asked:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import lce
 from lce.lab.eval.meter import AttentionMeter, States
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 AttendedLine = tuple[Mapping[str, Any], Attended]  # a sample, and what its queries attended
 BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # knobs of the amount chosen
+SHARES = ("recall", "hit@1", "hit@5", "fact", "cover", "Gini", "found", "score")
 USUAL = {"judge": "constant", "states": "own"}
 Samples = Callable[["Engine"], Sequence[Sample]]  # made for an engine's tokenizer
 
@@ -61,6 +62,17 @@ class Selection:
     found: float | None
     right: float | None
     by_layer: dict[str, PerHead]
+
+    @property
+    def all_bytes(self) -> float:
+        """The bytes that a query reads in all layers: keys, values, and the data to choose by."""
+        return self.read_bytes + self.scored_bytes
+
+    @property
+    def shares(self) -> dict[str, float | None]:
+        """The means from 0 to 1 by their names in tables."""
+        means = (self.recall, self.hit1, self.hit5, self.fact, self.cover, self.gini, self.found, self.right)
+        return dict(zip(SHARES, means, strict=True))
 
     @classmethod
     def of(cls, method: str, length: int, texts: Sequence[Attended], judge: str, states: str) -> Selection:
@@ -97,23 +109,19 @@ def measure(
     truth. `states` says whose hidden states the method selects on. `setting` and a sample's number identify the sample
     in `record`; recorded samples are not asked again. `setting` has what the samples are made from, first `task`.
     """
-    meter = AttentionMeter(judge, states)
+    meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)
     key = {**(setting or {"task": "samples"}), "judge": judge, "states": states, **described(engine)}
     made, texts = samples(engine), list[Attended]()
     for index, sample in enumerate(made):
-        found = record.get({**key, "index": index}, sample.prompt) if record else None
+        found = record.get({**key, "index": index}, sample.prompt)
         if found is None:
             ids = engine.tokenizer.encode(sample.prompt)
             meter.begin(len(ids) - 1, facts=fact_spans(engine, sample))
             answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
-            told: dict[str, Any] = {
-                "score": METRICS[sample.metric](answer, sample.answers),
-                "prompt": text_hash(sample.prompt),
-            }
-            found = replace(meter.end(), **told, **_about(engine, model, method))
-            if record:
-                record.add({**key, "index": index}, found)
+            score, prompt = METRICS[sample.metric](answer, sample.answers), text_hash(sample.prompt)
+            found = replace(meter.end(), score=score, prompt=prompt, **_about(engine, model, method))
+            record.add({**key, "index": index}, found)
         texts.append(found)
         if progress:
             progress(len(texts), len(made))
@@ -142,50 +150,32 @@ def measure_text(
     states: States = "own", record: Record | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
     """Read the first `length` tokens of a text; observe `queries` queries evenly spread over the second half."""
-    meter = AttentionMeter(judge, states)
+    meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)
     ids = engine.tokenizer.encode(text)[:length]
     setting = {"task": "text", "text": text_hash(text), "length": length, "n_queries": queries}
     key = {**setting, "judge": judge, "states": states, **described(engine)}
-    found = record.get(key) if record else None
+    found = record.get(key)
     if found is None:
         first = len(ids) // 2
         positions = sorted({first + (len(ids) - 1 - first) * i // max(1, queries - 1) for i in range(queries)})
         meter.begin(0, positions)
         engine.prefill(ids)
         found = replace(meter.end(), **_about(engine, model, method))
-        if record:
-            record.add(key, found)
+        record.add(key, found)
     return Selection.of(method.name, len(ids), [found], judge, states)
-
-
-class Row(NamedTuple):
-    """One method's selection at one length. Rows of a `line` differ only in budgets."""
-
-    method: str
-    line: str
-    selection: Selection
-
-    @property
-    def length(self) -> int:
-        return self.selection.length
-
-    @property
-    def read_bytes(self) -> float:
-        """Bytes that a query reads in all layers: keys, values, and the data to choose by."""
-        return self.selection.read_bytes + self.selection.scored_bytes
 
 
 @dataclass
 class SelectionTable:
     """The selections of one model's methods in one setting.
 
-    Rows are by length, then by method, in the order of the files, then by bytes read.
+    `lines` has a method's selections in the order of bytes read, with budgets left out of the method's name.
     """
 
     model: str
     setting: str
-    rows: list[Row] = field(default_factory=list)
+    lines: dict[str, list[Selection]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -193,17 +183,17 @@ class SelectionTable:
         return f"selection, {self.setting}"
 
     @property
-    def methods(self) -> list[str]:
-        """The names of the lines, each once."""
-        return list(dict.fromkeys(row.line for row in self.rows))
+    def lengths(self) -> list[int]:
+        return sorted({one.length for line in self.lines.values() for one in line})
 
     @property
-    def lengths(self) -> list[int]:
-        return sorted({row.length for row in self.rows})
+    def rows(self) -> list[Selection]:
+        """The selections by length, then by line."""
+        return [one for length in self.lengths for line in self.lines.values() for one in line if one.length == length]
 
     def as_object(self) -> dict[str, Any]:
         """Return the table as a JSON object."""
-        rows = [{**asdict(row.selection), "method": row.method} for row in self.rows]
+        rows = [asdict(one) for one in self.rows]
         return {"model": self.model, "setting": self.setting, "notes": self.notes, "rows": rows}
 
 
@@ -220,9 +210,9 @@ def selection_tables(lines: Sequence[AttendedLine]) -> Iterator[SelectionTable]:
         for (length, key), found in cells.items():
             judge, states = (str(found[0][0].get(name)) for name in USUAL)
             selection = Selection.of(names[key], length, [each for _, each in found], judge, states)
-            table.rows.append(Row(names[key], bases[key], selection))
-        order = {method: n for n, method in enumerate(table.methods)}
-        table.rows.sort(key=lambda row: (row.length, order[row.line], row.read_bytes))
+            table.lines.setdefault(bases[key], []).append(selection)
+        for line in table.lines.values():
+            line.sort(key=lambda one: one.all_bytes)
         table.notes = [
             f"At {length:,} tokens the methods were not watched at the same texts."
             for length in table.lengths
