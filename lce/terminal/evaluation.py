@@ -9,19 +9,18 @@ from copy import copy
 from typing import Any
 
 import click
-from click import argument, option
+from click import argument
 
 from lce.files import named
 from lce.terminal import options
+from lce.terminal.options import flag
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
 
-lengths_option = option(
-    "--lengths", required=True, type=options.COUNTS, metavar="LIST", help="Such as 512,2k (2k is 2048)."
-)
-record_option = option(
-    "--record", metavar="FILE", help="Keep the answers in this file; samples that it has are skipped."
-)
+DISTANCES = "at distances up to half of the window, or at true distances"
+STATES = "those of the method itself, or of the true attention, the same for all methods"
+lengths_option = flag("--lengths LIST", "Such as 512,2k (2k is 2048).", required=True, type=options.COUNTS)
+record_option = flag("--record FILE", "Keep the answers in this file; samples that it has are skipped.")
 
 
 @click.group("eval")
@@ -34,22 +33,12 @@ def evaluation() -> None:
 @options.methods_options
 @lengths_option
 @options.asked_options(n=10)
-@option("--text", metavar="FILE", help="Read this text instead of a task's.")
-@option("--queries", type=options.COUNT, default=32, metavar="N", help="Queries of --text that are looked at.")
-@option(
-    "--judge",
-    type=click.Choice(["constant", "true"]),
-    default="constant",
-    help="True attention: at distances up to half of the window, or at true distances.",
-)
-@option(
-    "--states",
-    type=click.Choice(["own", "judge"]),
-    default="own",
-    help="Hidden states: those of the method itself, or of the true attention, the same for all methods.",
-)
-@option("--record", metavar="FILE", help="Keep what was seen in this file; texts that it has are skipped.")
-@option("--by-layer", is_flag=True, help="A line for each layer, too.")
+@flag("--text FILE", "Read this text instead of a task's.")
+@flag("--queries N", "Queries of --text that are looked at.", type=options.COUNT, default=32)
+@flag("--judge", f"True attention: {DISTANCES}.", type=click.Choice(["constant", "true"]), default="constant")
+@flag("--states", f"Hidden states: {STATES}.", type=click.Choice(["own", "judge"]), default="own")
+@flag("--record FILE", "Keep what was seen in this file; texts that it has are skipped.")
+@flag("--by-layer", "A line for each layer, too.", is_flag=True)
 @options.loading_options
 @options.output_options
 def selection(text: str | None, **how: Any) -> None:
@@ -72,7 +61,7 @@ def selection(text: str | None, **how: Any) -> None:
 @lengths_option
 @options.asked_options(n=10)
 @record_option
-@option("--each", is_flag=True, help="Every sample with its answers, too.")
+@flag("--each", "Every sample with its answers, too.", is_flag=True)
 @options.loading_options
 @options.output_options
 def why(**how: Any) -> None:
@@ -103,13 +92,13 @@ def harness(arguments: tuple[str, ...]) -> None:
 @options.model_option
 @options.methods_options
 @lengths_option
-@option("--text", "-t", "files", required=True, multiple=True, metavar="FILE", help="A UTF-8 text; - is stdin.")
-@option("--stride", type=options.COUNT, default=256, metavar="TOKENS", help="From one window to the next.")
-@option("--scored", default="last", metavar="last|all", help="Tokens of a window: the last stride, or all.")
-@option("--windows", "most", type=options.COUNT, metavar="N", help="At most so many windows, spread evenly.")
-@option("--longest", type=options.COUNT, metavar="TOKENS", help="Windows end where windows of so many tokens do.")
-@option("--stream", "streams", is_flag=True, help="One pass over each text; the mean by position, up to each length.")
-@option("--record", metavar="FILE", help="Keep the losses in this file; windows that it has are skipped.")
+@flag("--text -t FILE", "A UTF-8 text; - is stdin.", dest="files", required=True, multiple=True)
+@flag("--stride TOKENS", "From one window to the next.", type=options.COUNT, default=256)
+@flag("--scored last|all", "Tokens of a window: the last stride, or all.", default="last")
+@flag("--windows N", "At most so many windows, spread evenly.", dest="most", type=options.COUNT)
+@flag("--longest TOKENS", "Windows end where windows of so many tokens do.", type=options.COUNT)
+@flag("--stream", "One pass over each text; the mean by position, up to each length.", dest="streams", is_flag=True)
+@flag("--record FILE", "Keep the losses in this file; windows that it has are skipped.")
 @options.loading_options
 @options.output_options
 def perplexity(**how: Any) -> None:
@@ -131,7 +120,7 @@ def perplexity(**how: Any) -> None:
 @lengths_option
 @options.suite_options
 @record_option
-@option("--ceiling/--no-ceiling", default=True, help="First measure `full` within the window, for each task.")
+@flag("--ceiling/--no-ceiling", "First measure `full` within the window, for each task.", default=True)
 @options.loading_options
 @options.output_options
 def run_suite(suite: dict[str, Any], record: str | None, **how: Any) -> None:
@@ -166,7 +155,7 @@ def tasks(output: Output) -> None:
 
 @evaluation.command()
 @argument("files", nargs=-1, required=True, metavar="FILE...")
-@option("--plots", metavar="DIR", help="Also draw pictures in this folder; needs lce[plot].")
+@flag("--plots DIR", "Also draw pictures in this folder; needs lce[plot].")
 @options.json_options
 def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
     """Print the answers of records as Markdown tables: methods by lengths, with intervals, ceilings and bytes read.
@@ -193,7 +182,7 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 @options.methods_options
 @options.benchmark_options
 @record_option
-@option("--predictions", metavar="DIR", help="Also write the answers here, as the benchmark's own code does.")
+@flag("--predictions DIR", "Also write the answers here, as the benchmark's own code does.")
 @options.loading_options
 @options.output_options
 def published(suite: dict[str, Any], record: str | None, **how: Any) -> None:
@@ -209,9 +198,9 @@ def published(suite: dict[str, Any], record: str | None, **how: Any) -> None:
 
 @evaluation.command()
 @argument("file", metavar="FILE|DIR")
-@option("--suite", required=True, metavar="NAME", help="One of `lce eval benchmarks`.")
-@option("--task", metavar="NAME", help="The task that was asked.  [default: what the file's name tells]")
-@option("--metric", metavar="NAME", help="Score by another metric.  [default: the task's own]")
+@flag("--suite NAME", "One of `lce eval benchmarks`.", required=True)
+@flag("--task NAME", "The task that was asked.  [default: what the file's name tells]")
+@flag("--metric NAME", "Score by another metric.  [default: the task's own]")
 @options.json_options
 def score(file: str, suite: str, task: str | None, metric: str | None, output: Output) -> None:
     """Score predictions of a published benchmark, in its own layout. No model is loaded.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lce.terminal.perplexity import number
+from lce.terminal.measuring import number
 from tests.command import assert_error, run
 from tests.lab.eval.test_report import QUEST, file, line
 from tests.lab.eval.test_selection import engine, look

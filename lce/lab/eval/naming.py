@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MOST = 160  # characters of a name
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # Markdown and HTML signs
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
+KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # as a repr has it; its value may have commas within brackets
 OF_ENGINE = "model engine rope weights kv_dtype".split()
 
 Measured = tuple[Mapping[str, Any], "Line"]  # a sample, and what was measured
@@ -126,7 +127,7 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     kind, knobs, window, block, place = match.groups()
     if watched := re.fullmatch(r"inner=(\w+)\((.*)\)", knobs):  # by `lce eval selection`
         kind, knobs = watched.groups()
-    parts = dict(part.partition("=")[::2] for part in _split(knobs)) if knobs else {}
+    parts = dict(re.findall(KNOB, knobs))
     for knob, value in parts.items():
         read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # from a file: `Maps('name', digest)`
         parts[knob] = read[1] if read else value.strip("'")
@@ -141,15 +142,3 @@ def _rope(text: str) -> str:
     if kind is None or factor is None:
         return text
     return kind[1] if kind[1] == "none" else f"{kind[1]} x{float(factor[1]):g}"
-
-
-def _split(text: str) -> list[str]:
-    """Split a text such as `a=1, b=f(2, 3)` at the commas outside brackets."""
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return [part.strip() for part in parts]

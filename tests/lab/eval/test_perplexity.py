@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import lce
-from lce.lab.eval.perplexity import Column, LossTable, Perplexity, Text, ends, stream, student, windows
+from lce.lab.eval.perplexity import Column, LossTable, Perplexity, ends, stream, student, windows
 from lce.lab.eval.record import Loss, Record
 from lce.lab.eval.report import Report
 from lce.methods import LongHeads
 from tests.checkpoints import save_by_transformers, tokens
 
 IDS = tokens(300)
-TEXT = Text("one", IDS)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,13 @@ def test_windows_are_a_slow_loop_over_transformers(tmp_path: Path, scored: str) 
             logprobs = model(window[None]).logits[0].double().log_softmax(-1)
         for i in range(60 if scored == "last" else 1, 100):
             total, n = total - float(logprobs[i - 1, window[i]]), n + 1
-    found = windows(lce.load(tmp_path, dtype="float32"), [TEXT], length=100, stride=40, scored=scored)
+    found = windows(lce.load(tmp_path, dtype="float32"), [IDS], length=100, stride=40, scored=scored)
     assert (found.samples, found.tokens) == (6, n)
     assert found.perplexity == pytest.approx(math.exp(total / n), rel=1e-4)
 
 
 def test_windows_of_all_lengths_end_at_the_same_tokens(engine: lce.Engine) -> None:
-    found = [windows(engine, [TEXT], length=n, longest=200, stride=20) for n in (50, 200)]
+    found = [windows(engine, [IDS], length=n, longest=200, stride=20) for n in (50, 200)]
     assert [(each.length, each.samples, each.tokens) for each in found] == [(50, 6, 120), (200, 6, 120)]
     for each in found:
         nll = [x for end in range(200, 301, 20) for x in slow(engine, IDS[end - each.length : end], each.length - 20)]
@@ -61,10 +60,10 @@ def test_windows_of_all_lengths_end_at_the_same_tokens(engine: lce.Engine) -> No
 
 def test_a_stream_is_the_whole_text_by_position(engine: lce.Engine) -> None:
     """Of two texts, one of them shorter than the last border."""
-    texts = [TEXT, Text("two", tokens(130, seed=2))]
+    texts = [IDS, tokens(130, seed=2)]
     found = stream(engine, texts, lengths=[200, 64, 100], stride=30)
     assert [(each.first, each.length) for each in found] == [(0, 64), (64, 100), (100, 200)]
-    nll = [slow(engine, list(text.ids[:200]), 1) for text in texts]
+    nll = [slow(engine, text[:200], 1) for text in texts]
     for each in found:
         part = [x for text in nll for x in text[max(0, each.first - 1) : each.length - 1]]
         assert each.tokens == len(part)
@@ -84,8 +83,8 @@ def test_a_record_is_resumed(
             raise KeyboardInterrupt
 
     def run(record: Record | None) -> tuple[Perplexity, list[Perplexity]]:
-        whole = windows(engine, [TEXT], length=100, stride=50, record=record, progress=tell)
-        return whole, stream(engine, [TEXT], lengths=[50, 100], stride=25, record=record)
+        whole = windows(engine, [IDS], length=100, stride=50, record=record, progress=tell)
+        return whole, stream(engine, [IDS], lengths=[50, 100], stride=25, record=record)
 
     with pytest.raises(KeyboardInterrupt):
         run(Record(path))
@@ -97,18 +96,18 @@ def test_a_record_is_resumed(
     assert n_lines == 5 + 4
     monkeypatch.setattr(engine, "score", None)  # nothing is read again
     assert run(Record(path)) == expected
-    other = Text("one", [*IDS[:-1], 5])
+    other = [*IDS[:-1], 5]
     with pytest.raises(TypeError):
         windows(engine, [other], length=100, stride=50, record=Record(path))
     rounded = lce.load(tiny_model, engine.method, block=32, weights="int8")
-    assert windows(rounded, [TEXT], length=100, stride=50, record=Record(path)) != expected[0]
+    assert windows(rounded, [IDS], length=100, stride=50, record=Record(path)) != expected[0]
 
 
 def test_a_record_tells_what_a_loss_depends_on(tiny_model: Path, tmp_path: Path) -> None:
     record = Record(tmp_path / "losses.jsonl")
     for kv_dtype in ("auto", "int8"):
         rounded = lce.load(tiny_model, kv_dtype=kv_dtype)
-        windows(rounded, [TEXT], length=300, record=record, about={"checkpoint": "tiny"})
+        windows(rounded, [IDS], length=300, record=record, about={"checkpoint": "tiny"})
     plain, other = (json.loads(line) for line in record.path.read_text().splitlines())
     assert (plain.get("kv_dtype"), other["kv_dtype"]) == (None, "int8")
     assert (plain["method"], plain["knobs"], plain["window"], plain["checkpoint"]) == ("full", {}, 64, "tiny")
@@ -116,11 +115,9 @@ def test_a_record_tells_what_a_loss_depends_on(tiny_model: Path, tmp_path: Path)
 
 
 def test_windows_are_spread_evenly() -> None:
-    texts = [TEXT, Text("short", IDS[:90]), Text("two", IDS[:200])]
-    assert [end for text, end in ends(texts, 100, 50) if text is TEXT] == [100, 150, 200, 250, 300]
-    assert [(text.name, end) for text, end in ends(texts, 100, 50, most=4)] == [
-        *(("one", 150), ("one", 250), ("two", 100), ("two", 200)),
-    ]
+    texts = [IDS, IDS[:90], two := IDS[:200]]
+    assert [end for text, end in ends(texts, 100, 50) if text is IDS] == [100, 150, 200, 250, 300]
+    assert ends(texts, 100, 50, most=4) == [(IDS, 150), (IDS, 250), (two, 100), (two, 200)]
     with pytest.raises(lce.UsageError, match="no text has 301 tokens, the longest has 300"):
         ends(texts, 301, 50)
 
@@ -139,12 +136,12 @@ def test_intervals() -> None:
 def test_what_cannot_be_measured_is_refused(engine: lce.Engine) -> None:
     for wrong in ({"stride": 0}, {"scored": "lst"}):
         with pytest.raises(lce.UsageError, match=next(iter(wrong))):
-            windows(engine, [TEXT], length=100, **wrong)  # type: ignore[arg-type]
+            windows(engine, [IDS], length=100, **wrong)  # type: ignore[arg-type]
     with pytest.raises(lce.UsageError, match="two tokens"):
-        stream(engine, [Text("", [3])], lengths=[10])
+        stream(engine, [[3]], lengths=[10])
 
 
-BOTH = [TEXT, Text("two", IDS[129::-1])]
+BOTH = [IDS, IDS[129::-1]]
 
 
 @pytest.fixture(scope="module")

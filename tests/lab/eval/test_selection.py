@@ -158,11 +158,12 @@ def test_rows_are_methods_with_their_knobs_and_lengths(tmp_path: Path) -> None:
     plain, wide, constant = (
         f"longheads chunks={n} placement={p}" for n, p in ((4, "side_by_side"), (8, "side_by_side"), (4, "constant"))
     )
-    assert [(row.method, row.length, row.selection.recall) for row in table.rows] == [
+    assert [(row.method, row.length, row.recall) for row in table.rows] == [
         (plain, 512, 0.25), (wide, 512, 0.9), (constant, 512, 0.3), (plain, 1024, 0.25),
     ]  # fmt: skip
-    assert table.rows[0].selection.samples == 2, "a text that is in both files counts once"
-    assert [row.line for row in table.rows[:3]] == [*["longheads placement=side_by_side"] * 2, table.methods[1]]
+    assert table.rows[0].samples == 2, "a text that is in both files counts once"
+    assert [len(line) for line in table.lines.values()] == [3, 1]
+    assert next(iter(table.lines)) == "longheads placement=side_by_side"
     assert table.notes == ["At 512 tokens the methods were not watched at the same texts."]
 
 
@@ -175,5 +176,5 @@ def test_a_record_says_what_its_measurement_said(tiny_model: Path, tmp_path: Pat
         setting=suite.setting(task, 300), record=record,
     )  # fmt: skip
     (table,) = Report.read([record.path]).selections
-    assert [(row.method, row.selection) for row in table.rows] == [("longheads", found)]
+    assert table.rows == [found]
     assert table.model.startswith(tiny_model.name)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from lce.errors import UsageError, nearest
 from lce.lab.eval.published.base import Benchmark
-from lce.lab.eval.published.counting_stars import CountingStars
 from lce.lab.eval.published.infinitebench import InfiniteBench
 from lce.lab.eval.published.leval import LEval
 from lce.lab.eval.published.longbench import LongBench, LongBenchE, LongBenchV2
-from lce.lab.eval.published.needlebench import NeedleBench
-from lce.lab.eval.published.ruler import Ruler
+from lce.lab.eval.published.needles import CountingStars, NeedleBench, Ruler
 
 _CLASSES = (LongBench, LongBenchE, LongBenchV2, InfiniteBench, Ruler, LEval, NeedleBench, CountingStars)
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark() for benchmark in _CLASSES}

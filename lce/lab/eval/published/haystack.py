@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -35,16 +36,21 @@ LANGUAGES = {
 }
 
 
-class Haystack:
-    """The texts of a task's language, from which its samples are made; `shuffle` reorders the texts."""
+@dataclass
+class Haystack(ABC):
+    """The samples of one task, made from texts in the task's language."""
 
-    def __init__(self, task: PublishedTask, tokenizer: Any, texts: Sequence[str]) -> None:
-        self.task, self.language, self.texts = task, LANGUAGES[task.name[-2:]], list(texts)
-        self.encode: Callable[[str], list[int]] = cache(lambda text: tokenizer.encode(text, bos=False))
-        self.decode: Callable[[list[int]], str] = tokenizer.decode
+    task: PublishedTask
+    tokenizer: Any
+    texts: list[str]
 
-    def shuffle(self, seed: int) -> None:
-        Random(seed).shuffle(self.texts)
+    def __post_init__(self) -> None:
+        self.language = LANGUAGES[self.task.name[-2:]]
+        self.encode: Callable[[str], list[int]] = cache(lambda text: self.tokenizer.encode(text, bos=False))
+
+    @abstractmethod
+    def samples(self, counter: int, length: int) -> Iterator[Sample]:
+        """Make the samples of one length; `counter` is the seed of random choices."""
 
     def hide(self, needles: Sequence[str], depth: int, between: int, length: int, *, chained: bool = False) -> str:
         """Return the first tokens of the texts, with the first needle at `depth` percent and each other `between`
@@ -66,7 +72,8 @@ class Haystack:
                 point = min(int(point + lengths[number - 1] + total * (between / 100)), total + sum(lengths[:number]))
             at = point + sum(lengths[:number])
             ids[at:at] = self.encode(needle)
-        return self.decode(ids)
+        text: str = self.tokenizer.decode(ids)
+        return text
 
     def sample(
         self, values: dict[str, str], answers: tuple[str, ...], gold: str, length: int, depth: int | None
@@ -77,74 +84,67 @@ class Haystack:
         return self.task.sample(context, after, answers, depth=place, source=source, **how)
 
 
-@dataclass(frozen=True)
-class Needles:
+@dataclass
+class Needles(Haystack):
     """Samples of the tasks single and multi_retrieval."""
 
-    haystack: Haystack
     needles: Sequence[Row]  # in all languages
 
     def samples(self, counter: int, length: int) -> Iterator[Sample]:
-        if self.haystack.task.category == "single":
+        if self.task.category == "single":
             chosen = Random(counter).choice(self.own)
             needle, keyword = f"\n{chosen.text('needle')}\n", chosen.text("arg2")
             for depth in DEPTHS:
-                text = self.haystack.hide([needle], depth, 0, length)
+                text = self.hide([needle], depth, 0, length)
                 values = {"context": text, "question": chosen.text("retrieval_question")}
-                yield self.haystack.sample(values, (keyword,), f"{needle}*{keyword}", length, depth)
+                yield self.sample(values, (keyword,), f"{needle}*{keyword}", length, depth)
         else:
             several = list(self.distinct)
             Random(counter).shuffle(several)
-            text = self.haystack.hide([f"\n{row.text('needle')}\n" for row in several], 0, DEPTHS.step, length)
+            text = self.hide([f"\n{row.text('needle')}\n" for row in several], 0, DEPTHS.step, length)
             keywords = tuple(row.text("arg2") for row in several)
             gold = f"{'*'.join(keywords)}#{'*'.join(map(str, DEPTHS))}"
-            values = {"context": text, "question": self._joined(several)}
-            yield self.haystack.sample(values, keywords, gold, length, None)
+            yield self.sample({"context": text, "question": self._joined(several)}, keywords, gold, length, None)
 
     @cached_property
     def own(self) -> list[Row]:
         """The needles in the task's language."""
-        return [row for row in self.needles if row.text("language") == self.haystack.language.name]
+        return [row for row in self.needles if row.text("language") == self.language.name]
 
     @cached_property
     def distinct(self) -> list[Row]:
-        """Randomly drawn needles, one a depth, with different subjects and key words."""
+        """Randomly drawn needles, one for each depth, with different subjects and key words."""
         rows = list(self.needles)
         Random(0).shuffle(rows)
         found: list[Row] = []
-        subjects: set[str] = set()
-        keywords: set[str] = set()
+        taken: set[tuple[str, str]] = set()
         for row in rows:
-            subject, keyword = row.text("arg1"), row.text("arg2")
-            new = subject not in subjects and keyword not in keywords
-            if new and len(found) < len(DEPTHS) and row.text("language") == self.haystack.language.name:
-                subjects.add(subject)
-                keywords.add(keyword)
+            own = {("arg1", row.text("arg1")), ("arg2", row.text("arg2"))}
+            if not own & taken and len(found) < len(DEPTHS) and row.text("language") == self.language.name:
+                taken |= own
                 found.append(row)
         return found
 
     def _joined(self, chosen: Sequence[Row]) -> str:
         """Return one text with all questions and the form of all answers."""
-        mark, stop = self.haystack.language.question_mark, self.haystack.language.stop
+        mark, stop = self.language.question_mark, self.language.stop
         asked = [row.text("retrieval_question") for row in chosen]
         questions = "、".join(text.split(mark)[0] + mark for text in asked)
         forms = "、".join([*text.split("'"), ""][1].split(stop)[0] for text in asked)
-        if self.haystack.language.code == "zh":
+        if self.language.code == "zh":
             return f"{questions}请按照'{forms}'的格式回答。"
         return f"{questions}Please answer in the format of '{forms}'"
 
 
-@dataclass(frozen=True)
-class Chain:
+@dataclass
+class Chain(Haystack):
     """Samples of multi_reasoning: who is the eldest relative that the last person can trace back to?"""
 
-    haystack: Haystack
     names: Sequence[str]
-    n_needles: int
 
     def samples(self, counter: int, length: int) -> Iterator[Sample]:
-        rng, data, code = Random(counter), prompts("needlebench"), self.haystack.language.code
-        names = rng.sample(self.names, self.n_needles + 1)
+        rng, data, code = Random(counter), prompts("needlebench"), self.language.code
+        names = rng.sample(self.names, int(self.task.name.split("_")[-2]) + 1)
         needles = []
         for elder, younger in pairwise(names):
             statement = rng.choice(data["statements"][code])
@@ -153,6 +153,6 @@ class Chain:
         rng.shuffle(needles)
         question = data["eldest"][code].replace("{last_person}", names[-1])
         for depth in DEPTHS:
-            text = self.haystack.hide(needles, depth, BETWEEN, length, chained=True)
+            text = self.hide(needles, depth, BETWEEN, length, chained=True)
             values = {"context": text, "question": question, "last_person": names[-1]}
-            yield self.haystack.sample(values, (names[0],), names[0], length, depth)
+            yield self.sample(values, (names[0],), names[0], length, depth)

@@ -56,6 +56,13 @@ class Row:
         return DataError(f"{name!r} of {self.where} is {shown(value, 40)}; expected {expected}")
 
 
+def row_of(content: Any, where: str) -> Row:
+    """Return a JSON object as a row. Raises `DataError` for other values."""
+    if not isinstance(content, dict):
+        raise DataError(f"{where} is {shown(content, 40)}; expected a JSON object")
+    return Row(content, where)
+
+
 def find_file(folder: Path, places: Sequence[str]) -> Path | None:
     """Return the first existing file of `places`, which are paths or patterns under `folder`.
 
@@ -74,10 +81,8 @@ def json_rows(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSON-lines file, or of a `.json` file with a list of objects."""
     is_empty = True
     for content, where in _entries(path) if path.suffix == ".json" else _lines(path):
-        if not isinstance(content, dict):
-            raise DataError(f"{where} is {shown(content, 40)}; expected a JSON object")
         is_empty = False
-        yield Row(content, where)
+        yield row_of(content, where)
     if is_empty:
         raise DataError(f"{named(path)} is empty; expected JSON objects")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, NamedTuple
 
-from lce.lab.eval.prose import ANIMALS, COLOURS, FOODS, NAMES, PLACES, THINGS
+from lce.lab.eval import prose
+from lce.lab.eval.prose import COLOURS, NAMES, THINGS
 from lce.lab.eval.tasks.base import WORDS, MadeTask, Puzzle, Question, digits, distinct
 
-KINDS = {"name": NAMES, "colour": COLOURS, "thing": THINGS, "animal": ANIMALS, "place": PLACES, "food": FOODS}
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -41,7 +41,7 @@ class OneNeedle(MadeTask):
         """Return a fact. Facts with one question contradict each other."""
         words = {}
         for kind in cls.drawn.split():
-            words[kind] = rng.choice(KINDS[kind]) if kind in KINDS else digits(rng, int(kind[1:]))
+            words[kind] = rng.choice(prose.WORDS[kind]) if kind in prose.WORDS else digits(rng, int(kind[1:]))
         return Needle(*(text.format(**words) for text in (cls.statement, cls.question, cls.answer)))
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:

@@ -1,4 +1,4 @@
-"""`lce eval selection` and `lce eval why`: their tables, JSON, and what they refuse."""
+"""`lce eval selection`, `why` and `perplexity`: their tables, JSON, and what they refuse."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from lce.lab.eval.why import CAUSES
+from lce.terminal.measuring import number
 from tests.command import assert_error, run
 
 SMALL = ("--method", "longheads,full", "-o", "longheads.chunk_size=8", "-o", "longheads.chunks=4")
+PROSE = "The quick brown fox jumps over the lazy dog, and then over the moon and the other dogs. " * 12
 TEXTS = ("--lengths", "300", "--samples", "1")
 
 
@@ -69,3 +71,42 @@ def test_what_cannot_be_used_is_refused(asked: tuple[str, ...]) -> None:
 def test_what_does_not_fit_is_refused_before_texts_are_made(tiny_model: Path, command: str) -> None:
     result = run("eval", command, "--model", tiny_model, "--method", "longheads", "--lengths", "1000000m")
     assert_error(result, 4, "the longest that fits")
+
+
+def test_windows_as_a_table_and_as_json(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(PROSE)
+    args = ("eval", "perplexity", "--model", tiny_model, "--text", tmp_path / "text.txt", "--stride", "16")
+    methods = ("--method", "full,longheads", "--lengths", "32,128", "--windows", "3")
+    table = run(*args, *methods)
+    assert table.exit_code == 0
+    lines = table.stdout.splitlines()
+    assert len(lines) == 5 + 1 + 4
+    assert lines[-4] == "| method | 32 | 128 |"
+    assert [line for line in table.stderr.splitlines() if "128 tokens are more than the 64" in line]
+    found = json.loads(run(*args, *methods, "--json").stdout)
+    assert [(each["method"], each["length"], each["tokens"]) for each in found] == [
+        (method, length, 48) for method in ("full", "longheads") for length in (32, 128)
+    ]
+    assert found[0]["perplexity"] == pytest.approx(found[2]["perplexity"], rel=1e-4), "within the window"
+    assert [bool(each["warning"]) for each in found] == [False, True, False, False]
+    assert f"{number(found[1]['perplexity'])} |" in lines[-2]
+
+
+def test_streams_by_position_from_stdin(tiny_model: Path, tmp_path: Path) -> None:
+    record = tmp_path / "losses.jsonl"
+    args = ("eval", "perplexity", "--model", tiny_model, "--text", "-", "--lengths", "32,100", "--stream")
+    first = run(*args, "--record", record, stdin=PROSE)
+    assert [line.split()[:2] for line in first.stdout.splitlines()[1:]] == [["full", "0-32"], ["full", "32-100"]]
+    assert run(*args, "--record", record, stdin=PROSE).stdout == first.stdout
+    assert {json.loads(line)["setting"] for line in record.read_text().splitlines()} == {"stream"}
+
+
+def test_perplexities_that_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(PROSE)
+    args = ("eval", "perplexity", "--model", tiny_model, "--text", tmp_path / "text.txt")
+    assert_error(run(*args, "--lengths", "32,64k"), 2, "no text has 65,536 tokens")
+    assert_error(run(*args, "--lengths", "1"), 2, "a length is 1")
+    assert_error(run(*args, "--lengths", "32", "--scored", "first"), 2, "unknown scored 'first'")
+    assert_error(run(*args, "--lengths", "32", "--text", "-", "--text", "-"), 2, "stdin twice")
+    assert_error(run(*args, "--lengths", "32", "--text", tmp_path / "none.txt"), 3, "none.txt")
+    assert_error(run(*args, "--lengths", "32", "--record", tmp_path / "text.txt"), 3, "no record")
