@@ -60,9 +60,9 @@ class Haystack(ABC):
         """
         lengths = [len(self.encode(needle)) for needle in needles]
         n_tokens, ids = max(0, length - self.language.left - sum(lengths)), list[int]()
-        for text in self.texts:
+        for each in self.texts:
             if len(ids) < n_tokens:
-                ids.extend(self.encode(text))
+                ids.extend(self.encode(each))
         del ids[n_tokens:]
         total, point = len(ids), 0
         for number, needle in enumerate(needles):
