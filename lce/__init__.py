@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from lce.engine.chat import Conversation
     from lce.engine.context import Context
     from lce.engine.engine import Engine
-    from lce.engine.info import ModelInfo, info
+    from lce.engine.info import ContextInfo, ModelInfo, info
     from lce.engine.loading import load, plan
     from lce.engine.operations import Operations, operations
     from lce.engine.planning import Plan
     from lce.engine.profile import profiled
     from lce.engine.quantising import quantize
     from lce.engine.sampling import Sampling, TokenScores
-    from lce.engine.saving import ContextInfo
     from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
     from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
@@ -43,14 +42,13 @@ _HOMES = {
     "lce.engine.context": ("Context",),
     "lce.engine.answer": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.engine": ("Engine",),
-    "lce.engine.info": ("ModelInfo", "info"),
+    "lce.engine.info": ("ContextInfo", "ModelInfo", "info"),
     "lce.engine.loading": ("load", "plan"),
     "lce.engine.operations": ("Operations", "operations"),
     "lce.engine.planning": ("Plan",),
     "lce.engine.profile": ("profiled",),
     "lce.engine.quantising": ("quantize",),
     "lce.engine.sampling": ("Sampling", "TokenScores"),
-    "lce.engine.saving": ("ContextInfo",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
     "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),

@@ -1,4 +1,4 @@
-"""The loop over one context: prefill in blocks, then decode token by token. Each pass has one lane."""
+"""The loop over one context: prefills in blocks, then decodes token by token, in passes of one lane."""
 
 from __future__ import annotations
 
@@ -22,49 +22,52 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 
 class _Cancelled(Exception):
-    """Ends a prefill whose stream was cancelled; no caller of lce sees it."""
+    """Raised to end the prefill of a cancelled stream; `Alone.pieces` catches it."""
 
 
 @dataclass(eq=False)
 class Alone:
-    """Prefills and decodes one context at a time. Holds no state; the caller has the context to itself."""
+    """Prefills and decodes one context at a time, which no other thread uses meanwhile. Holds no state.
+
+    `device` is the first layer's. `tape` makes a recorder of decode steps; None records nothing.
+    """
 
     model: Model
     driver: Driver
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     block: int
-    device: torch.device  # the first layer's
-    tape: Callable[[torch.device], CudaTape] | None  # records decode steps, if any
+    device: torch.device
+    tape: Callable[[torch.device], CudaTape] | None
 
     def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
-        """Return the lane that appends `ids` to a context; another `driver` than the engine's is not recorded."""
+        """Return the lane that appends `ids` to a context. The steps of a given `driver` are not recorded."""
         if self.tape is not None and context.graph is None:
             context.graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
         recorder = context.graph if driver is None else None
         return Lane(driver or self.driver, context.cache, context.rope, ids, recorder, ahead)
 
-    def run(self, context: Context, lane: Lane) -> None:
-        """Run a pass of one lane. After an error or an interruption the cache has all of the tokens or none."""
+    def append(
+        self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False
+    ) -> Lane:
+        """Append a block of tokens to a context, which keeps the logits after the block.
+
+        After an error or an interruption the cache has all tokens of the block or none.
+        """
+        lane = self.lane(context, ids, driver, ahead=ahead)
         uses_threads()
-        forward(self.model, [lane])
         try:
+            forward(self.model, [lane])
             lane.check()
         except Exception as error:
             context.data.blame(error)
             raise
-
-    def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None) -> Lane:
-        """Append a block of tokens to a context's cache; the context keeps the logits after them."""
-        lane = self.lane(context, ids, driver)
-        try:
-            self.run(context, lane)
         finally:
             context.keep(lane)
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
-        """Read the context's uncached tokens, and its last token again if the logits after it are not known."""
+        """Prefill the context's uncached tokens. Without any, read the last token again if its logits are not known."""
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for ids in blocks(context.uncached, self.block, progress):
@@ -73,14 +76,13 @@ class Alone:
     def pieces(
         self, context: Context, ids: Sequence[int], options: Options, result: Generation, flag: CancelFlag, undo: bool
     ) -> Iterator[Piece]:
-        """Read the prompt behind a context's tokens, and yield the answer as it comes; ends once `flag` is set.
+        """Prefill the prompt `ids` after a context's tokens, then yield the answer's text until `flag` is set.
 
-        If prefill does not complete, or with `undo` the answer, the context is as before. Else the answer so far stays:
-        the new tokens of the context and of `result` are those of `result.text`.
+        If prefill does not complete, the context is as before. If decode fails, the context keeps the answer's tokens
+        so far, which are those of `result`; with `undo` it is as before.
         """
         stats, started, mark = result.stats, time.perf_counter(), context.mark()
-        said: int | None = None  # tokens before the answer
-        before = lane = None
+        said: int | None = None  # the number of tokens before the answer
         try:
             stats.prompt_tokens, stats.read_before = len(ids), len(context)
             context.token_ids.extend(ids)
@@ -103,8 +105,7 @@ class Alone:
                     yield Piece(text)
                 if answer.done:
                     break
-                before, lane = lane, self.lane(context, context.uncached, ahead=answer.ahead)
-                self.run(context, lane)
+                lane = self.append(context, context.uncached, ahead=answer.ahead)
                 logits, likeliest = lane.logits, lane.likeliest
         except BaseException as error:
             if said is None or undo:
@@ -114,13 +115,11 @@ class Alone:
             if not isinstance(error, _Cancelled):
                 raise
         finally:
-            context.keep(before)
-            context.keep(lane)
             stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
 
 
 def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
-    """Yield `ids` in blocks; call `progress` after each block, counting `done` tokens before the first."""
+    """Yield `ids` in blocks, and call `progress` after each. `done` tokens before the first block count as read."""
     for start in range(0, len(ids), block):
         part = ids[start : start + block]
         yield part

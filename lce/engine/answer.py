@@ -1,4 +1,4 @@
-"""From logits to the tokens and the text of an answer. Text is returned once no later token can change it."""
+"""From logits to the tokens and the text of an answer. A piece of text is final when it is returned."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 @dataclass
 class Stats:
-    """The figures of one generation: times in seconds, memory of the cache in bytes by tier, its traffic so far."""
+    """The figures of one call.
 
-    prompt_tokens: int = 0  # of this call
-    read_before: int = 0  # tokens that the context had before this call
+    `prompt_tokens` counts the tokens of the call's prompt, `read_before` those that the context had before the call.
+    `first_token_s` is the time from the beginning of the call to the first token, `decode_s` the time after that token.
+    `memory` has the cache's bytes by tier, `traffic` what its tiers have copied so far.
+    """
+
+    prompt_tokens: int = 0
+    read_before: int = 0
     generated_tokens: int = 0
-    prefill_s: float = 0.0  # of this call's prompt
-    first_token_s: float = 0.0  # from the beginning of the call
-    decode_s: float = 0.0  # after the first token
-    memory: dict[str, int] = field(default_factory=dict)  # bytes of the cache by tier
-    traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier, where the cache has more than one
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+    memory: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens a second; 0 where nothing was prefilled."""
+        """The prompt tokens a second; 0 if nothing was prefilled."""
         return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens a second after the first one; 0 for fewer than two tokens."""
+        """The generated tokens a second after the first token; 0 for fewer than two tokens."""
         return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probabilities of a drawn token and of the likeliest ones, at temperature 1 and before all filters."""
+    """The log-probabilities of a drawn token and of the `top` likeliest tokens, at temperature 1 and before filters."""
 
     token_id: int
     logprob: float
@@ -49,11 +54,11 @@ class TokenLogprobs:
 
 @dataclass
 class Generation:
-    """A generated `text`, its `token_ids`, and the figures.
+    """A generated `text`, its `token_ids`, and the figures in `stats`.
 
-    `finish_reason` is `stop` for an end token or a stop string, `length` for `max_tokens`, `cancelled` for a stream
-    that was ended early, and empty until then. `logprobs`, if requested, has an entry for each token. `warning` says
-    that the text became longer than the method can read.
+    `finish_reason` says why the text ended: `stop` for an end token or a stop string, `length` for `max_tokens`,
+    `cancelled` for a stream that was ended early. It is empty until the text ends. `logprobs`, if requested, has an
+    entry for each token. `warning` says that the text became longer than the method can read.
     """
 
     text: str = ""
@@ -77,8 +82,9 @@ class Piece:
 class Answer:
     """An answer being generated: `take` turns logits into a token and its text, and decides when the answer ends.
 
-    An end token or a stop string ends the text and is not part of it. `result.text` is all that `take` returned. The
-    caller appends the last of `result.token_ids` to the context before the next `take`, unless the answer is `done`.
+    An end token or a stop string ends the text and is not part of the text. `result.text` joins all texts that `take`
+    returned. Until the answer is `done`, the caller adds the last of `result.token_ids` to the context, and calls
+    `take` with the logits after that token.
     """
 
     def __init__(self, options: Options, eos_ids: Set[int], tokenizer: Tokenizer, result: Generation) -> None:
@@ -92,20 +98,20 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        """Whether the answer has ended: `result.finish_reason` says why."""
+        """Whether the answer has ended."""
         return bool(self.result.finish_reason)
 
     @property
     def ahead(self) -> bool:
-        """Whether sampling is greedy, and the next token is to be read unless the text ends with it."""
+        """Whether the step of the next token may be launched early: sampling is greedy, and a step will follow."""
         options = self.options
         plain = options.sampling.temperature == 0 and options.logprobs is None
         return plain and len(self.result.token_ids) + 1 < options.max_tokens
 
     def take(self, logits: Tensor, likeliest: int | None = None) -> str:
-        """Draw a token under `logits [vocab]`, whose `likeliest` may be known; return the text that is now final.
+        """Draw a token under `logits [vocab]`, and return the text that is now final.
 
-        A call that fails changes nothing.
+        `likeliest` is the token with the largest of the logits, if known. A call that fails changes nothing.
         """
         options, result, stats = self.options, self.result, self.result.stats
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
@@ -144,7 +150,7 @@ class Answer:
 
 
 def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
-    """Return log-probabilities under logits `[vocab]`, in float32: the token's, and the `n_top` best, best first."""
+    """Return float32 log-probabilities under logits `[vocab]`: a token's, and the `n_top` largest, largest first."""
     logprobs = logits.float().log_softmax(-1)
     best = logprobs.topk(min(n_top, len(logprobs)))
     top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
@@ -152,10 +158,10 @@ def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
 
 
 class StopWatch:
-    """A filter that holds back text that could begin a stop string, and ends at the first complete one.
+    """A filter that holds back text which may begin a stop string, and ends the text at the first complete one.
 
-    The first is the one whose last character comes first; of several, the longest. So tokenization does not matter.
-    Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
+    The first stop string is the one whose last character comes first; of several, the longest. So the result does not
+    depend on how the text is cut into tokens. Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -177,10 +183,10 @@ class StopWatch:
         return text
 
     def finish(self) -> str:
-        """Return the text still held back, at the end of the generation."""
+        """Return the text that is still held back when the generation ends."""
         return "" if self.stopped else self._held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""Checks of callers' arguments: each returns a value of one type, or raises `UsageError` with one line."""
+"""Checks of callers' arguments. Each check returns a value of one type, or raises `UsageError` with one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lce.tokenizer.tokenizer import checked_ids
 if TYPE_CHECKING:
     from lce.engine.context import Context
 
-MOST_FACTOR = 1_000_000
+MOST_FACTOR = 1_000_000  # the largest `rope_factor`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]] | Tensor
@@ -37,17 +37,17 @@ Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[NDArr
 class GenerationOptions(TypedDict, total=False):
     """The options of `Engine.generate`, `stream` and `astream`."""
 
-    max_tokens: int | str  # the most tokens to generate; 256 by default, "1k" is 1024
-    context: Context | None  # the context to continue; None: a new one
-    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; the knobs below override this one's
+    max_tokens: int | str  # the most tokens to generate: 256 by default; "1k" is 1024
+    context: Context | None  # the context to continue; None: a new context
+    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; the six knobs below override its knobs
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int | None
     stop: str | Sequence[str] | Callable[[str], object] | None
-    logprobs: int | None  # record each token's log-probability, and those of this many of the likeliest tokens
-    progress: Progress | bool | None  # of the prefill: True for a bar, or a function of tokens done and in all
+    logprobs: int | None  # the number of likeliest tokens whose log-probabilities are recorded beside each token's own
+    progress: Progress | bool | None  # progress of the prefill: True for a bar, or a function of tokens done and in all
 
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
@@ -55,7 +55,7 @@ SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 @dataclass(frozen=True)
 class Options:
-    """Checked `GenerationOptions`; only the engine can check the context."""
+    """`GenerationOptions` after their checks, except that of the context, which only its engine can check."""
 
     max_tokens: int = 256
     context: Context | None = None
@@ -142,7 +142,7 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
-    """Return the dtype that a user names; "auto" is the checkpoint's `own`."""
+    """Return the dtype that a user names; for "auto" call `own`, which returns the checkpoint's."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return own()
     if isinstance(name, torch.dtype) and name in DTYPES.values():
@@ -153,7 +153,7 @@ def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
 
 
 def scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
-    """Return the checkpoint's RoPE scaling, changed by the user's options."""
+    """Return the checkpoint's RoPE config, with the scaling changed by the user's `kind` and `factor`."""
     if kind is not None and str(kind) not in ROPE_KINDS:
         raise UsageError(f"unknown rope {shown(kind)}; {nearest(str(kind), ROPE_KINDS)}")
     if factor is not None:

@@ -1,4 +1,4 @@
-"""Conversations: the history is a context, so each turn reads only new tokens."""
+"""Conversations with a model. A context holds the history, so each turn reads only new tokens."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from lce.tokenizer.chat import ChatText
 if TYPE_CHECKING:
     from lce.engine.engine import Engine
 
-_SAID = "This is what was said before."  # stands for the tokens of a context whose messages are not known
+_SAID = "This is what was said before."  # a message in the place of a context's tokens whose messages are not known
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of a conversation: the new messages, the text up to the answer, and the answer as it comes."""
+    """A turn of a conversation: the new messages `asked`, and the answer's `stream`.
+
+    `chat` is the template's text up to the answer, which takes `n_asked` tokens of the context.
+    """
 
     asked: list[dict[str, str]]
     chat: ChatText
-    n_asked: int  # tokens of the context before the answer
+    n_asked: int
     stream: Stream
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The new messages and the answer so far; none before the answer begins."""
+        """The new messages and the answer so far; empty before the answer begins."""
         result = self.stream.result
         if not result.token_ids and result.finish_reason != "stop":
             return []
@@ -41,10 +44,10 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Past:
-    """The messages and the text that a context holds. Replaced in one assignment, so Ctrl-C never leaves half of one.
+    """The history that a conversation's context holds. A conversation replaces the whole object, so Ctrl-C is harmless.
 
-    `text` is the context's text after the tokens that it began with. Each of `marks` pairs a number of characters of
-    `text` with a number of tokens of the context. `turn` is the last turn, until it is among the messages.
+    `text` is the template's text of the `messages`. Each of `marks` pairs a number of characters of `text` with the
+    number of the context's tokens up to there. `turn` is the last turn, until its messages are among `messages`.
     """
 
     messages: Sequence[dict[str, str]]
@@ -61,16 +64,16 @@ class Conversation(Unique):
         for piece in conversation.stream("And an alpaca?"):
             print(piece.text, end="")
 
-    For every turn the template writes all messages anew. Where the text differs from before (Qwen3's template leaves
-    out earlier thoughts), the context is truncated there, or at the nearest earlier token that the method's state can
-    go back to, and reading continues. `tokens_read` says how many tokens the last turn had to read. The white space
-    around an answer stays as the model wrote it.
+    For every turn the template writes all messages anew. If the new text differs from the text of the turn before
+    (Qwen3's template leaves out earlier thoughts), the context is truncated to where the two texts agree, or to the
+    nearest earlier token to which the method's state can go back, and the rest is read. `tokens_read` says how many
+    tokens the last turn had to read. The white space around an answer stays as the model wrote it.
 
     With `context` the conversation continues a context, such as a saved chat or a document: the template writes the new
     messages as if they followed an answer.
 
-    One call at a time may use a conversation. A new turn ends an open stream of the last turn; the text so far stays in
-    the history.
+    One call at a time may use a conversation. A new turn ends the stream of the last turn, if it is still open; the
+    text so far stays in the history.
     """
 
     instead = "save it, or make another one and give it the messages"
@@ -80,10 +83,12 @@ class Conversation(Unique):
     ) -> None:
         """Begin a conversation: see `Engine.conversation`."""
         self.engine = engine
-        self.context = context  # of all turns so far; None before the first
-        self.tokens_read = 0  # by the last turn
+        self.context = context  # None before the first turn
+        self.tokens_read = 0
         self._length = count(length, "length", least=0)
-        self._before = [] if context is None else list(context.token_ids)  # tokens that no message stands for
+        self._before = (
+            [] if context is None else list(context.token_ids)
+        )  # the ids of tokens that no message stands for
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
         engine.tokenizer.require_chat()
@@ -92,7 +97,7 @@ class Conversation(Unique):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The messages so far, with the text so far of an unfinished answer."""
+        """The messages so far. The last one may be an unfinished answer with its text so far."""
         turn = self._past.turn
         return [dict(message) for message in (*self._past.messages, *(turn.messages if turn else ()))]
 
@@ -106,7 +111,7 @@ class Conversation(Unique):
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
         generation_options(options)
         self._settle()
-        new: list[Any] = [message]  # the tokenizer checks them
+        new: list[Any] = [message]  # `render_chat` checks the messages
         if isinstance(message, str):
             new = [{"role": "user", "content": message}]
         elif isinstance(message, Sequence | Mapping):
@@ -122,21 +127,21 @@ class Conversation(Unique):
         return stream
 
     def reset(self) -> None:
-        """Forget all messages but the system message, and all tokens but those of the context given at first."""
+        """Forget all messages except the system message, and all tokens except those of the context given at first."""
         self._settle()
         self._past = _Past(self._opening, "", [(0, len(self._before))])
         if not self._before:
             self.context = None
 
     def save(self, path: str | Path) -> None:
-        """Save the context; continue with `conversation(context=engine.open_context(path))`."""
+        """Save the context; `engine.conversation(context=engine.open_context(path))` continues it."""
         self._settle()
         if self.context is None or not len(self.context):
             raise UsageError("the conversation is empty; ask something before it is saved")
         self.context.save(path)
 
     def _settle(self) -> None:
-        """End the last turn, and record which part of it the context holds. May be repeated."""
+        """End the last turn, and move its messages to the history. An interrupted call can be repeated."""
         past, turn = self._past, self._past.turn
         if turn is None:
             return
@@ -144,16 +149,16 @@ class Conversation(Unique):
         assert self.context is not None
         said, result = turn.messages, turn.stream.result
         if not said:
-            self._past = replace(past, turn=None)  # the context may hold some of the messages; `_fit` finds out
+            self._past = replace(past, turn=None)  # `_fit` finds out which of the new messages the context holds
             return
         text, marks = turn.chat.text + result.text, [*past.marks, (len(turn.chat.text), turn.n_asked)]
-        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # no stop string was cut off
+        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # a stop string would have been cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
         self._past = _Past([*past.messages, *said], text, marks)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
-        """Return the template's text of the messages."""
+        """Return the template's text of the messages, which follows the tokens that no message stands for."""
         tokenizer = self.engine.tokenizer
         if not self._before:
             return tokenizer.render_chat(messages)
@@ -168,28 +173,28 @@ class Conversation(Unique):
         return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
 
     def _fit(self, chat: ChatText) -> list[int]:
-        """Truncate the context to where it agrees with `chat`; return the ids to read after that."""
+        """Truncate the context to the tokens that agree with `chat`; return the ids that are to be read next."""
         past = self._past
         n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
         marks = [mark for mark in past.marks if mark[0] <= n_same and mark[1] <= n_held]
         marks += self._mark_of_answer(chat.text, n_same)
         n_chars, n_tokens = marks[-1] if marks else (0, 0)
         ids = self.engine.tokenizer.encode_parts(chat, n_chars)
-        if not marks:  # the context does not even hold what was before
+        if not marks:  # the context lacks even the tokens that it began with
             ids = [*self._before, *ids]
         self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))])
         if self.context is None:
             self.context = self.engine.new_context(max(len(ids), self._length))
-        wanted = [*self.context.token_ids[:n_tokens], *ids]  # a turn that failed may have been read in part
+        wanted = [*self.context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed
         n_kept, cache = _common(self.context.token_ids, wanted[:-1]), self.context.cache
         if n_kept < len(self.context):
-            if n_kept < cache.length:  # the last token that is left is read again
+            if n_kept < cache.length:  # the last token is read again for its logits
                 n_kept = cache.nearest(max(0, n_kept - 1)) + 1
             self.context.truncate(n_kept)
         return wanted[n_kept:]
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
-        """Return the mark after the last answer, if `text` has that answer with other white space around it."""
+        """Return the mark after the last answer if `text` has that answer with other white space around it."""
         past = self._past
         if self.context is None or len(past.marks) < 3 or past.marks[-1][1] != len(self.context):
             return []
@@ -201,7 +206,7 @@ class Conversation(Unique):
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the longest common beginning of two sequences."""
     n = min(len(one), len(other))
-    same = one[:n] == other[:n]  # faster than one by one
+    same = one[:n] == other[:n]  # one comparison of slices is faster than one for each item
     return n if same else next(i for i in range(n) if one[i] != other[i])

@@ -1,4 +1,4 @@
-"""A context: a sequence that an engine has prefilled and can go on with."""
+"""A context: a sequence of tokens that an engine has prefilled and can continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lce.sizes import count
 
 
 class ContextMark(NamedTuple):
-    """A state that a context can go back to: see `Context.mark`."""
+    """A state to which a context can go back: see `Context.mark`."""
 
     cache: Mark
     n_tokens: int
@@ -30,9 +30,9 @@ class ContextMark(NamedTuple):
 
 
 class Unique:
-    """The base of objects with memory, threads or locks that a copy would share: neither pickled nor copied."""
+    """The base of classes whose objects own memory, threads or locks, and can be neither pickled nor copied."""
 
-    instead: ClassVar[str]  # what to do instead
+    instead: ClassVar[str]  # the remedy that the error message names
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = type(self).__name__
@@ -44,7 +44,9 @@ class Context(Unique):
 
     `token_ids` is the whole sequence; the cache may lack the last token of an answer, which is prefilled with the next
     tokens. Asking a context adds the question and the answer; ask a `fork` to leave the context as it is. One call at a
-    time may use a context; different contexts of one engine may be used from different threads.
+    time may use a context; different contexts of one engine may be used from different threads. `announced` is the
+    number of tokens that was announced for the context; some RoPE scalings depend on it. `source` names the file from
+    which the context was opened.
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.
@@ -55,13 +57,13 @@ class Context(Unique):
     instead = "copy it with fork(), or write it with save() and open it with Engine.open_context() in another process"
 
     def __init__(self, data: ContextData, rope: Rope, identity: Identity) -> None:
-        self.identity = identity  # of the engine that filled the cache; no other engine may use it
+        self.identity = identity
         self.rope = rope
         self._cache: KVCache | None = data.cache
         self.token_ids = list(data.token_ids)
-        self.announced = data.announced  # length in tokens; some RoPE scalings depend on it
-        self.source = data.source  # the file that the context was opened from
-        self._last: tuple[int, Tensor | None] = (data.cache.length, data.logits)
+        self.announced = data.announced
+        self.source = data.source
+        self._last = data.cache.length, data.logits  # a cache length, and the logits after its last token
         self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
         self._lock = Lock()  # held by the call or stream that uses the context
 
@@ -76,37 +78,37 @@ class Context(Unique):
 
     @property
     def cache(self) -> KVCache:
-        """Keys and values. Raises `UsageError` for a context that was closed."""
+        """The keys and values. Raises `UsageError` for a context that was closed."""
         if self._cache is None:
             raise UsageError("this context was closed; prefill its text again, or open its file")
         return self._cache
 
     @property
     def logits(self) -> Tensor | None:
-        """Logits `[vocab]` after the last token in the cache; None if not known."""
+        """The logits `[vocab]` after the last token in the cache; None if they are not known."""
         length, logits = self._last
         return logits if length == self.cache.length else None
 
-    def keep(self, lane: Lane | None) -> None:
-        """Take the logits of a lane that ends at the last token in the cache."""
-        if lane is not None and lane.logits is not None and lane.stop == self.cache.length:
+    def keep(self, lane: Lane) -> None:
+        """Take over the logits of a lane if it ends at the last token in the cache."""
+        if lane.logits is not None and lane.stop == self.cache.length:
             self._last = (lane.stop, lane.logits)
 
     @property
     def uncached(self) -> list[int]:
-        """The tokens that are not in the cache yet."""
+        """The ids of the tokens that are not in the cache yet."""
         return self.token_ids[self.cache.length :]
 
     @property
     def data(self) -> ContextData:
-        """The parts of the context."""
+        """The parts of the context, for a file or a fork."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
     def hold(self) -> Lock:
         """Return a lock that reserves the context inside `with`. Raises `UsageError` if the context is in use already.
 
-        Ctrl-C never leaves the context reserved: CPython delivers no signal between taking such a lock and the block
-        behind `with`, nor between the block and the release.
+        Ctrl-C never leaves the context reserved: CPython delivers no signal between taking the lock and the first
+        instruction inside `with`, nor between the last one and the release.
         """
         if self._lock.locked():
             raise UsageError("this context is being asked already: wait for that answer, or ask a fork() of it")
@@ -120,9 +122,9 @@ class Context(Unique):
     def truncate(self, n_tokens: int) -> None:
         """Go back to the first `n_tokens` tokens. Raises `UsageError` for more than there are.
 
-        When the context is next asked, its last token is read again, because that token's logits were not kept. More
-        tokens are read again if the method's state cannot go back to exactly there: at most those of an open chunk, or
-        all tokens for `infllm` and for `esa` with `compress="pca"`. These two read them in other blocks than before.
+        The next call that uses the context reads its last token again, because the logits after it were not kept. More
+        tokens are read again if the method's state cannot go back to exactly `n_tokens`: at most those of an open
+        chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`, in other blocks than at first.
         """
         with self.hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
@@ -130,7 +132,9 @@ class Context(Unique):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
-            del self.token_ids[n_tokens:]  # last: if interrupted before this line, the uncached tokens are read again
+            del self.token_ids[
+                n_tokens:
+            ]  # last: an interruption before it leaves uncached tokens, which are read again
 
     def close(self) -> None:
         """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""
@@ -146,9 +150,9 @@ class Context(Unique):
         self.close()
 
     def save(self, path: str | Path) -> None:
-        """Write the context to a file, for `Engine.open_context`; the file appears whole or not at all.
+        """Write the context to a file for `Engine.open_context`. The file appears whole or not at all.
 
-        Time and bytes: one copy of the keys and values. Raises `CapacityError` if the disk has no space for the file.
+        The file is a copy of the keys and values. Raises `CapacityError` if the disk has no space for the file.
         """
         with self.hold():
             save(path_of(path), self.data, self.identity)
@@ -158,7 +162,7 @@ class Context(Unique):
         return ContextMark(self.cache.mark(), len(self.token_ids), self.logits)
 
     def go_back(self, mark: ContextMark) -> None:
-        """Restore the state at `mark`. If the cache cannot be read back, its committed blocks stay."""
+        """Restore the state at `mark`. If the cache cannot go back, its committed blocks stay."""
         cache, n_tokens, logits = mark
         try:
             self.cache.go_back(cache)

@@ -1,7 +1,7 @@
 """The devices that a user names, and the layers of a model that each of several GPUs gets.
 
-Each device has a run of the layers, so that hidden states move once between two devices. The embedding is on the first
-layer's device, the head on the last layer's. Devices work one after the other: several hold more, and are no faster.
+Each device has consecutive layers, so that hidden states move once between two devices. The embedding is on the first
+layer's device, the head on the last layer's. Several devices hold more than one, but work one after the other.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def device_of(name: object) -> torch.device:
 
 
 def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
-    """Return where to cut `n_layers` layers so that the longest context fits: see `counts_of`. No cut for one device.
+    """Return the borders of `n_layers` layers on several devices, by their free memory: see `counts_of`.
 
-    `sizes` are the bytes of all weights, by our names. A tied head has its own copy on the last device.
+    One device has no borders. `sizes` are the bytes of all weights, by our names. A tied head has its own copy on the
+    last device.
     """
     if len(devices) == 1:
         return ()
@@ -77,8 +78,8 @@ def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[st
 def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
     """Return how many layers each device gets, one or more, by its free bytes.
 
-    The longest context fits if the smallest memory per layer is as large as possible: each next layer goes to the
-    device that would have the most memory per layer. Example: 7 layers on 40, 40 and 20 GiB: 3, 3 and 1.
+    The smallest memory per layer bounds the length of contexts, and is made as large as possible: each next layer goes
+    to the device that would then have the most memory per layer. Example: 7 layers on 40, 40 and 20 GiB are 3, 3 and 1.
     """
     counts = [1] * len(free)
     for _ in range(n_layers - len(free)):
@@ -87,6 +88,6 @@ def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
 
 
 def layers_text(part: CacheLayout) -> str:
-    """Return the layers of a device as users read them: `layers 0 to 15`."""
+    """Return the layers of a device as text: `layers 0 to 15`."""
     first, last = part.first_layer, part.first_layer + part.n_layers - 1
     return f"layer {first}" if first == last else f"layers {first} to {last}"

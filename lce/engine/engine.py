@@ -1,4 +1,4 @@
-"""The engine: prefills, generates, saves and traces with one model and one method."""
+"""The engine: prefills, generates, scores, traces and chats with one model and one method."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ T = TypeVar("T")
 class Engine(Unique):
     """A model with a method: prefills and generates. Never changes: all state is in contexts.
 
-    `method` (with every knob filled in), `window`, `rope`, `block`, `device`, `dtype` and `weights` are the engine's
-    options; `tokenizer` turns text into token ids and back.
+    `method` has every knob filled in. `window`, `rope`, `block`, `dtype` and `weights` (the scheme of rounded weights)
+    are options of `lce.load`. `device` is the first layer's device. `tokenizer` turns text into token ids and back.
     """
 
     instead = "load the model again in the other process, and hand over contexts as files"
@@ -64,12 +64,12 @@ class Engine(Unique):
         self.tokenizer = tokenizer
         self.method = method
         self.layout = layout
-        self.device = layout.device  # the first layer's, if there are several
+        self.device = layout.device
         self.dtype = layout.dtype
         self.block = layout.block
         self.window = window
         self.rope = rope
-        self.weights = weights  # the scheme of rounded weights
+        self.weights = weights
         self._fingerprint = checkpoint.fingerprint
         config = model.config
         self.identity = Identity(
@@ -80,11 +80,11 @@ class Engine(Unique):
         recorded = self.device.type == "cuda" and method.decodes and attention.decodes(self.dtype, config.head_dim)
         eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self.alone = Alone(model, driver, tokenizer, eos_ids, self.block, self.device, CudaTape if recorded else None)
-        self._end = _End()  # the last attribute, so it is freed after the model
+        self._end = _End()  # freed after the model, because it is the last attribute
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the weights, which learned maps must match. Contexts must match the config too."""
+        """The fingerprint of the weights, without the config. Files of learned maps must match this fingerprint."""
         return self._fingerprint()
 
     def __repr__(self) -> str:
@@ -104,12 +104,12 @@ class Engine(Unique):
 
         Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords (`temperature`, `top_k`,
         `top_p`, `min_p`, `seed`, `stop`) or `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each
-        token and of the k likeliest, and `progress`, True for a bar or a function of tokens done and in all.
+        token and of the k likeliest, and `progress`: True for a bar, or a function of the tokens done and all tokens.
 
-        A list of prompts gives a list of results: prompts are read one after the other, each on a fork of `context`, if
-        given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError` before any work if
-        the prompt and `max_tokens` more tokens cannot fit. Warns by `WindowWarning` of a text that the method cannot
-        read. After any error or Ctrl-C, `context` is as it was before.
+        A list of prompts gives a list of results. The prompts are read one after the other, each on its own fork of
+        `context`, if given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError`
+        before any work if the prompt and `max_tokens` more tokens cannot fit. Warns by `WindowWarning` of a text that
+        the method cannot read. After any error or Ctrl-C, `context` is as it was before.
         """
         checked, many = self._options(options), are_many(prompt)
         all_ids = [self._ids(each, checked.context) for each in (prompt if many else [prompt])]
@@ -125,14 +125,14 @@ class Engine(Unique):
         """Generate a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
 
         If prefill fails, or is interrupted or cancelled, `context` is as it was before. After prefill, the answer so
-        far stays in the context. The stream uses its context until it ends. Any thread may end it early: see
-        `Stream.cancel` and `Stream.close`.
+        far stays in `context`. No other call may use `context` until the stream ends. Any thread may end the stream
+        early: see `Stream.cancel` and `Stream.close`.
         """
         checked = self._options(options)
         return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
 
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
-        """Stream for `async for`. Prefill starts with the loop, in a thread of the stream's own."""
+        """Generate like `stream`, for `async for`. The stream's own thread does the work, from the loop's start on."""
         checked = self._options(options)
         return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
 
@@ -148,7 +148,7 @@ class Engine(Unique):
     def _pieces(
         self, ids: list[int], options: Options, result: Generation, flag: CancelFlag, undo: bool
     ) -> Generator[Piece, None, None]:
-        """Yield the pieces of a generation. With `undo`, an incomplete generation leaves nothing in the context."""
+        """Yield the pieces of a generation. With `undo`, a generation that fails leaves nothing in the context."""
         n_new = len(ids) + options.max_tokens
         if flag.is_set:
             return
@@ -159,20 +159,18 @@ class Engine(Unique):
             result.warning = result.warning or self._warn(len(context))
 
     def _warn(self, n_tokens: int) -> str | None:
-        """Warn if a text is longer than the method can read; return the warning, or None."""
-        line = self.beyond(n_tokens)
-        if line is not None:
-            warn(line)
-        return line
+        """Warn if a text of `n_tokens` is longer than the method can read; return the warning, or None."""
+        return warn(self.beyond(n_tokens))
 
     def prefill(
         self, document: Prompt, *, context: Context | None = None, length: int | str | None = None,
         progress: Progress | bool | None = None,
     ) -> Context:  # fmt: skip
-        """Prefill a document, to ask about it later. `length` announces how long the context will become in all.
+        """Prefill a document and return its context, by default a new one.
 
-        Raises `UsageError` for a document that cannot be used, and `CapacityError` before any work if it cannot fit.
-        After any error or Ctrl-C, `context` is as it was before.
+        `length` announces how many tokens the context will have in the end. Raises `UsageError` for a document that
+        cannot be used, and `CapacityError` before any work if the document cannot fit. After any error or Ctrl-C,
+        `context` is as it was before.
         """
         announced = 0 if length is None else count(length, "length", least=0)
         ids = self._ids(document, self._own(context))
@@ -186,7 +184,7 @@ class Engine(Unique):
         return self._appended(context, len(ids), announced, read)
 
     def _appended(self, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:
-        """Have `work` append `n_new` tokens to a context, by default a new one. Undo all after an error."""
+        """Call `work`, which appends `n_new` tokens to a context, by default a new one. Undo all after an error."""
         held = self.new_context(max(n_new, announced)) if context is None else context
         with held.hold():
             self._warn(len(held) + n_new)
@@ -200,7 +198,7 @@ class Engine(Unique):
 
     @torch.inference_mode()
     def logits(self, token_ids: Prompt) -> Tensor:
-        """Return logits after each token, `[T, vocab]` float32. Raises `UsageError` for unknown ids."""
+        """Return the logits after each of T tokens, `[T, vocab]` float32. Raises `UsageError` for unknown ids."""
         ids = self._ids(token_ids)
         self._warn(len(ids))
         context, found = self.new_context(len(ids)), []
@@ -216,9 +214,9 @@ class Engine(Unique):
     ) -> TokenScores:  # fmt: skip
         """Return the log-probability of each token from `first` on, given all tokens before it.
 
-        Holds the logits of only a slice of the text at a time; tokens before `first` cost no logits. By default `first`
-        is 1, because nothing comes before the first token, and 0 with a `context`. As in `prefill`, the tokens are
-        appended to `context`. After any error or Ctrl-C, `context` is as it was before.
+        The tokens are appended to `context`, if given. `first` is 1 by default, because nothing comes before the first
+        token, and 0 behind a `context`. Only a slice of the text has its logits in memory at a time, and tokens before
+        `first` cost no logits. After any error or Ctrl-C, `context` is as it was before.
 
         Example: `engine.score(ids).logprobs.sum()` is the log-probability of a text whose first token is given.
         """
@@ -248,7 +246,7 @@ class Engine(Unique):
     def trace(self, token_ids: Prompt, *, scores: bool = False) -> Trace:
         """Return the chunks that each head of each layer chose for each token, with scores and ranks.
 
-        With `scores`, also the scores of all M chunks: for N tokens O(N · M) numbers a layer and head.
+        With `scores`, the trace has the scores of all M chunks too: N · M numbers a layer and head for N tokens.
         """
         if not isinstance(scores, bool):
             raise UsageError(f"scores is {shown(scores)}; expected True or False")
@@ -267,40 +265,39 @@ class Engine(Unique):
     ) -> Stats:  # fmt: skip
         """Prefill a document into a context file, after a copy of `context`; return the figures of this call.
 
-        Keys and values beyond the memory budget go straight to the file and are written once. With `checkpoint_every`
-        tokens between checkpoints, repeating an interrupted call resumes from the last checkpoint. `length` announces
-        how long the context will become in all; `context` has announced its own. Raises `DataError` where `path` is
-        being written for another text or by another engine, and `CapacityError` where the disk or the memory is too
-        small. `context` stays as it is, and `path` may be the file that it was opened from.
+        Keys and values beyond the memory budget go straight to the file and are written once. `checkpoint_every` is the
+        number of tokens between checkpoints: an interrupted call that is repeated resumes at the last one. `length`
+        announces how many tokens the context will have in the end; with a `context`, that context's own announcement
+        counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Raises `DataError`
+        if `path` is an unfinished prefill of another text or engine, and `CapacityError` if the disk or the memory is
+        too small.
         """
         every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
         target, ids = path_of(path), self._ids(document, self._own(context))
         wanted = 0 if length is None else count(length, "length", least=0)
         check_progress(progress)
-        job: PrefillJob | None = None
-        try:
-            with nullcontext() if context is None else context.hold():
-                before = None if context is None else context.data
-                ids = ids if before is None else [*before.token_ids, *ids]
-                announced = max(len(ids), wanted) if before is None else before.announced
-                ALLOWANCE.planner(self.layout, into_file=True).check(len(ids))
-                self._warn(len(ids))
-                job = PrefillJob(target, self.layout, self.identity, ids, announced)
+        with nullcontext() if context is None else context.hold():
+            before = None if context is None else context.data
+            ids = ids if before is None else [*before.token_ids, *ids]
+            announced = max(len(ids), wanted) if before is None else before.announced
+            ALLOWANCE.planner(self.layout, into_file=True).check(len(ids))
+            self._warn(len(ids))
+            job = PrefillJob(target, self.layout, self.identity, ids, announced)
+            try:
                 held = self._context(job.start(before))
                 ALLOWANCE.promise(held.cache, len(ids))
-            stats = Stats(prompt_tokens=len(held.uncached), read_before=held.cache.length)
-            started = time.perf_counter()
-            with torch.inference_mode(), reported(progress, "prefill") as tell:
-                for part in blocks(held.uncached, self.block, tell, done=held.cache.length):
-                    if held.cache.length - job.n_written >= (every or len(ids)):
-                        job.checkpoint(held.data)
-                    self.alone.append(held, part)
-            stats.prefill_s = time.perf_counter() - started
-            job.finish(held.data)
-        except BaseException as error:
-            if job is not None:
+                stats = Stats(prompt_tokens=len(held.uncached), read_before=held.cache.length)
+                started = time.perf_counter()
+                with torch.inference_mode(), reported(progress, "prefill") as tell:
+                    for part in blocks(held.uncached, self.block, tell, done=held.cache.length):
+                        if held.cache.length - job.n_written >= (every or len(ids)):
+                            job.checkpoint(held.data)
+                        self.alone.append(held, part)
+                stats.prefill_s = time.perf_counter() - started
+                job.finish(held.data)
+            except BaseException as error:
                 job.abandon(error)
-            raise
+                raise
         stats.memory, stats.traffic = held.cache.bytes_by_tier, held.cache.traffic
         return stats
 
@@ -312,7 +309,7 @@ class Engine(Unique):
         return self._context(open_saved(path_of(path), self.layout, self.identity))
 
     def new_context(self, length: int | str) -> Context:
-        """Return an empty context to become `length` tokens long. Raises `CapacityError` if that many cannot fit."""
+        """Return an empty context with memory for `length` tokens. Raises `CapacityError` if they cannot fit."""
         cache, announced = KVCache.empty(self.layout), count(length, "length")
         self._reserve(cache, announced)
         return self._context(ContextData(cache, announced=announced))
@@ -321,7 +318,7 @@ class Engine(Unique):
         return Context(data, self.rope_of(data.announced), self.identity)
 
     def _reserve(self, cache: KVCache, length: int) -> None:
-        """Make space for a cache to become `length` tokens long. Raises `CapacityError` if this cannot fit."""
+        """Promise and reserve memory for `length` tokens of a cache. Raises `CapacityError` if they cannot fit."""
         before = ALLOWANCE.promised(cache)
         ALLOWANCE.promise(cache, length)
         try:
@@ -331,13 +328,13 @@ class Engine(Unique):
             raise
 
     def rope_of(self, length: int) -> Rope:
-        """Return the rotation of a context that was announced to become `length` tokens long."""
+        """Return the rotation for a context that is announced to have `length` tokens in the end."""
         return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
 
     def _hidden(self, context: Context, ids: Sequence[int]) -> Tensor:
         """Append a block of tokens to a context; return their hidden states `[T, hidden]`."""
-        hidden = self.alone.append(context, ids).hidden
-        assert hidden is not None, "the step was recorded"
+        hidden = self.alone.append(context, ids, self.alone.driver).hidden
+        assert hidden is not None, "only recorded steps keep no hidden states"
         return hidden
 
     def _options(self, given: GenerationOptions) -> Options:
@@ -348,7 +345,7 @@ class Engine(Unique):
         return options
 
     def _own(self, context: object) -> Context | None:
-        """Return a context of this engine, or None. Refuses other engines': their keys may be rotated otherwise."""
+        """Return a context of this engine, or None. Refuses others, whose keys may be rotated in another way."""
         if context is None:
             return None
         if not isinstance(context, Context):
@@ -358,7 +355,7 @@ class Engine(Unique):
         return context
 
     def _ids(self, prompt: object, context: Context | None = None) -> list[int]:
-        """Return a prompt as checked token ids; text that continues a context gets no beginning token."""
+        """Return a prompt as checked token ids. Text that continues a context gets no beginning-of-text token."""
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
         else:
@@ -370,30 +367,29 @@ class Engine(Unique):
     def conversation(
         self, system: str | None = None, *, context: Context | None = None, length: int | str = 0
     ) -> Conversation:
-        """Begin a chat whose turns read only new tokens. `system` is the first message.
+        """Begin a chat whose turns read only new tokens. `system` is the text of a system message.
 
-        With `context` the chat continues that context. `length` announces how long the context will become in all.
-        Raises `ModelError` if the model has no chat template.
+        With `context` the chat continues that context. `length` announces how many tokens the chat will have in the
+        end. Raises `ModelError` if the model has no chat template.
         """
         return Conversation(self, system, context=self._own(context), length=length)
 
     def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
-        """Answer messages `[{"role": ..., "content": ...}, ...]`, or a user's message given as a text.
+        """Answer a list of messages `{"role": ..., "content": ...}`, or one user's message given as a text.
 
-        Takes the options of `generate`. With `context` the messages are appended to the context, as if they followed an
-        answer. Raises `ModelError` if the model has no chat template, and `DataError` for messages that the template
-        refuses.
+        Takes the options of `generate`. With `context` the template writes the messages as if they followed an answer.
+        Raises `ModelError` if the model has no chat template, and `DataError` for messages that the template refuses.
         """
         return self.chat_stream(messages, **options).finish()
 
     def chat_stream(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
-        """Answer like `chat`, a piece of text at a time."""
+        """Answer like `chat`, but return a stream of the text."""
         context = options.pop("context", None)
         return self.conversation(context=context).stream(messages, **options)
 
 
 class _End:
-    """An attribute of an engine that gives freed memory back to the system when the engine is freed."""
+    """An attribute of an engine: returns freed memory to the system when the engine itself is freed."""
 
     def __init__(self) -> None:
         weakref.finalize(self, give_back_freed_memory).atexit = False  # `__del__` fails while Python itself ends

@@ -1,9 +1,9 @@
-"""Decode on a GPU as one CUDA graph: the step of a token is recorded once and run again for the tokens after it.
+"""Decode on a GPU as one CUDA graph: the step of a token is recorded once and replayed for the tokens after it.
 
-Launching a step's some hundred kernels one by one takes longer than running them; a graph is one launch. All that
-changes from token to token is on the device: the token, its index, and what the method computes from the index
-(`lce.methods.step.DeviceStep`). A step is recorded anew when the cache's memory, which it reads and writes, moves, or
-when the text passes the bound for which the step was recorded.
+A step has some hundred kernels, and launching them one by one takes longer than running them; a graph is one launch.
+Everything that changes from token to token is on the device: the token, its index, and what the method computes from
+the index (`lce.methods.step.DeviceStep`). The step is recorded anew when the cache memory that it reads and writes
+moves, and when the text passes the bound for which the step was recorded.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
 after the committed tokens, so it can be dropped if the text ends or continues with another token.
@@ -32,14 +32,14 @@ from lce.models.rope import Rope
 
 Work = Callable[[], None]
 
-_pauses: set[object] = set()
-_capturing = Lock()  # of several threads, one may record at a time
-_failed: list[object] = []  # graphs whose capture failed: PyTorch's allocator may still refer to them
+_pauses: set[object] = set()  # one object for each `one_by_one` that is active
+_capturing = Lock()  # held by the thread that records: one thread may record at a time
+_failed: list[object] = []  # graphs whose capture failed, kept because PyTorch's allocator may still refer to them
 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Run every decode step of this process kernel by kernel inside `with`, so that single calls can be observed."""
+    """Record and replay no decode step of this process inside `with`, so that single calls can be observed."""
     pause = object()
     try:
         _pauses.add(pause)
@@ -56,17 +56,17 @@ class CudaTape:
         self.stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Work) -> None:
-        """Do the work once, so that all its kernels are compiled and loaded before it is recorded."""
+        """Do the work once, so that all its kernels are compiled and loaded before the work is recorded."""
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
         try:
             with torch.cuda.stream(self.stream):
                 work()
-        finally:  # on errors too: later work reuses the step's memory
+        finally:  # after an error too, because later work reuses the step's memory
             here.wait_stream(self.stream)
 
     def record(self, work: Work) -> Work:
-        """Record the work, not doing it; return a function that does. Raises `RuntimeError` if impossible."""
+        """Record the work without doing it; return a function that does it. Raises `RuntimeError` if this fails."""
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
@@ -81,7 +81,7 @@ class CudaTape:
         return graph.replay
 
     def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Return a function that reads the numbers as they are now, and waits for nothing launched later."""
+        """Return a function that returns the present numbers once the work launched so far is done."""
         held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         held.copy_(numbers, non_blocking=True)
         done = torch.cuda.Event()
@@ -97,29 +97,37 @@ class CudaTape:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launched step: that of token number `start`."""
+    """A launched step of the token at index `start`.
+
+    The step writes to `layers`, and gives `logits [vocab]` float32. `read` waits for the step, and returns the
+    likeliest next token and 1 if all logits are finite, else 0.
+    """
 
     start: int
-    layers: Sequence[LayerCache]  # that the step writes to
-    logits: Tensor  # [vocab], float32
-    read: Callable[[], list[int]]  # the likeliest next token, and whether all logits are finite
+    layers: Sequence[LayerCache]
+    logits: Tensor
+    read: Callable[[], list[int]]
 
 
 @dataclass(eq=False)
 class Recording:
-    """A step for one bound over one memory: `work` does it, and so does `replay`, once recorded."""
+    """A step for texts up to `bound` tokens: `work` does the step, and so does `replay`, once recorded.
+
+    `memory` refers to the tensors that the step uses, weakly, because a growing cache frees them. `warm` says that
+    `work` has run once.
+    """
 
     bound: int
-    memory: Sequence[ReferenceType[Tensor] | None]  # that the step uses; weak, because the cache frees it on growing
+    memory: Sequence[ReferenceType[Tensor] | None]
     work: Work
-    warm: bool = False  # the step has run once
+    warm: bool = False
     replay: Work | None = None
 
 
 class DecodeGraph:
-    """The recorded decode steps of one context; lives as long as the context.
+    """The recorded decode steps of one context, which owns this object.
 
-    Bytes: the temporary tensors of one step, in the graph's own memory. `refused` says why nothing is recorded.
+    The graph's own memory holds the temporary tensors of one step. `refused` says why nothing is recorded, if so.
     """
 
     def __init__(self, model: Model, driver: Driver, device: torch.device, tape: CudaTape) -> None:
@@ -132,15 +140,15 @@ class DecodeGraph:
         self.refused = ""
         self.n_recorded = self.n_replayed = 0
         self._recording: Recording | None = None
-        self._early: tuple[Launched, int] | None = None  # the step launched early, and the token it is for
+        self._early: tuple[Launched, int] | None = None  # the step launched early, and its token
 
     def append(self, lane: Lane) -> bool:
-        """Append the lane's token; the lane gets its logits and the likeliest next token.
+        """Append the lane's token by a recorded step, and set the lane's logits and likeliest next token.
 
-        Returns False, and does nothing, if this pass must run kernel by kernel. If `lane.ahead`, the step of the
+        Returns False, and appends nothing, if this pass must run kernel by kernel. If `lane.ahead`, the step of the
         likeliest next token is launched too. After an error or an interruption the cache is as before.
         """
-        early, self._early = self._early, None  # in any other pass the context goes on in another way
+        early, self._early = self._early, None  # an early step serves the pass right after it, or none
         if self.refused or _pauses or len(lane.token_ids) > 1:
             return False
         start, cache, token_id = lane.start, lane.cache, lane.token_ids[0]
@@ -176,19 +184,21 @@ class DecodeGraph:
         return True
 
     def _bound_of(self, cache: KVCache, start: int) -> int | None:
-        """Return the bound that the step of token number `start` is recorded for; None: kernel by kernel."""
+        """Return the bound for which the step of the token at `start` is recorded; None: it runs kernel by kernel."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
-        """Return the recording of this step, or a new one if the bound differs or memory has moved."""
-        memory = [None if x is None else ref(x) for x in cache.memory]  # a living tensor has one such reference
+        """Return the current recording, or a new one if the bound differs or memory has moved."""
+        memory = [
+            None if x is None else ref(x) for x in cache.memory
+        ]  # equal memory: `ref` returns one object a living tensor
         found, layers = self._recording, cache.layers
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
             return found
         self._recording = None  # frees the memory of its graph
 
         def work() -> None:
-            """Do the step: from `token` and `index` to `logits` and `numbers`, all on the device."""
+            """Do the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
             hidden = self.model(self.token, self.index, self.driver.recorded(layers, rope, self.index, bound))
             logits = self.model.logits(hidden)[0]
             self.logits.copy_(logits)
@@ -198,16 +208,16 @@ class DecodeGraph:
         return self._recording
 
     def _following(self, cache: KVCache, start: int) -> Launched | None:
-        """Launch the step of the likeliest token if the current recording serves it; return it, or None."""
+        """Launch the step of the likeliest token at `start` if the current recording serves it; else return None."""
         recording = self._recording
         if recording is None or recording.replay is None or self._bound_of(cache, start) != recording.bound:
             return None
         return self._launch(recording, cache, start, None)
 
     def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
-        """Launch the step of token number `start`; `token_id` None: the likeliest token after the previous step.
+        """Launch the step of a token at `start`; None: of the likeliest token after the previous step.
 
-        A step runs kernel by kernel the first time; then it is recorded, and replayed.
+        The first launch of a recording runs kernel by kernel. The second one records the step and replays it.
         """
         if token_id is None:
             self.token.copy_(self.numbers[:1])
@@ -225,7 +235,7 @@ class DecodeGraph:
         return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
 
     def _record(self, recording: Recording) -> None:
-        """Record the step if possible. If another thread is recording, a later step tries again."""
+        """Record the step if possible. While another thread records, do nothing; a later launch tries again."""
         try:
             if not _capturing.locked():
                 with _capturing:

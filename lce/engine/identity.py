@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -17,28 +17,19 @@ from lce.cache.manifest import REMEDY
 from lce.errors import DataError, shown
 from lce.files import named
 from lce.methods.base import Method
+from lce.methods.lowdim import LowDimMaps
 from lce.methods.registry import spelled
 from lce.models.config import RopeConfig
 
-_MOST_SHOWN = 6  # knobs in one message
-
-
-@runtime_checkable
-class FromFile(Protocol):
-    """A knob that was read from a file, such as maps; `digest` identifies the contents."""
-
-    source: str
-
-    @property
-    def digest(self) -> str: ...
+_MOST_SHOWN = 6  # the most knobs that one message lists
 
 
 @dataclass(frozen=True, eq=False)
 class Identity:
     """The facts that must be equal between an engine and the engine that wrote a context file.
 
-    An engine gives its `Identity` to its contexts, and a context in memory is used by the engine with the same object.
-    `fingerprint` returns the model's; it reads the checkpoint, so it is called on first use.
+    A context in memory holds the `Identity` object of its engine, and only that engine may use the context.
+    `fingerprint` returns the model's fingerprint. The function reads the checkpoint, so it is called on first use.
     """
 
     fingerprint: Callable[[], str]
@@ -47,17 +38,17 @@ class Identity:
     rope: RopeConfig
     dtype: torch.dtype
     vocab_size: int
-    kv_dtype: str = "auto"  # the format of keys and values in lower tiers and files
+    kv_dtype: str = "auto"  # the format of keys and values in files
     weights: str | None = None  # the scheme of rounded weights
 
     @cached_property
     def model(self) -> str:
-        """Return the fingerprint of the weights and the config."""
+        """The fingerprint of the weights and the config."""
         return model_identity(self.fingerprint(), self.weights)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The identity as JSON values, as in a manifest."""
+        """The identity in JSON values, as a manifest holds it."""
         knobs = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
         return {
             "model": self.model,
@@ -71,37 +62,37 @@ class Identity:
         }
 
     def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
-        """Raise `DataError` if `found`, the identity in the file `path`, differs. The message lists differences."""
+        """Raise `DataError` if `found`, the identity in the file `path`, differs. The message says how."""
         theirs = found if isinstance(found, dict) else {}
         for difference, option in _differences(theirs, self.facts):
             raise DataError(f"{named(path)} was made with {difference:.280}: {option:.140}, or {remedy}")
 
 
 def model_identity(fingerprint: str, weights: str | None) -> str:
-    """Return a model's identity. Rounded weights change it, so that no context is shared by accident."""
+    """Return a model's identity: with rounded weights it differs, because the keys and values differ."""
     return fingerprint if weights is None else hashlib.sha256(f"{weights} of {fingerprint}".encode()).hexdigest()
 
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs in an identity's facts as `lce.methods.make` takes them, without those that no text can give."""
+    """Return the knobs in an identity's facts for `lce.methods.make`. Knobs that cannot be read again are left out."""
     knobs = facts.get("knobs")
-    found = knobs if isinstance(knobs, dict) else {}
-    values = {name: value.get("file") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: value for name, value in values.items() if not (value is None and isinstance(found[name], dict))}
+    found = knobs.items() if isinstance(knobs, dict) else ()
+    plain = {name: value for name, value in found if not isinstance(value, dict)}
+    return plain | {name: file for name, value in found if isinstance(value, dict) and (file := value.get("file"))}
 
 
 def _as_json(value: object) -> Any:
-    """Return a knob as JSON: a plain value, the file that the knob was read from, or its repr."""
+    """Return a knob as JSON: a plain value, or a digest of the contents with the file that the knob was read from."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, FromFile):
+    if isinstance(value, LowDimMaps):
         path = Path(value.source)
         return {"digest": value.digest, "file": str(path.absolute()) if path.is_file() else None}
     return {"digest": repr(value), "file": None}
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each difference of two identities with its remedy; the costliest remedy comes first."""
+    """Yield each difference of two identities with its remedy; a difference that needs another model comes first."""
     if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
         remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"
@@ -132,7 +123,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
 
 
 def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, their value and ours of the first entries that differ; of files, the contents are compared."""
+    """Yield the name and both values of the first entries that differ. Knobs read from files differ by contents."""
     found = theirs if isinstance(theirs, dict) else {}
     names = [*ours, *sorted(found.keys() - ours.keys())]
     differing = [name for name in names if _content(found.get(name)) != _content(ours.get(name))]
@@ -141,13 +132,13 @@ def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _content(value: Any) -> tuple[str, Any]:
-    """Return a value in comparable form: 1, 1.0 and true differ."""
+    """Return a value with its type's name, so that 1, 1.0 and true differ."""
     compared = value.get("digest") if isinstance(value, dict) else value
     return type(compared).__name__, compared
 
 
 def _text(value: object) -> str:
-    """Return a value of a manifest as a user would type it, short and printable whatever it is."""
+    """Return a manifest's value as a user would type it. The text is short and printable for any value."""
     if isinstance(value, dict):
         value = value.get("file") or value.get("digest")
     text = spelled(value) if isinstance(value, str | int | float | None) else ""

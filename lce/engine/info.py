@@ -3,67 +3,87 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from lce.engine.identity import model_identity
+from lce.cache.manifest import FORMAT, contradiction, read_header
+from lce.engine.identity import knobs_of, model_identity
 from lce.engine.loading import fitted
-from lce.engine.saving import ContextInfo, describe
+from lce.engine.saving import part_of, state_of
 from lce.errors import LceError
-from lce.files import path_of
+from lce.files import open_regular, path_of
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
-from lce.models.config import RopeConfig
+from lce.models.config import ModelConfig
 from lce.models.registry import families, model_class, read_config
 from lce.weights.source import source_of
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-OF_CONFIG = (
-    "architecture", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "vocab_size", "window",
-    "sliding_window", "rope",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelInfo:
     """The description of a checkpoint folder, from its config, its tokenizer and the headers of its weights.
 
-    `methods` are the registered methods with their knobs derived for this model's window; `refused` says why others
-    cannot be used. `fingerprint` is the weights'. `identity` covers the config too and names the model in context
-    files. A field is None if the folder lacks the file.
+    `dtype` is the dtype of most stored weights, and `weights` the scheme of rounded ones. `fingerprint` identifies the
+    weights. `identity` identifies the weights and the config: a context file names its model by it. `tokenizer` names
+    the tokenizer's file. `methods` are the registered methods with their knobs derived for this model's window;
+    `refused` says why other methods cannot be used. A field is None if the folder lacks the file.
     """
 
     folder: Path
     family: str
-    architecture: str
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    window: int
-    sliding_window: int | None
-    rope: RopeConfig
+    config: ModelConfig
     parameters: int
-    dtype: str | None  # of most stored weights
+    dtype: str | None
     weight_bytes: int | None
-    weights: str | None  # the scheme of rounded weights
+    weights: str | None
     fingerprint: str | None
     identity: str | None
-    tokenizer: str | None  # its file
+    tokenizer: str | None
     chat_template: bool
     methods: Mapping[str, Method] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ContextInfo:
+    """The facts in a context file's header.
+
+    `lce` is the version of lce that wrote the file. `model` is the model's `ModelInfo.identity`. The call
+    `lce.methods.make(method, knobs)` makes the method again. `kv_dtype` is the format of keys and values in the file:
+    "int8", or "auto" for `dtype`. `weights` is the scheme of rounded weights. A file that is not `complete` is an
+    unfinished prefill with `cached` tokens so far.
+    """
+
+    path: Path
+    complete: bool
+    lce: str
+    model: str
+    method: str
+    knobs: Mapping[str, Any]
+    window: int
+    rope: str
+    rope_factor: float
+    dtype: str
+    kv_dtype: str
+    weights: str | None
+    tokens: int
+    cached: int
+    announced: int
+    file_bytes: int
+    format: str = FORMAT
+
+
 def info(path: str | Path) -> ModelInfo | ContextInfo:
     """Describe the folder of a model, the embedded "demo", or a context file. Reads headers and small files only.
 
-    Example: `lce.info("document.lce").tokens`. Raises `ModelError` for a folder without a valid model, `DataError` for
-    a file that is no context.
+    Example: `lce.info("document.lce").tokens`. Raises `ModelError` for a folder without a valid model, and `DataError`
+    for a file that is no context.
     """
     path = path_of(path, "path")
     if str(path) != "demo" and not path.is_dir():
@@ -87,7 +107,7 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
     return ModelInfo(
         folder=source.path,
         family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
-        **{name: getattr(config, name) for name in OF_CONFIG},
+        config=config,
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),
         weight_bytes=None if checkpoint is None else sum(x.stop - x.start for x in checkpoint.tensors.values()),
@@ -98,4 +118,38 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
         chat_template=file is not None and source.tokenizer(config.vocab_size).chat_template is not None,
         methods=methods,
         refused=refused,
+    )
+
+
+def describe(path: str | Path) -> ContextInfo:
+    """Describe a context file, or an unfinished prefill for this path, by its header. Raises `DataError` for others."""
+    path = path_of(path)
+    complete = os.path.lexists(path) or not os.path.lexists(state_of(path))
+    file, part = path if complete else state_of(path), part_of(path)
+    descriptor = open_regular(file, follow=False)
+    try:
+        header = read_header(descriptor, file)
+    finally:
+        os.close(descriptor)
+    facts: dict[str, Any] = {"kv_dtype": "auto", "weights": None, **header.manifest.identity}
+    try:
+        (n_tokens,), rope = header.entries["tokens"]["shape"], facts["rope"]
+        texts = [facts[name] for name in ("model", "method", "dtype", "kv_dtype")]
+        plain = all(isinstance(x, str) for x in (*texts, rope["kind"], facts["weights"] or ""))
+        if not plain or not all(type(x) is int for x in (facts["window"], n_tokens)) or rope["factor"] < 1:
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise contradiction(file) from None
+    return ContextInfo(
+        path=path,
+        complete=complete,
+        lce=header.manifest.version,
+        **{name: facts[name] for name in ("model", "method", "window", "dtype", "kv_dtype", "weights")},
+        knobs=knobs_of(facts),
+        rope=rope["kind"],
+        rope_factor=rope["factor"],
+        tokens=n_tokens,
+        cached=header.manifest.read,
+        announced=header.manifest.announced,
+        file_bytes=header.file_bytes if complete else part.stat().st_size if part.exists() else 0,
     )

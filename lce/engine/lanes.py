@@ -1,7 +1,7 @@
 """A pass through the model: several contexts share its products, and each attends with its own method and cache.
 
-On a CPU the bits of a lane do not depend on its neighbours. Lanes of one token share products in groups of a few
-rows, whose kernel multiplies each row in the same order; a longer lane is multiplied on its own.
+On a CPU the bits of a lane do not depend on its neighbours. Lanes of one token share products in groups of a few rows,
+and the kernel sums each row in the same order as for one row alone. A longer lane has its products to itself.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Lane:
-    """The tokens that one context adds in a pass, one or more.
+    """The T tokens that one context adds in a pass. `start` tokens of the context precede them.
 
-    After `forward` the cache has the tokens, `logits [vocab]` (float32) are those after the last token, and `hidden [T,
-    hidden]` are the last layer's states; or the cache is as before, and `error` says why. A recorded step sets
-    `likeliest`, the likeliest next token, in the place of `hidden`; with `ahead` its step may be launched early.
+    After a `forward` that succeeds the cache has the tokens, `logits [vocab]` (float32) follow the last token, and
+    `hidden [T, hidden]` are the last layer's states. After a failure the cache is as before, and `error` says why.
+
+    `recorder` holds the context's recorded decode steps, if any. A recorded step sets `likeliest`, the likeliest next
+    token, instead of `hidden`. With `ahead` the step of that token may be launched early.
     """
 
     driver: Driver
     cache: KVCache
     rope: Rope
     token_ids: Sequence[int]
-    recorder: DecodeGraph | None = None  # of the context's decode steps, if any
+    recorder: DecodeGraph | None = None
     ahead: bool = False
     logits: Tensor | None = None
     hidden: Tensor | None = None
     likeliest: int | None = None
     error: Exception | None = None
-    start: int = field(init=False)  # tokens before the pass
+    start: int = field(init=False)
     _block: Block = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,11 +54,11 @@ class Lane:
 
     @property
     def stop(self) -> int:
-        """Tokens of the context after the pass."""
+        """The number of the context's tokens after the pass."""
         return self.start + len(self.token_ids)
 
     def check(self) -> None:
-        """Raise the error that the lane failed with, if it failed."""
+        """Raise the lane's error, if it failed."""
         error, self.error = self.error, None
         try:
             if error is not None:
@@ -65,7 +67,7 @@ class Lane:
             del error  # breaks a cycle: the traceback has this frame
 
     def replayed(self) -> bool:
-        """Replay a recorded step if possible; return whether it was."""
+        """Replay a recorded step if possible. Return True if the step was replayed or failed."""
         try:
             return self.recorder is not None and self.recorder.append(self)
         except Exception as error:
@@ -73,7 +75,7 @@ class Lane:
             return True
 
     def begin(self) -> bool:
-        """Make space for the tokens. Returns False if the lane failed."""
+        """Make space for the tokens; return whether the lane has not failed."""
         try:
             self._block = self.driver.begin(self.cache, self.rope, len(self.token_ids))
         except Exception as error:
@@ -81,7 +83,7 @@ class Lane:
         return self.error is None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend beside other lanes. A failure concerns this lane alone; its output is then zeros."""
+        """Attend in a shared pass. If this lane fails, its output is zeros and the other lanes go on."""
         if self.error is None:
             try:
                 return self._block.attend(layer, q, k, v)
@@ -107,10 +109,10 @@ class Lane:
 
 
 def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
-    """Append each lane's tokens to its cache. Returns the logits after each lane's last token, `[B, vocab]` float32.
+    """Append each lane's tokens to its cache; return the logits after each lane's last token, `[B, vocab]` float32.
 
-    If a lane fails, `Lane.error` says why, its logits are NaN, and the other lanes go on. After an interruption each
-    lane's cache has all its tokens or none.
+    If a lane fails, its `error` says why, its logits are NaN, and the other lanes go on. After an interruption each
+    cache has all tokens of its lane or none.
     """
     with torch.inference_mode():
         for group in groups([lane for lane in lanes if not lane.replayed()]):
@@ -126,7 +128,7 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
                     parts = hidden.split([len(lane.token_ids) for lane in begun])
                     for lane, part, logits in zip(begun, parts, last, strict=True):
                         lane.finish(part, logits)
-            except Exception as error:  # of a product: it concerns all of them
+            except Exception as error:  # of a shared product
                 for lane in group:
                     lane.fail(error)
             except BaseException:
@@ -139,14 +141,14 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
-    """Return groups of lanes that share products: up to `SHARED_ROWS` lanes of one token, or one longer lane."""
+    """Split lanes into groups that share products: up to `SHARED_ROWS` lanes of one token, or one longer lane."""
     single = [lane for lane in lanes if len(lane.token_ids) == 1]
     shared = [single[first : first + SHARED_ROWS] for first in range(0, len(single), SHARED_ROWS)]
     return [*shared, *([lane] for lane in lanes if len(lane.token_ids) > 1)]
 
 
 def _attend(lanes: Sequence[Lane], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Have each of the lanes that share products attend a slice of `q k v` on its own."""
+    """Attend with several lanes: each has a slice of the T tokens of `q [H, T, D]`, `k v [G, T, D]`."""
     sizes = [len(lane.token_ids) for lane in lanes]
     parts = zip(lanes, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
     return torch.cat([lane.attend(layer, *part) for lane, *part in parts], dim=1)

@@ -1,9 +1,10 @@
-"""`load` and `plan`: from a model folder and a user's options to an engine, or to the memory a context needs."""
+"""`load` and `plan`: from a model folder and a user's options to an engine, or to the memory that a context needs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from lce.weights.packed import Scheme, all_schemes, scheme_of
 from lce.weights.safetensors_file import allocate
 from lce.weights.source import source_of
 
-MOST_THREADS = 1024  # more than any machine has cores
+MOST_THREADS = 1024  # an option beyond the cores of any machine is a mistake
 Devices = str | torch.device | Sequence[str | torch.device] | None
 
 
@@ -47,22 +48,22 @@ def load(
 ) -> Engine:  # fmt: skip
     """Return an engine over the model folder `model`, or over the embedded "demo".
 
-    - `method`: a name or an instance.
-    - `device`, `dtype`: names, or PyTorch's own objects; the `dtype` "auto" is the checkpoint's. Several GPUs share the
+    - `method`: a method's name, or an instance with its knobs.
+    - `device`, `dtype`: names, or PyTorch's own objects. The `dtype` "auto" is the checkpoint's. Several GPUs share the
       layers: "cuda:0,cuda:1", a list, or "cuda:all".
-    - `block`: tokens prefilled in one step; by default the method's own block.
-    - `window`: overrides the number of positions that the model is trusted on.
-    - `attention`: the backend's name; "auto" takes the fastest on this machine.
+    - `block`: the number of tokens prefilled in one step; by default the method's own.
+    - `window`: overrides the number of positions that the model can be trusted on.
+    - `attention`: the attention backend's name; "auto" takes the fastest on this machine.
     - `rope`, `rope_factor`: override the checkpoint's RoPE scaling.
     - `kv_device_budget`, `kv_host_budget`: bound the keys and values of a context in each kind of memory, in bytes or
-      as "8GiB". On the CPU both are the same memory, and the smaller one counts.
-    - `spill_dir`: keys and values beyond the budgets go to a file in this folder, which is removed with the context.
+      as "8GiB". On the CPU both are the same memory, and the smaller budget counts.
+    - `spill_dir`: a folder for files with the keys and values beyond the budgets. A file is removed with its context.
     - `kv_dtype`: "int8" rounds old keys and values to 8 bits in host memory beside a GPU, in the spill file and in
-      context files: half the bytes of 16 bits.
-    - `weights`: "int8" and "int4" (CPUs only) round the matrices of a checkpoint on loading, to a half and 0.3 of
-      bfloat16's bytes; "auto" takes matrices as stored.
-    - `threads`: how many threads the whole process computes with from now on; None changes nothing.
-    - `sharing`: an engine of the same model, device, dtype and weights, whose weights the new engine uses.
+      context files, which takes half the bytes of 16 bits.
+    - `weights`: "int8" and "int4" (CPUs only) round the matrices of a checkpoint on loading, to 0.5 and 0.3 of the
+      bytes in bfloat16; "auto" takes the matrices as they are stored.
+    - `threads`: the number of threads that the whole process computes with from now on; None changes nothing.
+    - `sharing`: an engine of the same model, device, dtype and weights; the new engine uses that engine's weights.
 
     Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
@@ -110,7 +111,7 @@ def resolved(
     model: str | Path, method: str | Method, *, window: int | str | None = None, rope: str | None = None,
     rope_factor: float | None = None,
 ) -> Method:  # fmt: skip
-    """Return the method as `load` with these options would resolve it. Loads no weights; raises as `load` does."""
+    """Return the method of an engine that `load` makes with these options. Loads no weights; raises as `load` does."""
     config = read_config(source := source_of(model))
     window = sized(window, "window", 2) or config.window
     return fitted(method, ModelFacts(source, config, window, scaled(config.rope, rope, rope_factor)))
@@ -119,7 +120,7 @@ def resolved(
 def _check_same(
     sharing: object, config: ModelConfig, checkpoint: Checkpoint, layout: CacheLayout, scheme: Scheme | None
 ) -> None:
-    """Raise `UsageError` unless an engine's weights are those of this model, dtype, devices and scheme."""
+    """Raise `UsageError` unless the engine `sharing` has the weights of this model, dtype, devices and scheme."""
     if not isinstance(sharing, Engine):
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
     if sharing.model.config != config or sharing.fingerprint != checkpoint.fingerprint():
@@ -150,15 +151,21 @@ class SizeOptions(TypedDict, total=False):
 def plan(
     model: str | Path, method: str | Method = "full", *, tokens: int | str, **options: Unpack[SizeOptions]
 ) -> Plan:
-    """Plan a context of `tokens` tokens: what each tier must hold, and the longest that fits.
+    """Plan a context of `tokens` tokens: the bytes that each tier must hold, and the longest context that fits.
 
     Takes these options of `load`: `device`, `dtype`, `block`, `window`, `kv_device_budget`, `kv_host_budget`,
-    `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights count by their shapes. `dtype` "auto" is the
-    one in config.json, else float32. A method that needs a file of learned maps is planned without the file.
+    `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights count by their shapes. The `dtype` "auto" is
+    the one in config.json, else float32. A method that needs a file of learned maps is planned without the file.
     """
     made = planned(model, method, options)
-    tier_bytes = _by_tier(made.config, made.layout, made.weight_bytes)
-    return ALLOWANCE.planner(made.layout, tier_bytes).plan(count(tokens, "tokens"), made.method.name)
+    layout, sizes = made.layout, made.weight_bytes
+    if layout.borders:
+        sizes = {"head": sizes["embed"], **sizes}  # a tied head has a copy on the last device
+    tier_bytes = Counter[str]()
+    for name, n_bytes in sizes.items():
+        layer = model_class(made.config).layer_of(name, made.config)
+        tier_bytes[layout.part_of(layer).device_tier] += n_bytes
+    return ALLOWANCE.planner(layout, tier_bytes).plan(count(tokens, "tokens"), made.method.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +173,9 @@ class Planned:
     """The sizes of an engine that is not loaded, for `plan` and `operations`."""
 
     config: ModelConfig
-    method: Method  # resolved
+    method: Method  # with every knob filled in
     layout: CacheLayout
-    weight_bytes: Mapping[str, int]  # by our names
+    weight_bytes: Mapping[str, int]  # by our names of the weights
 
 
 def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:
@@ -179,7 +186,7 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Pl
     config = read_config(source)
     facts = ModelFacts(source, config, window or config.window, config.rope, plan_only=True)
     kind = dtype_of(options.get("dtype"), partial(DTYPES.__getitem__, config.dtype or "float32"))
-    own = config.published.get("quantization_config") or {}  # of a quantised checkpoint
+    own = config.published.get("quantization_config") or {}  # only a quantised checkpoint has one
     scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
     budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
     devices = devices_of(options.get("device"))
@@ -190,9 +197,14 @@ def _sizes(
     facts: ModelFacts, method: str | Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
     stored: Collection[str], block: int | None, budgets: Budgets, kv_dtype: object, borders: Borders | None = None,
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes. `stored` are the weights in the checkpoint; None for `borders` cuts by free memory."""
+    """Return an engine's sizes. `stored` names the checkpoint's weights. Without `borders`, free memory sets them."""
     config, chosen = facts.config, fitted(method, facts)
-    sizes = _weight_bytes(config, dtype, scheme, stored)
+    family = model_class(config)
+    schemes = family.schemes(config, scheme, stored) if scheme else {}
+    sizes = {
+        name: schemes[published].n_bytes(shape) if published in schemes else dtype.itemsize * math.prod(shape)
+        for name, (published, shape) in family.weights(config, stored).items()
+    }
     layout = CacheLayout(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, devices[0], chosen.access, budgets,
         block or chosen.block, chosen.state, chosen.could_keep, kv_dtype=kv_dtype_of(kv_dtype),
@@ -201,31 +213,8 @@ def _sizes(
     return Planned(config, chosen, layout, sizes)
 
 
-def _weight_bytes(
-    config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None, stored: Collection[str]
-) -> dict[str, int]:
-    """Return the bytes of a model's weights, by our names, in a dtype or rounded."""
-    family = model_class(config)
-    wanted = family.weights(config, stored)
-    schemes = family.schemes(config, scheme, stored) if scheme else {}
-    return {
-        name: schemes[published].n_bytes(shape) if published in schemes else dtype.itemsize * math.prod(shape)
-        for name, (published, shape) in wanted.items()
-    }
-
-
-def _by_tier(config: ModelConfig, layout: CacheLayout, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of the weights on each device. A tied head counts on the last device too."""
-    if layout.borders:
-        sizes = {"head": sizes["embed"], **sizes}
-    found = dict.fromkeys((part.device_tier for part in layout.by_device), 0)
-    for name, n_bytes in sizes.items():
-        found[layout.part_of(model_class(config).layer_of(name, config)).device_tier] += n_bytes
-    return found
-
-
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
-    """Return the scheme of the weights, a user's or the checkpoint's own. Raises `UsageError` for another one."""
+    """Return the scheme of the weights: the user's or the checkpoint's own. Raises `UsageError` if the two differ."""
     scheme, manifest = scheme_of(weights), checkpoint.manifest
     own = all_schemes()[manifest.weights] if manifest else None
     if own and scheme and scheme != own:

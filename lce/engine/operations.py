@@ -1,7 +1,7 @@
 """Counts what prefill and decode compute and read, from a model's config and a method's `cost`; nothing is run.
 
-Operations are multiply-adds of matrix products; one is two floating-point operations (FLOPs). Bytes are bytes read: the
-weights once a block, and in each layer the keys, the values and the method's own state that the block sees. Each byte
+An operation is a multiply-add of a matrix product: two floating-point operations (FLOPs). The bytes read are those of
+the weights, and in each layer those of the keys, the values and the method's own state that a block sees. Each byte
 counts once a block. Written bytes are not counted.
 """
 
@@ -21,17 +21,18 @@ from lce.methods.selective import ChunkSelection
 from lce.models.registry import model_class
 from lce.sizes import count
 
-PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices around attention; the others are the MLP's
-LONGEST = 1 << 24  # tokens; counting this many takes a minute or more with the slowest methods
+PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices for attention; its other matrices are the MLP's
+LONGEST = 1 << 24  # the most tokens: counting them takes a minute or more with the slowest methods
 
 
 @dataclass(frozen=True)
 class OperationCount:
-    """The work of some blocks of tokens in all layers: multiply-adds, and bytes read. None: not counted.
+    """The work for `tokens` tokens in all layers: multiply-adds, and bytes read. None: not counted.
 
     `projections`, `mlp` and `head` are products with weights; the head runs only for each block's last token.
     `attention`, `scores`, `summaries` and `low_dim` are the method's: see `lce.methods.Cost`. `causal` is the cost of
-    plain causal attention instead of these four.
+    plain causal attention in the place of these four. `key_bytes` counts keys and values; it is an upper bound if heads
+    choose independently, because their choices may coincide.
     """
 
     tokens: int
@@ -44,22 +45,22 @@ class OperationCount:
     low_dim: int | None
     causal: int
     weight_bytes: int
-    key_bytes: int | None  # of keys and values; an upper bound if heads choose independently
+    key_bytes: int | None
     state_bytes: int | None
 
     @property
     def selection(self) -> int | None:
-        """The multiply-adds of choosing: scores, summaries and low-dim maps."""
+        """The multiply-adds for choosing chunks or tokens: scores, summaries and low-dim maps."""
         return total(self.scores, self.summaries, self.low_dim)
 
     @property
     def operations(self) -> int | None:
-        """The multiply-adds in all."""
+        """All multiply-adds."""
         return total(self.projections, self.mlp, self.head, self.attention, self.selection)
 
     @property
     def flops(self) -> int | None:
-        """The floating-point operations in all: two a multiply-add."""
+        """All floating-point operations: two for each multiply-add."""
         return None if self.operations is None else 2 * self.operations
 
     @property
@@ -68,17 +69,17 @@ class OperationCount:
 
     @property
     def share(self) -> float | None:
-        """Attention and selection as a share of plain causal attention."""
+        """The multiply-adds of attention and selection divided by those of plain causal attention."""
         counted = total(self.attention, self.selection)
         return None if counted is None else counted / self.causal
 
 
 @dataclass(frozen=True)
 class Operations:
-    """The work for a text of `tokens` tokens: `prefill` in blocks of `block`, and `decode` of the last token.
+    """The work for a text of `tokens` tokens: `prefill` in blocks of `block` tokens, and `decode` of the last token.
 
-    For a method that selects chunks, `decode` counts the last chunk's worth of tokens, because a summary is made once a
-    chunk. `paper_figures` are figures of cost that the method's paper states, computed for this model.
+    For a method that selects chunks, `decode` counts as many of the last tokens as a chunk has, because one of them
+    makes a summary. `paper_figures` are the costs that the method's paper states, computed for this model.
     """
 
     tokens: int
@@ -95,8 +96,8 @@ def operations(
 ) -> Operations:
     """Count what prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
 
-    Reads config.json alone. A user's method is counted by its `Method.cost`; without one only the products with weights
-    are counted. Time: tens of microseconds for each block and layer.
+    Reads config.json alone. A user's method is counted by its `Method.cost`; without this function only the products
+    with weights are counted. Takes tens of microseconds for each block and layer.
     """
     n_tokens = count(tokens, "tokens")
     made = planned(model, method, options)
@@ -117,7 +118,7 @@ def operations(
 
 
 def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
-    """Count the work of blocks `start..stop-1`."""
+    """Count the work of blocks, each of the tokens `start` to `stop - 1`."""
     config, size, n = made.config, made.layout.dtype.itemsize, sum(stop - start for start, stop in blocks)
     cost, causal = Cost(0), 0
     for start, stop in blocks:
@@ -126,7 +127,7 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         for index in range(config.n_layers):
             layer = replace(first, layer=index, sliding_window=config.sliding_window)
             cost += (made.method.counted and made.method.cost(layer)) or UNCOUNTED
-    products = {"projections": 0, "mlp": 0, "head": 0}  # multiply-adds of one token
+    products = {"projections": 0, "mlp": 0, "head": 0}  # the multiply-adds of one token
     weights = model_class(config).weights(config)
     for name, (_, shape) in weights.items():
         index_or_name, in_layer, own = name.partition(".")
@@ -134,7 +135,7 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         if len(shape) == 2 and kind in products:
             products[kind] += math.prod(shape)
     once, rows = sum(made.weight_bytes.values()), weights["embed"][1][0]
-    if "head" in weights:  # of an untied embedding only the tokens' rows are read
+    if "head" in weights:  # an untied embedding: only the rows of the tokens are read
         once, row_bytes = once - made.weight_bytes["embed"], made.weight_bytes["embed"] // rows
     else:
         products["head"], row_bytes = math.prod(weights["embed"][1]), 0

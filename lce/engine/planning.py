@@ -1,11 +1,11 @@
-"""Plans memory: what a context needs of each tier, what is available, and a refusal before any work.
+"""Plans memory: the bytes that a context needs of each tier, and a refusal before any work if they are not available.
 
-Counted are keys and values, the method's own state, and the weights of a model that is not loaded yet. Activations of a
-block are not counted: they do not grow with the text.
+A plan counts keys and values, the method's own state, and the weights of a model that is not loaded yet. It does not
+count the activations of a block, which do not grow with the text.
 
-Free memory alone would admit two contexts that do not fit together, because neither uses all its memory yet. So each
-context takes a promise from the process' `Allowance`, and plans count the unused promises of others as taken. A promise
-ends with the context's cache: when the context is closed or freed, or when the call that made it fails.
+Free memory alone would admit two contexts that do not fit together, because neither uses all its memory yet. So the
+process' `Allowance` promises each context its bytes, and plans count the unused promises of other contexts as taken. A
+promise ends with the context's cache: when the context is closed or freed, or when the call that made it fails.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from lce.cache.tier import DEVICE, DISK, HOST
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
-MOST = 1 << 40  # tokens; a context that fits this many counts as unbounded
+UNBOUNDED_TOKENS = 1 << 40  # a layout that fits a context of this many tokens counts as unbounded
 
 
 @dataclass(frozen=True)
 class Need:
-    """The bytes that a tier must hold. `budget` bounds keys and values; None: no bound, or `available` is unknown."""
+    """The bytes that a tier must hold: keys and values, bounded by the `budget`, if any; method state and row checks.
+
+    `available` is None if the machine does not say.
+    """
 
     keys_and_values: int
-    besides: int = 0  # summaries, recent keys, low-dim keys; checks of rows on the disk
+    besides: int = 0
     weights: int = 0
     budget: int | None = None
     available: int | None = None
 
     @property
     def needed(self) -> int:
-        """The bytes in all."""
+        """All bytes that the tier must hold."""
         return self.keys_and_values + self.besides + self.weights
 
     @property
@@ -59,34 +62,36 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a context of `tokens` tokens in each tier.
+    """The needs of a context of `tokens` tokens.
 
-    `longest` is the longest context that fits; None: unbounded. `refusal` says why `tokens` tokens do not fit, and a
-    remedy; None if they fit.
+    `kv_dtype` is the format of keys and values below the device: "int8", or `dtype`. `device` joins several devices as
+    "cuda:0,cuda:1". `tiers` has the needs by tier: "device" (several devices by their own names), "host" and "disk".
+    `longest` is the length of the longest context that fits; None: unbounded. `refusal` says why the context does not
+    fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of several devices.
     """
 
     tokens: int
     method: str
     dtype: str
-    kv_dtype: str  # of keys and values below the device: "int8", or `dtype`
-    device: str  # several as "cuda:0,cuda:1"
-    tiers: Mapping[str, Need]  # by "device", "host", "disk"; several devices by name
+    kv_dtype: str
+    device: str
+    tiers: Mapping[str, Need]
     longest: int | None
     refusal: str | None
-    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # first and last layer on each of several
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """Whether `tokens` tokens fit."""
+        """Whether the context fits."""
         return self.refusal is None
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Computes the needs of one cache layout; `free_bytes` is what each tier had available at construction.
+    """Computes the needs of contexts of one cache layout. `free_bytes` has the bytes available in each tier.
 
     The keys and values of the first `n_filed` tokens are in a context file; reading them takes `pool_bytes` of memory.
-    `weights` and `pool_bytes` are by device: each device holds its own layers.
+    `weights` are the bytes of weights that are not loaded yet. Both are by device, as each has its own layers.
     """
 
     layout: CacheLayout
@@ -101,9 +106,9 @@ class Planner:
         return {kinds[tier]: need.needed for tier, need in self.needs(n_tokens).items()}
 
     def bytes_used(self, cache: KVCache) -> dict[str, int]:
-        """Return the bytes of each kind of memory that a cache takes from what is free.
+        """Return the bytes of each kind of memory that a cache has taken from the free bytes.
 
-        A CPU's memory is free until it is written, so the tokens count there; elsewhere the allocations count.
+        Memory of a CPU is free until it is written, so only the cached tokens count; elsewhere allocations count.
         """
         kinds, used = kinds_of(self.layout), self.bytes_needed(cache.length)
         if not self.layout.on_cpu:
@@ -113,7 +118,7 @@ class Planner:
         return used | ({kinds[DISK]: cache.bytes_reserved} if DISK in kinds else {})
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
-        """Return what each tier must hold, by tier name, devices first."""
+        """Return the need of each tier by its name, devices first."""
         found: dict[str, Need] = {}
         n_new = max(0, n_tokens - self.n_filed)
         for part in self.layout.by_device:
@@ -122,7 +127,7 @@ class Planner:
             budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
             for tier, n_bytes in part.needs(n_new).items():
                 name = part.device_tier if tier == DEVICE else tier
-                before = found.get(name, Need(0))  # of the layers on other devices
+                before = found.get(name, Need(0))  # the need of the layers on other devices
                 found[name] = Need(
                     before.keys_and_values + n_bytes + self.pool_bytes.get(name, 0),
                     before.besides + besides[tier],
@@ -132,15 +137,14 @@ class Planner:
                 )
         return dict(sorted(found.items(), key=lambda each: each[0] in (HOST, DISK)))
 
-    def fits(self, n_tokens: int) -> bool:
-        return all(need.fits for need in self.needs(n_tokens).values())
-
     def longest(self) -> int | None:
-        """Return the most tokens that fit, by bisection: a longer text never needs less. None: unbounded."""
-        return None if self.fits(MOST) else bisect_left(range(1, MOST), True, key=lambda n: not self.fits(n))
+        """Return the most tokens that fit; None: unbounded."""
+        lengths = range(1, UNBOUNDED_TOKENS + 1)
+        found = bisect_left(lengths, True, key=lambda n: not all(need.fits for need in self.needs(n).values()))
+        return None if found == len(lengths) else found
 
     def plan(self, n_tokens: int, method: str) -> Plan:
-        """Return the plan of a context of `n_tokens` tokens under a method of this name."""
+        """Return the plan of a context of `n_tokens` tokens. `method` is the name of the layout's method."""
         layout = self.layout
         parts = layout.by_device if layout.borders else ()
         return Plan(
@@ -156,12 +160,12 @@ class Planner:
         )
 
     def check(self, n_tokens: int) -> None:
-        """Raise `CapacityError` if a context of `n_tokens` does not fit."""
+        """Raise `CapacityError` if a context of `n_tokens` tokens does not fit."""
         if (refusal := self.refusal(n_tokens)) is not None:
             raise CapacityError(refusal)
 
     def refusal(self, n_tokens: int) -> str | None:
-        """Say why `n_tokens` do not fit: needed, available, the longest that fits, the remedy; None if they fit."""
+        """Return why `n_tokens` tokens do not fit, the longest length that fits, and a remedy; None if they fit."""
         lacking = [(tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits]
         if not lacking:
             return None
@@ -178,7 +182,10 @@ class Planner:
                 f"{most}; ask for fewer, or {self._remedy(tier)}"
             )
         if part is not None and need.keys_and_values == part.least_budget:
-            least = f"{self.layout.budget_option} {enough_text(self._for_option(need.keys_and_values, part))}"
+            # The option sets the budget of the device with the most layers: see `CacheLayout.by_device`.
+            most_layers = max(each.n_layers for each in self.layout.by_device)
+            whole = -(-need.keys_and_values * most_layers // part.n_layers)
+            least = f"{self.layout.budget_option} {enough_text(whole)}"
             return (
                 f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
                 f"and values; give {least} or more, or a smaller --block; {most}"
@@ -187,11 +194,6 @@ class Planner:
             f"{text} need {size_text(need.keys_and_values)} of {where} for keys and values, and the budget is "
             f"{size_text(need.budget or 0)}; {most}; ask for fewer, or give --spill-dir or a larger budget"
         )
-
-    def _for_option(self, n_bytes: int, part: CacheLayout) -> int:
-        """Return the budget option's value that gives one device's layers `n_bytes`: see `CacheLayout.by_device`."""
-        most = max(each.n_layers for each in self.layout.by_device)
-        return -(-n_bytes * most // part.n_layers)
 
     def _remedy(self, tier: str) -> str:
         budgets = self.layout.budgets
@@ -205,13 +207,13 @@ class Planner:
 
 
 def kinds_of(layout: CacheLayout) -> dict[str, str]:
-    """Return the kind of memory of each tier; one memory has the same kind in all layouts."""
+    """Return the name of each tier's memory or disk, which is the same in all layouts that share the memory."""
     places = _places(layout).items()
     return {tier: system.disk_name(x) if isinstance(x, Path) else system.memory_name(x) for tier, x in places}
 
 
 def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the free bytes of each tier less those `taken`, by kind; None where the machine does not say."""
+    """Return the free bytes of each tier, less the bytes `taken` of its kind; None: the machine does not say."""
     kinds, found = kinds_of(layout), dict[str, int | None]()
     for tier, place in _places(layout).items():
         free = system.free_disk(place) if isinstance(place, Path) else system.free_memory(place)
@@ -220,18 +222,18 @@ def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | 
 
 
 def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
-    """Return the device or the folder of each tier."""
+    """Return the device or the folder in which each tier is."""
     places: dict[str, torch.device | Path] = {part.device_tier: part.device for part in layout.by_device}
     return places | {tier.name: tier.location(layout) for tier in layout.lower}
 
 
 class Allowance:
-    """The promises of a process. Different contexts may use it from different threads."""
+    """The bytes that a process has promised to its contexts. Any thread may use this object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # for how many tokens
-        os.register_at_fork(after_in_child=self._unlock)  # another thread of the parent may have it
+        self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # with a number of tokens
+        os.register_at_fork(after_in_child=self._unlock)  # another thread of the parent may hold the lock
 
     def _unlock(self) -> None:
         self._lock = threading.Lock()
@@ -239,9 +241,10 @@ class Allowance:
     def planner(
         self, layout: CacheLayout, weights: Mapping[str, int] = {}, into_file: bool = False, own: KVCache | None = None
     ) -> Planner:
-        """Return a planner for a context that does not exist yet, beside `weights` that are not loaded yet.
+        """Return a planner for a new context, beside `weights` that are not loaded yet.
 
-        A context that is prefilled into a file reserves its own disk space. Promises to the cache `own` do not count.
+        A context that is prefilled `into_file` reserves its own disk space. Promises to the cache `own` do not count as
+        taken.
         """
         if into_file:
             layout = replace(layout, budgets=replace(layout.budgets, spill_dir=Path()))
@@ -249,7 +252,7 @@ class Allowance:
         return Planner(layout, free | ({DISK: None} if into_file else {}), weights)
 
     def promise(self, cache: KVCache, n_tokens: int) -> None:
-        """Promise a cache what `n_tokens` tokens need. Raises `CapacityError`, changing nothing, if they do not fit."""
+        """Promise a cache the memory of `n_tokens` tokens. Raises `CapacityError` if they do not fit."""
         if n_tokens <= self.promised(cache):
             return
         with self._lock:
@@ -258,7 +261,7 @@ class Allowance:
             self._promises[cache] = planner, n_tokens
 
     def _growing(self, cache: KVCache) -> Planner:
-        """Return a planner for an existing context: memory that it uses or was promised counts as available.
+        """Return a planner for an existing context. Memory that the context uses or was promised counts as available.
 
         If the context was opened from a file, old tokens stay in the file; new tokens and the pools need memory.
         """
@@ -279,19 +282,19 @@ class Allowance:
         return replace(planner, free_bytes=free)
 
     def promised(self, cache: KVCache) -> int:
-        """Return how many tokens a cache may grow to; 0 without a promise."""
+        """Return the number of tokens that were promised to a cache; 0 without a promise."""
         held = self._promises.get(cache)
         return 0 if held is None else held[1]
 
     def give_back(self, cache: KVCache, n_tokens: int) -> None:
-        """Reduce the promise of a cache to what `n_tokens` tokens need."""
+        """Reduce the promise to a cache to `n_tokens` tokens."""
         with self._lock:
             held = self._promises.get(cache)
             if held is not None and n_tokens < held[1]:
                 self._promises[cache] = held[0], n_tokens
 
     def _unused(self, own: KVCache | None) -> Counter[str]:
-        """Return what is promised to caches but `own` and not used yet, in bytes by kind of memory."""
+        """Return the bytes that are promised to other caches than `own` and not used yet, by kind of memory."""
         total: Counter[str] = Counter()
         for cache, (planner, n_tokens) in list(self._promises.items()):
             if cache is not own:

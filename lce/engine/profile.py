@@ -1,4 +1,4 @@
-"""Profiles an engine: where time goes, and what attention reads and computes."""
+"""Profiles an engine: the time of each kind of work, and what attention reads and computes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lce.profiling import Profile, profiling
 
 @contextmanager
 def profiled(engine: Engine) -> Iterator[Profile]:
-    """Profile the use of `engine` inside `with`, in this thread; read the profile afterwards.
+    """Profile the calls of `engine` by this thread inside `with`; read the profile afterwards.
 
         with lce.profiled(engine) as profile:
             engine.generate("...")
 
-    On a GPU every marked call waits for the device, so that times include the call's own work, and decode steps are not
-    recorded, which makes them slower. A marked call costs about a microsecond.
+    On a GPU every timed call waits for the device, so that its time includes its own work. Decode steps are not
+    recorded meanwhile, so they are slower. The profile adds about a microsecond to each timed call.
     """
     if not isinstance(engine, Engine):
         raise UsageError(f"engine is {shown(engine)}; expected what lce.load returns")

@@ -15,19 +15,19 @@ from torch import Tensor
 from lce.errors import ModelError, UsageError, shown
 from lce.profiling import timed
 
-LOGITS_AT_ONCE = 1 << 24  # numbers of float32 that a `Scorer` holds: 64 MiB
-SMALLEST = torch.finfo(torch.float32).tiny  # temperature; smaller ones are 0 in float32
+LOGITS_AT_ONCE = 1 << 24  # the most logits that a `Scorer` holds at a time: 64 MiB in float32
+LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller positive temperatures would be 0 in float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The default is greedy: the likeliest token.
+    """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
 
-    With `temperature` above 0 the logits are divided by it, and then filtered in this order: `top_k` keeps the k
-    likeliest tokens, `top_p` the fewest whose probabilities add up to p, `min_p` those with at least that share of the
-    likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws the same tokens; None is a
-    new seed each time. The text ends before the first of the `stop` strings. A function `stop` is called with the text
-    so far after each token, and ends the text by returning True.
+    With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
+    keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens with
+    at least that share of the likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws
+    the same tokens; None is a new seed each time. The text ends before the first of the `stop` strings. A function
+    `stop` is called with the text so far after each token, and ends the text by returning True.
     """
 
     temperature: float = 0.0
@@ -58,7 +58,7 @@ class Sampling:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """The stop strings, none if `stop` is a function."""
         return self.stop if isinstance(self.stop, tuple) else ()
 
     def wants_end(self, text: str) -> bool:
@@ -90,7 +90,7 @@ def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
 
 
 class Sampler:
-    """Draws tokens by a `Sampling`; holds the state of the random generator."""
+    """Draws the tokens of one answer by a `Sampling`; holds the state of the random generator."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -110,8 +110,8 @@ class Sampler:
 
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution `[vocab]` that a token is drawn from, after all filters."""
-    scaled = (logits - logits.max()) / max(sampling.temperature, SMALLEST)
+    """Return the distribution `[vocab]` from which a token is drawn, after all filters."""
+    scaled = (logits - logits.max()) / max(sampling.temperature, LEAST_TEMPERATURE)
     if 0 < sampling.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
     probabilities = scaled.softmax(-1)
@@ -123,9 +123,10 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
-    """Set to 0 each of `probabilities [vocab]` whose likelier tokens already add up to `top_p`; equals in their order.
+    """Set to 0, in place, each of `probabilities [vocab]` whose likelier tokens already add up to `top_p`.
 
-    Time: O(vocab) if some hundred tokens are kept. The cumulative sums equal those of a full sort, bit by bit.
+    Of equally likely tokens the earlier count as likelier. Time: O(vocab) if some hundred tokens are kept. The
+    cumulative sums equal those of a full sort, bit by bit.
     """
     n_ranked = min(len(probabilities), 256)
     while True:
@@ -144,8 +145,8 @@ def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
 
 @timed("sampling")
 def check_logits(logits: Tensor, first: int) -> None:
-    """Raise `ModelError` if logits `[T, vocab]`, those after tokens `first..first+T-1`, are not finite."""
-    if math.isfinite(logits.sum().item()):  # cheaper than to check each number
+    """Raise `ModelError` if the logits `[T, vocab]` after the tokens `first..first+T-1` are not finite."""
+    if math.isfinite(logits.sum().item()):  # cheaper than checking each number
         return
     finite = logits.isfinite().all(dim=-1)
     if not finite.all():  # otherwise only the sum overflowed
@@ -158,9 +159,9 @@ def check_logits(logits: Tensor, first: int) -> None:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The scores of the n tokens `first..T-1` of a text; on the CPU.
+    """The scores of the n tokens of a text from `first` on, in tensors on the CPU.
 
-    `logprobs [n]` float32 are natural log-probabilities, each token's given all tokens before it. `likeliest [n]` bool
+    `logprobs [n]` float32 has each token's natural log-probability given all tokens before it. `likeliest [n]` bool
     says whether greedy sampling would draw the token.
     """
 
@@ -175,7 +176,7 @@ class TokenScores:
 class Scorer:
     """Collects the scores of a text, block by block. `head` maps hidden states `[n, hidden]` to logits `[n, vocab]`.
 
-    Bytes: the logits of `LOGITS_AT_ONCE` numbers or of one token, and 5 bytes a token.
+    Holds at most `LOGITS_AT_ONCE` logits, or those of one token, and 5 bytes for each token.
     """
 
     def __init__(self, token_ids: Sequence[int], first: int, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:
@@ -187,8 +188,11 @@ class Scorer:
         self._likeliest = [torch.zeros(0, dtype=torch.bool)]
 
     def add(self, hidden: Tensor, start: int, before: int = 0) -> None:
-        """Add hidden states `[n, hidden]` of the tokens from `start` on, which `before` context tokens precede."""
-        stop = min(start + len(hidden), len(self.token_ids) - 1)  # nothing follows the last token
+        """Add the hidden states `[n, hidden]` of the text's tokens from `start` on.
+
+        `before` tokens of a context precede the text; messages of errors count them.
+        """
+        stop = min(start + len(hidden), len(self.token_ids) - 1)  # the last token has no next token to score
         for index in range(max(start, self.first - 1), stop, self.at_once):
             some = hidden[index - start : min(index + self.at_once, stop) - start]
             logits = self.head(some)
@@ -196,11 +200,11 @@ class Scorer:
             self.note(logits, index + 1)
 
     def note(self, logits: Tensor, index: int) -> None:
-        """Record the scores of the tokens from `index` on, under logits `[n, vocab]`."""
+        """Record the scores of n tokens from `index` on, under the logits `[n, vocab]` before each."""
         targets = torch.tensor(self.token_ids[index : index + len(logits)], device=logits.device)
         self._logprobs.append((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu())
         self._likeliest.append((logits.argmax(-1) == targets).cpu())
 
     def scores(self) -> TokenScores:
-        """Return the scores of all tokens from `first` on."""
+        """Return the collected scores."""
         return TokenScores(self.first, torch.cat(self._logprobs), torch.cat(self._likeliest))

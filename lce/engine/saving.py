@@ -1,4 +1,4 @@
-"""Saves, opens and describes context files, and prefills into them over several runs."""
+"""Saves and opens context files, and prefills into them over several runs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes
-from lce.engine.identity import Identity, knobs_of
+from lce.engine.identity import Identity
 from lce.errors import DataError, UsageError, shown
-from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep, write_whole
+from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep, write_whole
 from lce.version import __version__
 
-MOST_UNREAD = 1 << 16  # tokens of a context that are not in the cache
-_MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # what tensors of wrong shapes lead to
+MOST_UNCACHED = 1 << 16  # the most tokens of a saved context that its cache may lack
+_MISFITS = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    TypeError,
+    AssertionError,
+)  # errors that tensors of wrong shapes cause
 
 
 @dataclass(frozen=True)
 class ContextData:
     """The parts of a context, in memory and in a file.
 
-    `logits [vocab]` are those after the last token in the cache, which may lag behind `token_ids`. `announced` is the
+    The cache may lack the last of `token_ids`. `logits [vocab]` follow the last token in the cache. `announced` is the
     length announced for the context; some RoPE scalings depend on it. `source` names the file that was opened.
     """
 
@@ -43,19 +49,19 @@ class ContextData:
     source: str | None = None
 
     def blame(self, error: BaseException) -> None:
-        """Raise `DataError` if `error` comes from the file's tensors: opening cannot check every shape of a state."""
+        """Raise `DataError` if the opened file may have caused `error`: opening cannot check every tensor's shape."""
         memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
         if self.source is not None and not memory and isinstance(error, _MISFITS):
             what = f"{type(error).__name__}: {shown(str(error), 80)}"
             raise DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}") from error
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a file except keys and values."""
+        """Return the tensors that a file has besides keys and values."""
         found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
         return found if self.logits is None else {**found, "logits": self.logits}
 
     def manifest(self, identity: Mapping[str, Any], layout: FileLayout) -> dict[str, Any]:
-        """Return the manifest of a file, which an engine must match to use the file."""
+        """Return the manifest of a file: the facts that an engine must match to use the file."""
         return {
             "format": FORMAT,
             "lce": __version__,
@@ -69,7 +75,7 @@ class ContextData:
 
 
 def save(path: Path, data: ContextData, identity: Identity) -> None:
-    """Write a context; the file appears whole or not at all."""
+    """Write a context file, which appears whole or not at all."""
     cache = data.cache
     if not cache.length:
         raise UsageError("the context is empty; prefill some text before it is saved")
@@ -87,82 +93,13 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
 
 
 def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
-    """Open a context file for an engine: see `Engine.open_context`."""
+    """Read a context file for the engine of this layout and identity: see `Engine.open_context`."""
     sweep(path)
     if not os.path.lexists(part_of(path)):
-        remove_leftover(state_of(path))  # left by a process killed in `finish`
+        remove_leftover(state_of(path))  # a process that was killed in `finish` left it
     check = partial(check_texts, path, identity.vocab_size)
     snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.identity), check)
     return data_of(path, layout, snapshot, identity.vocab_size, own=False)
-
-
-@dataclass(frozen=True)
-class ContextInfo:
-    """The facts in a context file's header.
-
-    `lce.methods.make(method, knobs)` makes the method again. A file that is not `complete` is an unfinished prefill
-    with `cached` tokens so far. `model` is the model's `ModelInfo.identity`.
-    """
-
-    path: Path
-    complete: bool
-    format: str
-    lce: str  # the version that wrote the file
-    model: str
-    method: str
-    knobs: Mapping[str, Any]
-    window: int
-    rope: str
-    rope_factor: float
-    dtype: str
-    kv_dtype: str  # of keys and values in the file: "int8", or "auto" for `dtype`
-    tokens: int
-    cached: int
-    announced: int
-    file_bytes: int
-    weights: str | None = None  # the scheme of rounded weights
-
-
-def describe(path: str | Path) -> ContextInfo:
-    """Describe a context file, or an unfinished prefill for this path, by its header. Raises `DataError` for others."""
-    path = path_of(path)
-    complete = os.path.lexists(path) or not os.path.lexists(state_of(path))
-    file, part = path if complete else state_of(path), part_of(path)
-    descriptor = open_regular(file, follow=False)
-    try:
-        header = headers.read_header(descriptor, file)
-    finally:
-        os.close(descriptor)
-    manifest = header.manifest
-    facts: Any = manifest.identity
-    rope, tokens = facts.get("rope"), header.entries.get("tokens")
-    scaling: Any = rope if isinstance(rope, dict) else {}
-    shape = tokens.get("shape") if isinstance(tokens, dict) else None
-    n_tokens: Any = shape[0] if isinstance(shape, list) and len(shape) == 1 else None
-    info = ContextInfo(
-        path=path,
-        complete=complete,
-        format=FORMAT,
-        lce=manifest.version,
-        model=facts.get("model"),
-        method=facts.get("method"),
-        knobs=knobs_of(facts),
-        window=facts.get("window"),
-        rope=scaling.get("kind"),
-        rope_factor=scaling.get("factor"),
-        dtype=facts.get("dtype"),
-        kv_dtype=facts.get("kv_dtype", "auto"),
-        tokens=n_tokens,
-        cached=manifest.read,
-        announced=manifest.announced,
-        file_bytes=header.file_bytes if complete else part.stat().st_size if part.exists() else 0,
-        weights=facts["weights"] if isinstance(facts.get("weights"), str) else None,
-    )
-    texts, numbers = (info.model, info.method, info.rope, info.dtype, info.kv_dtype), (info.window, info.tokens)
-    plain = all(isinstance(x, str) for x in texts) and all(type(x) is int for x in numbers)
-    if not plain or not isinstance(info.rope_factor, int | float):
-        raise contradiction(file)
-    return info
 
 
 def part_of(path: Path) -> Path:
@@ -176,9 +113,12 @@ def state_of(path: Path) -> Path:
 def check_texts(
     path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool = False
 ) -> None:
-    """Check and remove token ids and logits from `small`. Raises `DataError` if impossible for the manifest."""
+    """Remove token ids and logits from `small`. Raises `DataError` if they do not fit the manifest.
+
+    `own` says that the file is an unfinished prefill of this process' own job.
+    """
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
-    most = manifest.capacity if own else manifest.capacity + MOST_UNREAD
+    most = manifest.capacity if own else manifest.capacity + MOST_UNCACHED
     if (
         tokens is None
         or logits is None
@@ -192,7 +132,7 @@ def check_texts(
 
 
 def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
-    """Return the context of a file; rows that are not the job's `own` are read-only."""
+    """Return the context of a file. Its rows are read-only unless they are a prefill job's `own`."""
     manifest, tensors = snapshot.manifest, snapshot.small
     tokens, logits = tensors["tokens"], tensors["logits"]
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
@@ -210,7 +150,7 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
-    """Return a SHA-256 of the tokens."""
+    """Return a SHA-256 of the token ids."""
     return headers.digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
 
 
@@ -223,8 +163,9 @@ def check_writable(path: Path) -> None:
 class PrefillJob:
     """A prefill into the context file `path`, over one or more runs.
 
-    `path.part` takes keys and values as they come; `path.part.state` is the last checkpoint. Call `start`, prefill the
-    tokens from `data.cache.length` on, call `checkpoint` from time to time, then `finish`; after an error, `abandon`.
+    The file `path.part` takes keys and values as they are computed, and `path.part.state` holds the last checkpoint.
+    Call `start`, prefill the tokens that its cache lacks, call `checkpoint` from time to time, and `finish` at the end.
+    After an error call `abandon`.
     """
 
     def __init__(
@@ -234,7 +175,7 @@ class PrefillJob:
         sweep(path)
         self.path = path
         self.identity = identity
-        self.facts = identity.facts  # reads the checkpoint: fails before the work starts
+        self.facts = identity.facts  # read now, so that an unreadable checkpoint fails before the work
         self.part, self.state = part_of(path), state_of(path)
         for each in (self.part, self.state):
             check_target(each, UsageError)
@@ -242,10 +183,10 @@ class PrefillJob:
         self.token_ids = token_ids
         self.announced = announced
         self.n_written = 0
-        self._draft: Draft | None = None  # the unfinished file, once started
+        self._draft: Draft | None = None  # the unfinished file, after `start`
 
     def start(self, before: ContextData | None = None) -> ContextData:
-        """Resume the job at its last checkpoint; or begin, with a copy of `before` if the text continues it."""
+        """Resume the job at its last checkpoint, or begin the job after a copy of the context `before`."""
         if os.path.lexists(self.state) and os.path.lexists(self.part):
             cache, logits = self._resume()
         else:
@@ -283,7 +224,7 @@ class PrefillJob:
         return found.cache, found.logits
 
     def checkpoint(self, data: ContextData) -> None:
-        """Write a checkpoint; an interrupted job resumes here. Bytes: new keys and values, and `data.tensors()`."""
+        """Write a checkpoint, at which an interrupted job resumes. Writes new keys and values, and `data.tensors()`."""
         assert self._draft is not None
         write_rows(data.cache, self._draft.rows, self.n_written)
         self._draft.rows.flush()
@@ -294,16 +235,16 @@ class PrefillJob:
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
-        """Write the rest and rename the file to `path`."""
+        """Write what is not in the file yet, and rename the file to `path`."""
         assert self._draft is not None
         write_rows(data.cache, self._draft.rows, self.n_written)
         self._draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
         remove_leftover(self.state)
 
     def abandon(self, error: BaseException) -> None:
-        """End without `finish`. Without a checkpoint the files are removed; else they stay, and `error` gets a note.
+        """End the job after an error. Files with a checkpoint stay, and `error` gets a note; others are removed.
 
-        Closes the file, because a traceback may keep this job and a second try must find the file unlocked.
+        A traceback may keep this job alive, so the file is closed: a second try must find the file unlocked.
         """
         if os.path.lexists(self.state):
             if self._draft is not None:
@@ -312,11 +253,11 @@ class PrefillJob:
         elif self._draft is not None:
             self._draft.discard()
         else:
-            remove_leftover(self.part)  # new and empty, unless another process has locked it
+            remove_leftover(self.part)  # empty, unless another process has locked it
 
 
 def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str) -> tuple[Manifest, dict[str, Tensor]]:
-    """Read the last checkpoint of a job: the contents of a context file without rows."""
+    """Read the last checkpoint of a job: a context file without rows."""
     descriptor = open_regular(path, follow=False)
     try:
         header = headers.read_header(descriptor, path)

@@ -1,4 +1,4 @@
-"""Streams: the pieces of a generation as they come, for a `for` loop, and for an `async for` loop."""
+"""Streams of the pieces of a generation, for a `for` loop and for an `async for` loop."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lce.errors import UsageError
 
 @dataclass
 class CancelFlag:
-    """A flag set from any thread; the loops of prefill and decode check it between steps."""
+    """A flag that any thread may set; the loops of prefill and decode check it between steps."""
 
     is_set: bool = False
 
 
 class Stream(Unique):
-    """The pieces of a generation; `result` grows with them and is complete at the end.
+    """The pieces of a generation. `result` holds the text so far and is complete at the end.
 
-    `cancel` and `close` may be called from any thread, and `with` closes the stream at its end. A stream that is ended
-    early has the `finish_reason` "cancelled"; its context stays usable, as after an error.
+    `cancel` and `close` may be called from any thread, and the end of `with` closes the stream. The result of a stream
+    that is ended early has the `finish_reason` "cancelled"; the context stays usable, as after an error.
     """
 
     instead = "its result can be"
@@ -35,7 +35,7 @@ class Stream(Unique):
         self.result = result
         self._pieces = pieces
         self._flag = flag
-        self._step = RLock()  # held by the thread that runs a step
+        self._step = RLock()  # the thread that runs a step holds this lock
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -51,21 +51,21 @@ class Stream(Unique):
                 raise
 
     def finish(self) -> Generation:
-        """Run to the end; return the result. After an error the stream is closed."""
+        """Run to the end and return the result. An error closes the stream."""
         try:
             for _ in self:
                 pass
         except BaseException:
-            self.close()  # a traceback may keep the stream
+            self.close()  # a traceback may keep the stream alive
             raise
         return self.result
 
     def cancel(self) -> None:
-        """Request the end, and return at once: the current step, of one block or one token, is the last."""
+        """Request the end and return at once. The step that runs, of one block or one token, is the last."""
         self._flag.is_set = True
 
     def close(self) -> None:
-        """End the generation. Waits for a step running in another thread; then the context is free."""
+        """End the generation and free the context. Waits for a step that runs in another thread."""
         self.cancel()
         with self._step:
             if getgeneratorstate(self._pieces) != GEN_RUNNING:  # else this call comes from a callback of the step
@@ -84,10 +84,10 @@ class Stream(Unique):
 
 
 class AsyncStream(Unique):
-    """The pieces of a generation for `async for`. Steps run in a thread of the stream's own, which ends with it.
+    """The pieces of a generation for `async for`. The stream's own thread runs the steps, and ends with the stream.
 
-    Cancelling the task that waits for a piece cancels the generation, after the current step. Leave the loop early by
-    `await stream.aclose()`, or use `async with`; a stream that is dropped ends as well.
+    Cancelling the task that waits for a piece cancels the generation after the current step. To leave the loop early,
+    `await stream.aclose()` or use `async with`. A stream that is garbage-collected ends as well.
     """
 
     instead = "its result can be"
@@ -125,11 +125,11 @@ class AsyncStream(Unique):
         return next(self._stream, None)
 
     def cancel(self) -> None:
-        """Request the end, and return at once. May be called from any thread."""
+        """Request the end and return at once. May be called from any thread."""
         self._flag.is_set = True
 
     async def aclose(self) -> None:
-        """End the generation and its thread. Waits for the current step; then the context is free."""
+        """End the generation and its thread, and free the context. Waits for the current step."""
         try:
             if (thread := self._thread) is not None:
                 self.cancel()

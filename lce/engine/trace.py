@@ -1,4 +1,4 @@
-"""Traces: the choices of a method and their scores, for study."""
+"""Traces: the chunks or tokens that a method chose, and their scores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lce.methods.step import Step
 
 @dataclass(frozen=True)
 class Trace:
-    """The choices of a method: `chosen[layer]` `[H, T, K]`, ascending, -1 for none.
+    """The choices of a method for T queries: `chosen[layer]` `[H, T, K]`, ascending, -1 for none.
 
-    Choice c stands for the `chunk_size` tokens from `first + c · chunk_size` on. Tokens that every query attends, such
-    as its own chunk or its local window, are not listed. K is 0 for a method that chooses nothing.
+    Choice c stands for the `chunk_size` tokens from `first + c · chunk_size` on. Tokens that each query attends without
+    a choice, such as those of its own chunk, are not listed. K is 0 for a method that chooses nothing.
 
-    `scores[layer]` `[H, T, K]` are the scores of the choices, NaN for none, and `ranks[layer]` `[H, T, K]` their ranks
-    among all candidates of the query, 0 for the best, -1 for none. A choice that is always made has the rank of its
-    score. `all_scores[layer]` `[C, T, M]`, if requested, are the scores of all candidates, -inf where a query has no
-    such candidate; C is H, or fewer if heads choose together.
+    `scores[layer]` `[H, T, K]` are the scores of the choices, NaN for none. `ranks[layer]` `[H, T, K]` are their ranks
+    among all candidates of the query, 0 for the best, -1 for none; a choice that is always made has the rank of its
+    score. `all_scores[layer]` `[C, T, M]`, if requested, are the scores of all M candidates, -inf for those that a
+    query does not have. C is H, or less if heads choose together.
     """
 
     chunk_size: int
@@ -34,17 +34,17 @@ class Trace:
 
 
 class TraceObserver:
-    """Collects the choices of a prefill, one part a block and layer. With `keep_all`, all scores are kept too."""
+    """Collects the choices of a prefill. With `keep_all`, it collects the scores of all candidates too."""
 
     def __init__(self, *, keep_all: bool = False) -> None:
         self.keep_all = keep_all
-        self._parts: dict[int, list[tuple[Tensor, ...]]] = {}  # by layer: choices, scores, ranks, all scores
+        self._parts: dict[int, list[tuple[Tensor, ...]]] = {}  # by layer, a tuple for each block
 
     def rows(self, step: Step) -> None:
-        """Observe all queries."""
+        """Return None: all queries of the block are observed."""
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Record the choices of a layer in a block; an empty choice if there are none."""
+        """Record the choices of a layer in a block."""
         n_heads, n_tokens = seen.q.shape[:2]
         chosen = torch.empty(n_heads, n_tokens, 0, dtype=torch.int64) if seen.chosen is None else seen.chosen
         scores = chosen.new_empty(1, n_tokens, 0, dtype=torch.float32) if seen.scores is None else seen.scores
@@ -53,7 +53,7 @@ class TraceObserver:
         return out
 
     def trace(self, choices: tuple[int, int]) -> Trace:
-        """Return the choices of all blocks; `choices` is `Method.choices`."""
+        """Return the trace of all blocks. `choices` is `Method.choices`: the first token, and a chunk's size."""
         first, size = choices
         fills = (-1, torch.nan, -1, -torch.inf)[: 4 if self.keep_all else 3]
         layers = [self._parts[layer] for layer in sorted(self._parts)]
@@ -64,7 +64,7 @@ class TraceObserver:
 
 
 def ranks_of(scores: Tensor) -> Tensor:
-    """Return the rank of each of `scores [C, T, M]` among its query's scores: 0 for the largest, ties in order."""
+    """Return the rank of each of `scores [C, T, M]` along M: 0 for the largest; equal scores rank in their order."""
     if scores.shape[1] > 1 and scores.stride(1) == 0:  # one block of queries chose together
         return ranks_of(scores[:, :1].clone()).expand(scores.shape)
     order = scores.argsort(dim=-1, descending=True, stable=True)
@@ -73,7 +73,7 @@ def ranks_of(scores: Tensor) -> Tensor:
 
 
 def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores and ranks of the choices, `[H, T, K]` each; NaN and -1 for none and for unknown scores."""
+    """Return the scores and the ranks of choices, both `[H, T, K]`: NaN and -1 for none and for unknown scores."""
     none = chosen < 0
     if not scores.shape[-1]:
         return none.float().fill_(torch.nan), none.long().fill_(-1)
@@ -86,7 +86,7 @@ def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: list[Tensor], fill: float) -> Tensor:
-    """Join the parts `[H, T, K]` of several blocks, padded to the largest K; parts of fewer heads are repeated."""
+    """Join the parts `[H, T, K]` of several blocks along T. Pad K with `fill`; repeat parts of fewer heads."""
     widest, most = max(part.shape[-1] for part in parts), max(len(part) for part in parts)
     same = (part.repeat_interleave(most // len(part), 0) for part in parts)
     return torch.cat([pad(part, (0, widest - part.shape[-1]), value=fill) for part in same], dim=1)

@@ -1,4 +1,4 @@
-"""The window: how long a text a method can read, and the warning for longer ones."""
+"""The window: how long a text may be that a method can read, and the warning for a longer text."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
 from lce.weights.source import Source
 
-INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # folders of lce and torch
-FIRST = ("longheads", "dca", "esa")  # methods that the warning names first
+INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # the folders of lce and torch
+FIRST = ("longheads", "dca", "esa")  # the methods that the warning names first, in this order
 
 
 def reach(window: int, rope: RopeConfig) -> int:
     """Return how many positions a model can be trusted on with its RoPE scaling.
 
-    A scaling stretches the window before scaling by its factor: `original_window` if the config has one (YaRN, Llama
-    3), else `window`, as in vLLM. A larger `window` counts: Llama 3.1 announces 131,072, more than 8 times 8,192.
+    As in vLLM, a scaling multiplies the window before scaling by its factor. That window is `original_window` if the
+    config has one (YaRN, Llama 3), else `window`. The result is at least `window`: Llama 3.1 announces 131,072, which
+    is more than its factor 8 times 8,192.
     """
     scaled = 0 if rope.kind == "none" else int((rope.original_window or window) * rope.factor)
     return max(window, scaled)
 
 
 def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n_tokens: int) -> str | None:
-    """Return the warning for a text that is longer than the method can read, else None."""
+    """Return the warning for a text of `n_tokens` if the method cannot read that many, else None."""
     trusted = reach(window, rope)
     limit = method.limit(trusted, config.sliding_window)
     if limit is None or n_tokens <= limit:
@@ -52,14 +53,17 @@ def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str,
             method = registry.make(name)
             if not method.analysis and method.for_model(facts).resolve(window).limit(window) is None:
                 found.append(name)
-        except LceError:  # a plug-in method that needs knobs, or cannot be imported
+        except LceError:  # a plug-in whose method needs knobs or cannot be imported
             continue
     return tuple(sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)))
 
 
-def warn(line: str) -> None:
-    """Warn by `WindowWarning` at the user's line that called lce."""
+def warn(line: str | None) -> str | None:
+    """Warn by `WindowWarning` at the user's line that called lce, unless `line` is None; return `line`."""
+    if line is None:
+        return None
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame, level = frame.f_back, level + 1
     warnings.warn(line, WindowWarning, stacklevel=level)
+    return line

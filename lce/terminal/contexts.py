@@ -29,7 +29,7 @@ class MethodOption:
         if context_file is None:
             name = "full" if self.method is None else self.method
             return lce.load(model, lce.methods.make(name, self.knobs), **loading), None
-        from lce.engine.saving import describe
+        from lce.engine.info import describe
 
         context = describe(context_file)
         name = context.method if self.method is None else self.method

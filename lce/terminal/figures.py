@@ -165,35 +165,35 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def model_object(model: ModelInfo) -> dict[str, Any]:
     """Return a model as JSON; null for parts that the folder lacks."""
-    plain = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    config = dataclasses.asdict(dataclasses.replace(model.config, published={}))
+    own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    del config["published"], own["config"]
     methods = {name: knob_values(method) for name, method in model.methods.items()}
-    return {
-        "kind": "model", **plain, "folder": str(model.folder), "rope": dataclasses.asdict(model.rope),
-        "methods": methods, "refused": dict(model.refused),
-    }  # fmt: skip
+    own |= {"folder": str(model.folder), "methods": methods, "refused": dict(model.refused)}
+    return {"kind": "model", **config, **own}
 
 
 def model_lines(model: ModelInfo) -> list[str]:
     """Return a model as text: its properties, then each method's knobs for its window."""
-    sliding = f", sliding window {model.sliding_window:,}" if model.sliding_window else ""
-    size = model.weight_bytes
+    config, size = model.config, model.weight_bytes
+    sliding = f", sliding window {config.sliding_window:,}" if config.sliding_window else ""
     rows = {
         "model": named(model.folder),
-        "family": f"{model.family} ({model.architecture})",
-        "layers": f"{model.n_layers}, hidden size {model.hidden_size:,}",
-        "heads": f"{model.n_heads} over {model.n_kv_heads} of keys and values, dimension {model.head_dim}",
-        "window": f"{model.window:,} tokens{sliding}",
-        "rope": _rope(model.rope.kind, model.rope.factor, f", theta {model.rope.theta:,.0f}"),
+        "family": f"{model.family} ({config.architecture})",
+        "layers": f"{config.n_layers}, hidden size {config.hidden_size:,}",
+        "heads": f"{config.n_heads} over {config.n_kv_heads} of keys and values, dimension {config.head_dim}",
+        "window": f"{config.window:,} tokens{sliding}",
+        "rope": _rope(config.rope.kind, config.rope.factor, f", theta {config.rope.theta:,.0f}"),
         "parameters": f"{model.parameters:,}",
         "weights": "none" if size is None else f"{size_text(size)} in {model.weights or model.dtype}",
         "fingerprint": model.fingerprint or "none",
         "in contexts": model.identity or "none",
-        "tokenizer": f"{model.tokenizer}, {model.vocab_size:,} tokens" if model.tokenizer else "none",
+        "tokenizer": f"{model.tokenizer}, {config.vocab_size:,} tokens" if model.tokenizer else "none",
         "chat template": "yes" if model.chat_template else "no: it continues text",
     }
     methods = {f"  {name}": _pairs(knob_values(method)) or "(no options)" for name, method in model.methods.items()}
     refused = {f"  {name}": reason for name, reason in model.refused.items()}
-    title = f"methods, with their knobs for a window of {model.window:,}"
+    title = f"methods, with their knobs for a window of {config.window:,}"
     return [*_table(rows), "", title, *_table(methods | refused)]
 
 

@@ -235,5 +235,6 @@ def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -
         assert engine.generate(PROMPT, context=context, max_tokens=12).token_ids == truth
     assert profile.calls
     assert context.graph.n_replayed == 0
+    assert len(engine.logits(PROMPT[:33])) == 33, "a block of one token keeps its hidden state"
     assert loaded(tiny_model, longheads, None).alone.tape is None
     assert lce.load(tiny_model, longheads).alone.tape is None, "nothing is recorded on a CPU"

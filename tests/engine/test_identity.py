@@ -16,19 +16,12 @@ import lce
 from lce.engine.identity import Identity, knobs_of
 from lce.errors import DataError
 from lce.methods import Full, LongHeads
+from lce.methods.lowdim import LowDimMap, LowDimMaps
 from lce.methods.registry import make
 from lce.models.config import RopeConfig
 
 ONE = Identity(lambda: "abc", LongHeads(chunk_size=16, chunks=4), 512, RopeConfig(), torch.float32, 300)
 PATH = Path("document.lce")
-
-
-@dataclass(frozen=True)
-class Learned:
-    """Stands for maps that were read from a file."""
-
-    source: str
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -90,10 +83,9 @@ def test_a_knob_from_a_file_is_its_contents(tmp_path: Path) -> None:
     """The file may have moved; its path is only where to look for it."""
     here = tmp_path / "maps.safetensors"
     here.touch()
-    one, moved, other = (
-        replace(ONE, method=WithMaps(maps=maps))
-        for maps in (Learned(str(here), "aa"), Learned("gone", "aa"), Learned(str(here), "bb"))
-    )
+    layers = [[LowDimMap.unbiased(torch.full((2, 3), x), torch.ones(2, 3))] for x in (1.0, 2.0)]
+    sources = ((0, str(here)), (0, "gone"), (1, str(here)))
+    one, moved, other = (replace(ONE, method=WithMaps(maps=LowDimMaps(layers[i], at))) for i, at in sources)
     moved.check(PATH, one.facts)
     one.check(PATH, moved.facts)
     assert f"give -o maps={here}" in said(other.facts, moved) or "maps=" in said(other.facts, moved)

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 import lce
 from lce.cache.disk import Disk
 from lce.cache.manifest import FORMAT, KINDS, signed, tensor_entries
-from lce.engine.saving import describe, text_hash
+from lce.engine.info import describe
+from lce.engine.saving import text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import LongHeads
 from lce.weights.safetensors_file import read_header

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lce
-from lce.engine.saving import describe
+from lce.engine.info import describe
 from lce.terminal.contexts import continued
 from tests.command import PROMPT, assert_error, run
 

@@ -88,7 +88,7 @@ class Setting:
         found = lce.info(self.model)
         if not isinstance(found, lce.ModelInfo):
             raise UsageError(f"--model {self.model} is a context file; expected the folder of a model, or demo")
-        self.window = self.loading.get("window") or self.window or found.window
+        self.window = self.loading.get("window") or self.window or found.config.window
 
     def method(self, row: Row) -> lce.Method:
         """Return the row's method; the row's knobs override the user's."""
