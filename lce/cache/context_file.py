@@ -201,9 +201,8 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         begin = max(layout.old(since) if layout.format.rounds else since, first)
         for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):
-            found = layout.format.span_to_rows(*layer.span(start, stop))
-            for row, part in zip(rows.first_rows(groups, start).tolist(), found, strict=True):
-                rows.write(row, part)
+            k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.span(start, stop))  # [groups, P, n, D]
+            rows.write_pages(rows.first_rows(groups, start), layout.format.pack(k, v))
 
 
 def restored(

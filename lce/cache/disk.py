@@ -54,26 +54,29 @@ class Disk(Tier):
 
     def take(self, place: Numbers) -> Parts:
         self.traffic.hits += len(place)
-        self.traffic.bytes_out += len(place) * self.format.page_bytes
-        return self.format.from_rows(self.file.read_pages(place, self.format.page_rows), self.file.name)
+        self.traffic.bytes_out += len(place) * self.page_bytes
+        rows = self.file.read_pages(place, self.format.page_rows)
+        self.format.check(rows[:, : self.format.size], rows[:, self.format.size :], self.file.name)
+        return (rows,)
 
     def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
         self.traffic.bytes_out += len(place) * self.file.row_bytes
-        rows = self.file.read(place + offsets)
+        rows = extra = self.file.read(place + offsets)
         if self.format.extra_rows:
             page, of_page = np.unique(place, return_inverse=True)
-            extra = self.file.read_pages(page + self.layout.chunk_size, self.format.extra_rows)
+            extra = self.file.read_pages(page + self.format.size, self.format.extra_rows)
             self.traffic.bytes_out += extra.nbytes
-            rows = self.format.tokens_of_rows(rows, extra.index_select(0, torch.from_numpy(of_page)), self.file.name)
-        return rows
+            extra = extra.index_select(0, torch.from_numpy(of_page))
+            self.format.check(rows, extra, self.file.name)
+        return self.format.tokens(rows, extra)
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        rows = self.format.to_rows(parts)
+        (packed,) = parts
         groups = pages.group + self.layout.first_layer * self.layout.n_groups
         first = self.file.allocate_pages(groups, pages.chunk, self.format.page_rows)
-        self.file.write_pages(first, rows)
+        self.file.write_pages(first, packed)
         self.index[pages] = first
-        self.traffic.bytes_in += len(first) * self.format.page_bytes
+        self.traffic.bytes_in += len(first) * self.page_bytes
 
     def fork(self) -> Tier:
         """Return a tier over the same file; if the file has one place for each page, below a spill file, if any."""

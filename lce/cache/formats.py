@@ -1,12 +1,11 @@
 """The formats of keys and values below the device: as the model computes them, or in 8 bits.
 
-A format is one class, and its name in `FORMATS`. The class rounds, packs and unpacks pages, lays them out as rows of a
-file, and counts their bytes. No other code knows the parts of a stored page.
+A format is one class, and its name in `FORMATS`. The class rounds and packs pages and counts their bytes. No other code
+knows what is in a packed page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,18 +14,17 @@ from torch import Tensor
 
 from lce.errors import DataError, UsageError, shown
 
-Parts = tuple[Tensor, ...]  # n pages: `k v [n, P, L, D]`, or a format's stored tensors `[n, …]`
-Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of the parts of one page
+Parts = tuple[Tensor, ...]  # n pages: keys and values `k v [n, P, L, D]`, or packed pages alone
 FLOAT = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How a page of `heads` KV heads P, `size` tokens L and head dimension D is stored. The model computes in `dtype`.
+    """How a page of `heads` KV heads P, `size` tokens L and head dimension D is packed. The model computes in `dtype`.
 
-    A page is a tuple of parts in memory, and `page_rows` rows in a file: one row a token, and `extra_rows` behind them.
-    This format stores pages as the model computes them, `k v [n, P, L, D]`; a row has the keys and values of a token,
-    `[2, P, D]`. Other formats derive from it.
+    A packed page is the same in the host's memory and in a file: a tensor of `page_rows` rows, one row for each token
+    and `extra_rows` behind them. In this format, from which other formats derive, a row has the keys and values of a
+    token, `[2, P, D]`, as the model computes them.
     """
 
     heads: int
@@ -43,69 +41,54 @@ class KVFormat:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def shapes(self) -> Shapes:
-        """The shape and dtype of each part of a page."""
-        return [((self.heads, self.size, self.head_dim), self.dtype)] * 2
-
-    @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of a row in a file."""
+        """The shape of a row."""
         return (2, self.heads, self.head_dim)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """The dtype of a row in a file."""
+        """The dtype of a row."""
         return self.dtype
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in a file."""
+        """The bytes of a row."""
         return torch.Size(self.row_shape).numel() * self.row_dtype.itemsize
 
     @property
     def page_rows(self) -> int:
-        """Rows of a page in a file."""
+        """The rows of a packed page."""
         return self.size + self.extra_rows
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, in memory (at most) and in a file."""
+        """The bytes of a packed page."""
         return self.page_rows * self.row_bytes
 
     def round(self, k: Tensor, v: Tensor) -> None:
-        """Round whole chunks `k v [G, m · L, D]` in place to numbers that the format stores exactly.
+        """Round whole chunks `k v [G, m · L, D]` in place to numbers that the format packs exactly.
 
         May be repeated: after an interruption some chunks are rounded, and the next call gives the same result.
         """
 
-    def pack(self, k: Tensor, v: Tensor) -> Parts:
-        """Pack pages `k v [n, P, L, D]` for storage. Time: O(n · P · L · D)."""
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """Pack m pages of each head group, `k v [n, P, m · L, D]`, as `[n, m · page_rows, *row_shape]`.
+
+        If the format does not round, the number of tokens need not be a multiple of L. Time: O(n · P · m · L · D).
+        """
+        return torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, m·L, D] -> [n, m·L, 2, P, D]
+
+    def unpack(self, pages: Tensor) -> Parts:
+        """Return packed pages `[n, page_rows, *row_shape]` as `k v [n, P, L, D]` in the model's dtype."""
+        k, v = (x.transpose(1, 2) for x in pages.unbind(dim=2))
         return k, v
 
-    def unpack(self, parts: Parts) -> Parts:
-        """Return stored pages as `k v [n, P, L, D]` in the model's dtype."""
-        return parts
-
-    def tokens(self, parts: Parts, page: Tensor, offset: Tensor) -> Tensor:
-        """Return single tokens of stored pages, `[n, 2, P, D]`: at `offset [n]` of `page [n]`."""
-        return torch.stack([x[page, :, offset] for x in parts], dim=1)
-
-    def to_rows(self, parts: Parts) -> Tensor:
-        """Return stored pages as rows of a file, `[n, page_rows, *row_shape]`."""
-        return torch.stack(parts, dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, L, D] -> [n, L, 2, P, D]
-
-    def span_to_rows(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return tokens `k v [G, n, D]` as rows of a file, `[G / P, rows, *row_shape]`; if rounded, whole chunks."""
-        return self.to_rows(tuple(x.unflatten(0, (-1, self.heads)) for x in (k, v)))
-
-    def from_rows(self, rows: Tensor, name: str) -> Parts:
-        """Return the pages of rows `[n, page_rows, *row_shape]`. Raises `DataError` for impossible rows of `name`."""
-        k, v = (x.transpose(1, 2) for x in rows.unbind(dim=2))
-        return k, v
-
-    def tokens_of_rows(self, rows: Tensor, extra: Tensor, name: str) -> Tensor:
-        """Return single tokens, `[n, 2, P, D]`, of their rows and their pages' extra rows; otherwise as `from_rows`."""
+    def tokens(self, rows: Tensor, extra: Tensor) -> Tensor:
+        """Return keys and values `[n, …, 2, P, D]` of rows `[n, …, *row_shape]` and their pages' extra rows."""
         return rows
+
+    def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
+        """Raise `DataError` if rows `[n, …, *row_shape]` of the file `name`, or their extra rows, are impossible."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +96,9 @@ class Int8(KVFormat):
     """Pages in 8 bits: keys rounded by channel of a chunk, values by token, each KV head for itself.
 
     A number x becomes `round(x / scale)`, with the scale `peak / 127`, where `peak` is the largest magnitude of the
-    channel or the token. The parts are keys int8 `[n, P, L, D]` with scales `[n, P, 1, D]`, and values int8 with scales
-    `[n, P, L, 1]`; scales are float32. A token's row in a file has its keys, its values and its values' scales, filled
-    up to whole words of 8 bytes for the row's check. Two rows behind the tokens have the scales of the page's keys.
+    channel or the token. A token's row has the keys and values in int8, `[2, P, D]`, and the scales of the values in
+    float32, `[P]`. It is filled up to whole words of 8 bytes, for the row's check. The two extra rows of a page have
+    the scales of the keys, `[P, D]`.
 
     Rounding changes numbers once: rounded numbers, in the model's dtype, are rounded to themselves. So a page may be
     packed and unpacked any number of times, and tiers never change what is attended. For that a scale has 16
@@ -135,19 +118,13 @@ class Int8(KVFormat):
         return "int8"
 
     @property
-    def shapes(self) -> Shapes:
-        numbers = (self.heads, self.size, self.head_dim), torch.int8
-        by_channel, by_token = (self.heads, 1, self.head_dim), (self.heads, self.size, 1)
-        return [numbers, (by_channel, torch.float32), numbers, (by_token, torch.float32)]
-
-    @property
-    def _numbers(self) -> int:
+    def _number_bytes(self) -> int:
         """Bytes of a token's keys and values."""
         return 2 * self.heads * self.head_dim
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        return (-(-(self._numbers + self.heads * FLOAT) // 8) * 8,)
+        return (-(-(self._number_bytes + self.heads * FLOAT) // 8) * 8,)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -160,8 +137,19 @@ class Int8(KVFormat):
             numbers, scale = self._quantised(chunks, shared)
             chunks.copy_(numbers * scale)
 
-    def pack(self, k: Tensor, v: Tensor) -> Parts:
-        return (*self._quantised(k, self.by_channel), *self._quantised(v, self.by_token))
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        n, m = len(k), k.shape[2] // self.size
+        k, v = (x.unflatten(2, (m, self.size)).transpose(1, 2).flatten(0, 1) for x in (k, v))  # [n·m, P, L, D]
+        (k, k_scale), (v, v_scale) = self._quantised(k, self.by_channel), self._quantised(v, self.by_token)
+        rows = k.new_zeros(n * m, self.page_rows, self.row_bytes, dtype=torch.uint8)
+        numbers, rest = rows[:, : self.size].tensor_split([self._number_bytes], dim=-1)
+        for half, x in zip(numbers.view(torch.int8).chunk(2, dim=-1), (k, v), strict=True):
+            half.unflatten(-1, (self.heads, -1)).copy_(x.transpose(1, 2))
+        scales = rest[..., : self.heads * FLOAT]
+        scales.copy_(v_scale.transpose(1, 2).flatten().view(torch.uint8).view(scales.shape))
+        key_scales = k_scale.flatten().view(torch.uint8).view(n * m, self.heads * self.head_dim * FLOAT)
+        rows.flatten(1)[:, self.size * self.row_bytes :][:, : key_scales.shape[1]] = key_scales
+        return rows.view(n, m * self.page_rows, self.row_bytes)
 
     def _quantised(self, x: Tensor, shared: int) -> Parts:
         """Return `x` in 8 bits, and its scales, one along the dimension `shared`."""
@@ -173,59 +161,30 @@ class Int8(KVFormat):
         divisor = scale.masked_fill(scale == 0, 1.0)
         return (x / divisor).round_().clamp_(-self.most, self.most).to(torch.int8), scale
 
-    def unpack(self, parts: Parts) -> Parts:
-        k, k_scale, v, v_scale = parts
-        return (k * k_scale).to(self.dtype), (v * v_scale).to(self.dtype)
+    def unpack(self, pages: Tensor) -> Parts:
+        k, v = (x.transpose(1, 2) for x in self._numbers(pages[:, : self.size], pages[:, self.size :]))
+        return k, v
 
-    def tokens(self, parts: Parts, page: Tensor, offset: Tensor) -> Tensor:
-        k, k_scale, v, v_scale = parts
-        rows = k[page, :, offset] * k_scale[page, :, 0], v[page, :, offset] * v_scale[page, :, offset]
-        return torch.stack(rows, dim=1).to(self.dtype)
+    def tokens(self, rows: Tensor, extra: Tensor) -> Tensor:
+        return torch.stack(self._numbers(rows, extra), dim=-3)
 
-    def to_rows(self, parts: Parts) -> Tensor:
-        k, k_scale, v, v_scale = (x.cpu() for x in parts)
-        n, size = len(k), self.size
-        rows = torch.zeros(n, self.page_rows, self.row_bytes, dtype=torch.uint8)
-        numbers, scales = rows[:, :size, : self._numbers], rows[:, :size, self._numbers :][..., : self.heads * FLOAT]
-        for half, x in zip(numbers.view(torch.int8).chunk(2, dim=-1), (k, v), strict=True):
-            half.unflatten(-1, (self.heads, -1)).copy_(x.transpose(1, 2))
-        scales.copy_(v_scale.squeeze(-1).transpose(1, 2).reshape(-1).view(torch.uint8).view(scales.shape))
-        key_scales = k_scale.reshape(-1).view(torch.uint8).view(n, self.heads * self.head_dim * FLOAT)
-        rows.view(n, -1)[:, size * self.row_bytes :][:, : key_scales.shape[1]].copy_(key_scales)
-        return rows
+    def _numbers(self, rows: Tensor, extra: Tensor) -> Parts:
+        """Return the keys and the values, `[n, …, P, D]`, of tokens' rows."""
+        halves = rows[..., : self._number_bytes].view(torch.int8).unflatten(-1, (2, self.heads, self.head_dim))
+        k_scale, v_scale = self._scales(rows, extra)
+        return (halves.select(-3, 0) * k_scale).to(self.dtype), (halves.select(-3, 1) * v_scale).to(self.dtype)
 
-    def span_to_rows(self, k: Tensor, v: Tensor) -> Tensor:
-        # [G, m·L, D] -> [groups, P, m, L, D] -> [groups, m, P, L, D]
-        k, v = (x.unflatten(1, (-1, self.size)).unflatten(0, (-1, self.heads)).transpose(1, 2) for x in (k, v))
-        rows = self.to_rows(self.pack(k.flatten(0, 1), v.flatten(0, 1)))
-        found: Tensor = rows.unflatten(0, k.shape[:2]).flatten(1, 2)
-        return found
+    def _scales(self, rows: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scales of the keys, `[n, …, P, D]`, and of the values, `[n, …, P, 1]`, of tokens' rows."""
+        k_scale = extra.flatten(1)[:, : self.heads * self.head_dim * FLOAT].contiguous().view(torch.float32)
+        v_scale = rows[..., self._number_bytes :][..., : self.heads * FLOAT].contiguous().view(torch.float32)
+        shape = len(rows), *[1] * (rows.ndim - 2), self.heads, self.head_dim
+        return k_scale.view(shape), v_scale[..., None]
 
-    def from_rows(self, rows: Tensor, name: str) -> Parts:
-        k, v, v_scale = self._of_tokens(rows[:, : self.size], name)
-        k_scale = self._of_keys(rows[:, self.size :], name)
-        return k.transpose(1, 2), k_scale[:, :, None], v.transpose(1, 2), v_scale.transpose(1, 2)[..., None]
-
-    def tokens_of_rows(self, rows: Tensor, extra: Tensor, name: str) -> Tensor:
-        k, v, v_scale = self._of_tokens(rows, name)
-        return torch.stack((k * self._of_keys(extra, name), v * v_scale[..., None]), dim=1).to(self.dtype)
-
-    def _of_tokens(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values `[…, P, D]` int8 and value scales `[…, P]` of tokens' rows `[…, row_bytes]`."""
-        numbers = rows[..., : self._numbers].view(torch.int8).unflatten(-1, (2, self.heads, self.head_dim))
-        scales = rows[..., self._numbers :][..., : self.heads * FLOAT].contiguous().view(torch.float32)
-        return numbers.select(-3, 0), numbers.select(-3, 1), self._checked(scales, name)
-
-    def _of_keys(self, extra: Tensor, name: str) -> Tensor:
-        """Return the key scales `[n, P, D]` in pages' extra rows."""
-        scales = extra.flatten(1)[:, : self.heads * self.head_dim * FLOAT].contiguous().view(torch.float32)
-        return self._checked(scales.view(-1, self.heads, self.head_dim), name)
-
-    def _checked(self, scales: Tensor, name: str) -> Tensor:
-        """Return `scales`. Raise `DataError` if one is negative, or makes a stored number infinite in `dtype`."""
-        if not bool(((scales >= 0) & (scales * self.most).to(self.dtype).isfinite()).all()):
-            raise DataError(f"{name} was altered since it was written; prefill the text again")
-        return scales
+    def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
+        for scale in self._scales(rows, extra):
+            if not bool(((scale >= 0) & (scale * self.most).to(self.dtype).isfinite()).all()):
+                raise DataError(f"{name} was altered since it was written; prefill the text again")
 
 
 FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8}  # by the user's `kv_dtype`
@@ -237,8 +196,3 @@ def kv_dtype_of(option: object) -> str:
     if name not in FORMATS or not isinstance(option, str | torch.dtype | None):
         raise UsageError(f"unknown kv_dtype {shown(option)}; expected {' or '.join(FORMATS)}")
     return name
-
-
-def converted(parts: Parts, have: KVFormat, want: KVFormat) -> Parts:
-    """Return pages that are stored in one format as another one stores them; the same parts if it is the same one."""
-    return parts if type(have) is type(want) else want.pack(*have.unpack(parts))

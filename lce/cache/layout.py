@@ -173,19 +173,14 @@ class CacheLayout:
         return self.n_kv_heads // self.page_heads
 
     @cached_property
-    def plain(self) -> KVFormat:
-        """The format of pages on the device."""
-        return KVFormat(self.page_heads, self.chunk_size, self.head_dim, self.dtype)
-
-    @cached_property
     def format(self) -> KVFormat:
-        """The format of pages in tiers below the device, and in files."""
+        """The format of packed pages, in tiers below the device and in files."""
         return FORMATS[self.kv_dtype](self.page_heads, self.chunk_size, self.head_dim, self.dtype)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page on the device."""
-        return self.plain.page_bytes
+        return self.chunk_size * self.token_bytes // (self.n_layers * self.n_groups)
 
     def n_pages(self, n_tokens: int) -> int:
         """Return how many pages the complete chunks of `n_tokens` tokens are, over all layers."""

@@ -1,7 +1,7 @@
 """Movers of pages into a pool's slots: by a plain copy, or on CUDA streams, one for each direction.
 
 A pool's memory is slabs. A slab is `Parts`: tensors with an entry for each slot. All slabs but the last have the same
-number of slots. Stored pages are unpacked on the device, so that fewer bytes move.
+number of slots. Packed pages are unpacked on the device, so that fewer bytes move.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.formats import Parts, Shapes
+from lce.cache.formats import Parts
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
@@ -34,18 +34,6 @@ class Mover:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor for slots `[n_slots, …]` or for pages to read."""
         return torch.empty(shape, dtype=dtype)
-
-    @torch.inference_mode(mode=False)
-    def slab(self, shapes: Shapes, n_slots: int) -> Parts:
-        """Return uninitialised parts `[n_slots, *shape]` in one allocation, larger numbers first, for alignment."""
-        sizes = [n_slots * torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
-        memory, start = self.empty((sum(sizes),), torch.uint8), 0
-        parts: dict[int, Tensor] = {}
-        for i in sorted(range(len(shapes)), key=lambda i: -shapes[i][1].itemsize):
-            shape, dtype = shapes[i]
-            parts[i] = memory[start : start + sizes[i]].view(dtype).view(n_slots, *shape)
-            start += sizes[i]
-        return tuple(parts[i] for i in range(len(shapes)))
 
     def now(self) -> object:
         """Return a mark of the work queued for the device so far; a `put` in another thread takes it as `after`."""

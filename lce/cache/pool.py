@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lce.cache.formats import KVFormat, Parts, converted
+from lce.cache.formats import Parts
 from lce.cache.layout import CacheLayout
 from lce.cache.movers import Cuda, Mover, Numbers, Pinned, Unpack, same
 from lce.cache.tier import HOST, UNBOUNDED, Nowhere, Pages, Tier, slices
@@ -85,7 +85,7 @@ class Pool(Tier):
 
     @property
     def n_bytes(self) -> int:
-        return self.n_slots * self.format.page_bytes
+        return self.n_slots * self.page_bytes
 
     def order(self, pages: Pages) -> Numbers:
         return np.argsort(self.index[pages], kind="stable")
@@ -95,7 +95,7 @@ class Pool(Tier):
         """Bring at most `capacity` pages into slots; return the slots. The pages stay until the next request."""
         slots, missing = self._request(pages)
         missing = missing[self.below.order(pages.at(missing))]
-        for some in slices(len(missing), AT_ONCE // self.format.page_bytes):
+        for some in slices(len(missing), AT_ONCE // self.page_bytes):
             part = missing[some]
             found = self.below.read(pages.at(part))
             slots[part] = self._fill(pages.at(part), found, self._unpacked)
@@ -118,7 +118,7 @@ class Pool(Tier):
 
         def work() -> None:
             with torch.inference_mode():  # the mode is per thread
-                for some in slices(len(slots), AT_ONCE // self.format.page_bytes):
+                for some in slices(len(slots), AT_ONCE // self.page_bytes):
                     self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after, self._unpacked)
 
         return Fetch(work), missing, slots
@@ -128,41 +128,24 @@ class Pool(Tier):
         self.slots.used[slots], self.slots.chunk[slots] = self.clock, pages.chunk
         self.slots.group[slots] = pages.group
         self.index[pages] = slots
-        self.traffic.bytes_in += len(slots) * self.format.page_bytes
+        self.traffic.bytes_in += len(slots) * self.page_bytes
 
     def read(self, pages: Pages) -> Parts:
         """Return copies of pages. Missing pages get slots only if slots are free."""
         slots, missing = self._request(pages)
         if not len(missing):
             return self.take(slots)
-        here, found = np.flatnonzero(slots >= 0), self.below.read(pages.at(missing))
-        held = self.take(slots[here])
-        found = self._unpacked(tuple(self.mover.upload(x) for x in found))
+        here, rest = np.flatnonzero(slots >= 0), self.below.read(pages.at(missing))
+        rest = self._unpacked(tuple(self.mover.upload(x) for x in rest))
+        found = self.joined((here, missing), self.take(slots[here]), rest) if len(here) else rest
         if self.n_free >= len(missing):
-            self._fill(pages.at(missing), found)
-        return self.joined((here, missing), held, found) if len(here) else found
+            self._fill(pages.at(missing), rest)
+        return found
 
     def take(self, place: Numbers) -> Parts:
-        if not len(place):
-            return tuple(self.mover.empty((0, *shape), x) for shape, x in self.format.shapes)
         self.mover.wait(place)
-        self.traffic.bytes_out += len(place) * self.format.page_bytes
+        self.traffic.bytes_out += len(place) * self.page_bytes
         return self.mover.pick(self.slots.slabs, place)
-
-    def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
-        self.slots.used[place] = self.clock
-        self.mover.wait(np.unique(place))
-        slabs = self.slots.slabs
-        if len(slabs) == 1:
-            slot, offset = self.mover.upload(torch.from_numpy(np.stack((place, offsets))))
-            return self.format.tokens(slabs[0], slot, offset)
-        rows = torch.empty(len(place), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
-        slab, slots = np.divmod(place, len(slabs[0][0]) if slabs else 1)
-        for number in np.unique(slab).tolist():
-            here = np.flatnonzero(slab == number)
-            slot, offset = (torch.from_numpy(x[here]) for x in (slots, offsets))
-            rows[torch.from_numpy(here)] = self.format.tokens(slabs[number], slot, offset)
-        return rows
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
         for some in slices(len(pages.group), self.capacity):
@@ -187,14 +170,14 @@ class Pool(Tier):
         n = len(pages.group)
         some = slice(n if isinstance(below.below, Nowhere) else min(n, below.n_free))
         if some.stop:
-            below.write(pages.at(some), *converted(tuple(x[some] for x in parts), self.format, below.format))
-            self.traffic.bytes_out += some.stop * self.format.page_bytes
+            below.write(pages.at(some), *self._packed(*(x[some] for x in parts)))
+            self.traffic.bytes_out += some.stop * self.page_bytes
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
         """Write to `target` the pages here that `held_by` does not have."""
         held = self._holding(np.arange(self.n_slots))
         held = held[~held_by.holds(self._pages(held))]
-        for some in slices(len(held), AT_ONCE // self.format.page_bytes):
+        for some in slices(len(held), AT_ONCE // self.page_bytes):
             self._hand_down(held[some], target)
 
     def release(self, slots: Numbers) -> None:
@@ -203,12 +186,17 @@ class Pool(Tier):
         self._queue = self._queue[:, :0]  # these slots are not in it, and older
 
     def _hand_down(self, slots: Numbers, target: Tier) -> None:
-        """Write the pages in these slots to another tier."""
-        target.write(self._pages(slots), *converted(self.take(slots), self.format, target.format))
+        """Write the pages in these slots to another tier: one below, or the same tier of another stack."""
+        parts = self.take(slots)
+        target.write(self._pages(slots), *(parts if isinstance(target, type(self)) else self._packed(*parts)))
+
+    def _packed(self, *parts: Tensor) -> Parts:
+        """Return pages of this pool as tiers below have them."""
+        return parts
 
     def _unpacked(self, parts: Parts) -> Parts:
-        """Convert pages of the tier below to this pool's format."""
-        return converted(parts, self.below.format, self.format)
+        """Return pages of the tier below as this pool has them."""
+        return parts
 
     def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
         """Return the slots of pages, -1 for missing ones, and which pages are missing; record their use."""
@@ -306,7 +294,7 @@ class Device(Pool):
         mover = Mover() if layout.on_cpu else Cuda(layout.device)
         super().__init__(layout, below, mover, layout.device_slots(buffer_tokens), layout.pinned_chunks)
         self.name = layout.device_tier
-        self.format: KVFormat = layout.plain
+        self.page_bytes = layout.page_bytes
         self.slots = self._grown(16 if self.max_slots == UNBOUNDED else self.max_slots)
 
     @property
@@ -322,12 +310,25 @@ class Device(Pool):
     def _grown(self, n_slots: int) -> Slots:
         """Return the slots of a larger slab. Bytes: one copy."""
         n, n_slots = self.n_slots, min(max(n_slots, self.n_slots * 3 // 2), self.max_slots)
-        slab = tuple(self.mover.empty((n_slots, *shape), dtype) for shape, dtype in self.format.shapes)
+        shape = n_slots, self.layout.page_heads, self.layout.chunk_size, self.layout.head_dim
+        slab = tuple(self.mover.empty(shape, self.layout.dtype) for _ in range(2))
         if n:
             self.mover.wait(np.arange(n))
             for x, old in zip(slab, self.slots.slabs[0], strict=True):
                 x[:n] = old
         return self.slots.of_slabs((slab,))
+
+    def _packed(self, *parts: Tensor) -> Parts:
+        return (self.format.pack(*parts),)
+
+    def _unpacked(self, parts: Parts) -> Parts:
+        return self.format.unpack(*parts)
+
+    def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
+        self.slots.used[place] = self.clock
+        self.mover.wait(np.unique(place))
+        slot, offset = self.mover.upload(torch.from_numpy(np.stack((place, offsets))))
+        return torch.stack([x[slot, :, offset] for x in self.slots.slabs[0]], dim=1)
 
 
 class Host(Pool):
@@ -368,8 +369,21 @@ class Host(Pool):
         slots = self.slots
         while len(slots.group) < n_slots:
             size = min(slab_slots(self.layout), self.max_slots - len(slots.group))
-            slots = slots.of_slabs((*slots.slabs, self.mover.slab(self.format.shapes, size)))
+            slab = self.mover.empty((size, self.format.page_rows, *self.format.row_shape), self.format.row_dtype)
+            slots = slots.of_slabs((*slots.slabs, (slab,)))
         return slots
+
+    def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
+        self.slots.used[place] = self.clock
+        self.mover.wait(np.unique(place))
+        found = torch.empty(len(place), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
+        slab, slots = np.divmod(place, slab_slots(self.layout))
+        for number in np.unique(slab).tolist():
+            here = np.flatnonzero(slab == number)
+            (pages,), slot = self.slots.slabs[number], torch.from_numpy(slots[here])
+            rows, extra = pages[slot, torch.from_numpy(offsets[here])], pages[slot, self.format.size :]
+            found[torch.from_numpy(here)] = self.format.tokens(rows, extra)
+        return found
 
 
 def slab_bytes(layout: CacheLayout) -> int:

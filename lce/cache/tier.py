@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.formats import KVFormat, Parts
+from lce.cache.formats import Parts
 from lce.cache.movers import Mover, Numbers
 from lce.cache.row_file import FULL
 from lce.errors import CapacityError
@@ -121,7 +121,6 @@ class Tier(ABC):
 
     rank: ClassVar[int] = 0  # the place in the chain below the device, fastest first; 0: not found by `kinds`
     name: str  # as users read it
-    format: KVFormat  # of the pages here
     mover: Mover = Mover()  # to the memory in which pages are read
     writable = True  # whether all pages can be written here, so that forks share them
 
@@ -129,6 +128,7 @@ class Tier(ABC):
         self.layout = layout
         self.below = below
         self.format = layout.format
+        self.page_bytes = layout.format.page_bytes
         self.traffic = Traffic()
         self.index = PageIndex(layout, self.mover)  # where each page is
 
@@ -167,7 +167,7 @@ class Tier(ABC):
         return place, np.flatnonzero(place >= 0), np.flatnonzero(place < 0)
 
     def read(self, pages: Pages) -> Parts:
-        """Return copies of pages, as this tier stores them, from here or from below."""
+        """Return copies of pages, packed if this tier is below the device, from here or from below."""
         place, here, missing = self.find(pages)
         found = self.take(place[here])
         return found if not len(missing) else self.joined((here, missing), found, self.below.read(pages.at(missing)))
@@ -200,7 +200,10 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Write pages, in this tier's format, that no tier below has. Not atomic: call again after an error."""
+        """Write pages, packed if this tier is below the device, that no tier below has.
+
+        Not atomic: call again after an error.
+        """
 
     def forget(self, pages: Pages) -> None:
         """Remove pages here and below, because new contents are about to be written."""
@@ -216,7 +219,6 @@ class Nowhere(Tier):
     """The end of the chain, without pages."""
 
     name = ""
-    format = KVFormat(0, 0, 0, torch.float32)
     writable = False
     n_bytes = 0
 

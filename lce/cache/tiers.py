@@ -10,8 +10,9 @@ Beside a GPU, pages are moved while the model computes. New pages are copied to 
 free slots, so that most pages are clean when they leave. Another thread (`lce.cache.pool.Fetch`) fetches pages that a
 layer is likely to need; every other use of the tiers waits for that thread first.
 
-The device's pool has plain pages; tiers below store them in the layout's format. A page is packed on its way down and
-unpacked on its way up, without loss: if the format rounds, the numbers were rounded before.
+The device's pool has keys and values as kernels read them. Tiers below it have packed pages, in the layout's format. A
+page is packed on its way down and unpacked on its way up, without loss: a format that rounds has rounded the numbers
+before.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class TierStack:
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
             whole, most = layout.whole_chunks(n_tokens), layout.most_tokens
-            page = layout.plain if layout.on_cpu else layout.format
+            page_bytes = layout.page_bytes if layout.on_cpu else layout.format.page_bytes
             if whole > most:
-                needed = layout.n_pages(whole) * page.page_bytes
+                needed = layout.n_pages(whole) * page_bytes
                 raise CapacityError(
                     f"{n_tokens:,} tokens need {size_text(needed)} for keys and values, and the budget is "
                     f"{size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"

@@ -136,7 +136,7 @@ def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path)
         kv = tensors.pop(f"layers.{layer}.kv")
         assert kv.shape == shape
         if layout.format.rounds:
-            pages = layout.format.from_rows(kv.unflatten(1, (-1, layout.format.page_rows)).flatten(0, 1), "")
+            pages = kv.unflatten(1, (-1, layout.format.page_rows)).flatten(0, 1)
             keys = layout.format.unpack(pages)[0].unflatten(0, (layout.n_groups, -1)).transpose(1, 2)
             assert torch.equal(keys.flatten(0, 1).flatten(1, 2), text(layout.old(N), layout)[layer])
             assert torch.equal(tensors[f"unrounded/{layer}"][0], text(N, layout)[layer][:, layout.old(N) :])

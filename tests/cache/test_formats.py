@@ -33,9 +33,7 @@ def pages(n: int, format: KVFormat = INT8, seed: int = 0, spread: float = 2.0) -
 def test_keys_are_rounded_by_channel_and_values_by_token(dtype: torch.dtype) -> None:
     format = replace(INT8, dtype=dtype)
     k, v = pages(5, format)
-    parts = format.pack(k, v)
-    assert [(tuple(x.shape[1:]), x.dtype) for x in parts] == list(format.shapes)
-    for x, found, axis in zip((k, v), format.unpack(parts), (-2, -1), strict=True):
+    for x, found, axis in zip((k, v), format.unpack(format.pack(k, v)), (-2, -1), strict=True):
         assert found.dtype == dtype
         peak = x.double().abs().amax(axis, keepdim=True)
         scale = np.abs(x.double().numpy()).max(axis=axis, keepdims=True) / 127
@@ -56,9 +54,9 @@ def test_rounded_numbers_are_rounded_to_themselves(data: st.DataObject) -> None:
     k, v = ((x * 2.0**power).to(dtype).clamp(-60000, 60000) for x in (k, v))
     k[:, :, data.draw(st.integers(0, SIZE - 1))] = 0
     format = replace(INT8, dtype=dtype)
-    parts = format.pack(k, v)
-    once = format.unpack(parts)
-    assert all(torch.equal(a, b) for a, b in zip(format.pack(*once), parts, strict=True))
+    packed = format.pack(k, v)
+    once = format.unpack(packed)
+    assert torch.equal(format.pack(*once), packed)
     half = data.draw(st.integers(0, SIZE))
     mixed = [torch.cat((new[:, :, :half], old[:, :, half:]), dim=2) for new, old in zip(once, (k, v), strict=True)]
     again = format.unpack(format.pack(*mixed))
@@ -88,29 +86,30 @@ def test_numbers_that_are_out_of_the_ordinary(value: float) -> None:
 def test_pages_are_found_again_in_their_rows(kind: type[KVFormat], heads: int, dtype: torch.dtype) -> None:
     format = kind(heads, SIZE, 10, dtype)
     k, v = pages(4, format)
-    parts = format.pack(k, v)
-    rows = format.to_rows(parts)
+    rows = format.pack(k, v)
     assert tuple(rows.shape) == (4, format.page_rows, *format.row_shape)
     assert rows.dtype == format.row_dtype
     assert rows.nbytes == 4 * format.page_bytes
-    assert sum(x.nbytes for x in parts) <= 4 * format.page_bytes
-    assert all(torch.equal(a, b) for a, b in zip(format.from_rows(rows, "f"), parts, strict=True))
-    whole = torch.stack(format.unpack(parts), dim=1)
-    assert torch.equal(format.tokens_of_rows(rows[:, 4], rows[:, SIZE:], "f"), whole[:, :, :, 4])
+    whole = torch.stack(format.unpack(rows), dim=1)
+    if not format.rounds:
+        assert torch.equal(whole, torch.stack((k, v), dim=1))
     page, offset = torch.tensor([3, 0, 1]), torch.tensor([0, 5, 2])
-    assert torch.equal(format.tokens(parts, page, offset), whole[page, :, :, offset])
-    k, v = (x.unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 1).flatten(1, 2) for x in (k, v))  # [G, 2·L, D]
-    assert torch.equal(format.span_to_rows(k, v), rows.reshape(2, -1, *format.row_shape))
+    found = format.tokens(rows[page, offset], rows[page, SIZE:])
+    assert torch.equal(found, whole[page, :, :, offset])
+    k, v = (x.unflatten(0, (2, 2)).transpose(1, 2).flatten(2, 3) for x in (k, v))  # [2, P, 2·L, D]
+    assert torch.equal(format.pack(k, v), rows.reshape(2, -1, *format.row_shape))
 
 
 @pytest.mark.parametrize("value", [-1.0, torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("which", ["keys", "values"])
 def test_scales_that_no_number_has_are_refused(which: str, value: float) -> None:
-    k, k_scale, v, v_scale = INT8.pack(*pages(2))
-    (k_scale if which == "keys" else v_scale)[1, 0, 0, 0] = value
-    rows = INT8.to_rows((k, k_scale, v, v_scale))
+    rows = INT8.pack(*pages(2))
+    tokens, extra = rows[:, :SIZE], rows[:, SIZE:]
+    INT8.check(tokens, extra, "the file")
+    where = extra[1, 0, :4] if which == "keys" else tokens[1, 0, 40:44]
+    where.copy_(torch.tensor([value]).view(torch.uint8))
     with pytest.raises(DataError, match="the file was altered since it was written; prefill the text again"):
-        INT8.from_rows(rows, "the file")
+        INT8.check(tokens, extra, "the file")
 
 
 def test_a_user_names_a_format() -> None:

@@ -25,13 +25,10 @@ CPU = torch.device("cpu")
 CUDA = torch.cuda.is_available()
 
 
-SHAPES = [((2, 4, 3), torch.float32)] * 2
-
-
 def check_mover(mover: Mover, slabs: Slabs, source: torch.device) -> None:
     """Slots are filled in any order and again, from any memory, and picked in any order; the others stay as they are.
 
-    `slabs` have five slots of `SHAPES`.
+    `slabs` have five slots: see `slabs_of`.
     """
     for x in (x for slab in slabs for x in slab):
         x.zero_()
@@ -51,7 +48,7 @@ def check_mover(mover: Mover, slabs: Slabs, source: torch.device) -> None:
 
 
 def slabs_of(mover: Mover, *sizes: int) -> list[Parts]:
-    return [mover.slab(SHAPES, size) for size in sizes]
+    return [tuple(mover.empty((size, 2, 4, 3), torch.float32) for _ in range(2)) for size in sizes]
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 2, 1), (1, 1, 1, 1, 1)])

@@ -655,13 +655,14 @@ class Shelf(Tier):
 
     @property
     def n_bytes(self) -> int:
-        return len(self.pages) * self.format.page_bytes
+        return len(self.pages) * self.page_bytes
 
     def take(self, place: Numbers) -> tuple[Tensor, ...]:
         return tuple(torch.stack(parts) for parts in zip(*(self.pages[i] for i in place), strict=True))
 
     def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
-        return self.format.tokens(self.take(place), torch.arange(len(place)), torch.from_numpy(offsets))
+        (pages,) = self.take(place)
+        return pages[torch.arange(len(place)), torch.from_numpy(offsets)]
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
         self.index[pages] = len(self.pages) + np.arange(len(pages.group))
