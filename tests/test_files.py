@@ -42,12 +42,14 @@ def test_what_a_crash_left_is_removed_and_what_is_locked_stays(tmp_path: Path) -
     other = files.draft_path(tmp_path / "other")
     for draft in (left, locked, other):
         draft.write_bytes(b"half")
+    os.mkfifo(files.draft_path(target))
+    files.draft_path(target).symlink_to(other)
     with locked.open("rb") as file:
         files.lock(file.fileno(), locked)
         files.sweep(target)
         assert not left.exists()
         assert locked.exists()
-        assert other.exists(), "a draft of another target"
+        assert other.read_bytes() == b"half", "a draft of another target, not written through the link"
     files.sweep(target)
     assert not locked.exists()
     files.sweep(tmp_path / "none" / "file")

@@ -244,6 +244,16 @@ def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_l
 # A file under work
 
 
+def test_a_checkpoint_writes_new_rows_alone(tmp_path: Path) -> None:
+    cache, draft = KVCache.empty(LAYOUT), Draft.create(tmp_path / "draft", LAYOUT.file(N))
+    append(cache, 50)
+    write_rows(cache, draft.rows)
+    append(cache, N)
+    write_rows(cache, draft.rows, 50)
+    assert draft.rows.bytes_written == LAYOUT.file(N).n_rows * LAYOUT.format.row_bytes
+    draft.discard()
+
+
 def test_a_file_under_work_is_held(tmp_path: Path) -> None:
     draft = Draft.create(tmp_path / "draft", LAYOUT.file(N))
     with pytest.raises(DataError, match="is being written by another process"):

@@ -182,6 +182,19 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(everything(file), expected)
 
 
+def test_a_disk_that_accepts_or_flushes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = spill(tmp_path, 10)
+    file.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: 0)
+        patch.setattr(os, "fsync", failing(errno.EIO))
+        with pytest.raises(CapacityError, match="accepted no bytes"):
+            file.write(0, some(10, 1))
+        with pytest.raises(CapacityError, match="Input/output error"):
+            file.flush()
+    assert torch.equal(everything(file), some(10))
+
+
 @pytest.mark.parametrize("most", [1, 7, 32, 100])
 def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     file, original = spill(tmp_path, 60), os.preadv
@@ -318,6 +331,15 @@ def test_a_truncated_file_is_found(tmp_path: Path, size: int, late: bool) -> Non
     os.truncate(tmp_path / "file", size)
     with pytest.raises(DataError, match=r"^it was cut short since it was opened; prefill the text again\Z"):
         everything(file)
+
+
+def test_exchanged_rows_are_found(tmp_path: Path) -> None:
+    file = checked(tmp_path / "file", 10)
+    with (tmp_path / "file").open("r+b") as raw:
+        raw.seek(BEFORE)
+        raw.write(some(10)[[1, 0]].numpy().tobytes())
+    with pytest.raises(DataError, match="was altered"):
+        file.read(np.array([0]))
 
 
 def test_a_program_may_end_with_an_open_file(tmp_path: Path) -> None:

@@ -464,6 +464,13 @@ def test_the_host_takes_slabs_and_copies_nothing_when_it_grows(monkeypatch: pyte
     branch.everything()
 
 
+def test_single_tokens_are_read_without_their_chunks(tmp_path: Path) -> None:
+    branch = branch_of(tmp_path, "memory, file", 9, limit=4)
+    before = disk_of(branch.tiers).bytes_out
+    branch.tokens(0, np.array([0, SIZE, 2 * SIZE, 3 * SIZE]))
+    assert disk_of(branch.tiers).bytes_out == before + 4 * branch.layout.format.row_bytes
+
+
 def test_a_fork_above_a_file_that_takes_no_pages_gets_copies_of_what_is_new(tmp_path: Path) -> None:
     """As an opened context with a budget for the device and none for the host."""
     branch = branch_of(tmp_path, "device, host, file", 4, limit=4)

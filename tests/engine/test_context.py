@@ -312,6 +312,11 @@ def test_a_truncated_context_goes_on_as_if_no_more_had_been_read(
         asked = engine.generate(question, max_tokens=4, context=fork).token_ids
         fresh = engine.prefill(fork.token_ids[:n])
         assert asked == engine.generate(question, max_tokens=4, context=fresh).token_ids
+    engine.prefill(ids).save(tmp_path / "c.lce")
+    opened = engine.open_context(tmp_path / "c.lce")
+    opened.truncate(60)
+    asked = engine.generate(question, max_tokens=4, context=opened).token_ids
+    assert asked == engine.generate(question, max_tokens=4, context=engine.prefill(ids[:60])).token_ids
     context.truncate(0)
     assert len(context) == context.cache.length == 0
     with pytest.raises(lce.UsageError, match="the prompt is empty"):

@@ -43,6 +43,10 @@ def test_a_generation_may_be_continued(engine: lce.Engine) -> None:
     parts = [engine.generate("", max_tokens=n, context=context) for n in (1, 9, 20)]
     assert [token for part in parts for token in part.token_ids] == whole.token_ids
     assert context.token_ids == engine.tokenizer.encode(TEXT) + whole.token_ids
+    context = engine.prefill(TEXT)
+    engine.generate(TEXT, max_tokens=1, context=context)
+    behind = engine.tokenizer.encode(TEXT, bos=False)
+    assert context.token_ids[:-1] == engine.tokenizer.encode(TEXT) + behind != 2 * engine.tokenizer.encode(TEXT)
 
 
 def test_sampled_text_repeats_with_its_seed(engine: lce.Engine) -> None:

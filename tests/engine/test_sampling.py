@@ -35,8 +35,9 @@ def plain(logits: Tensor, temperature: float) -> Tensor:
 def test_any_cuts_leave_a_distribution(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    before = plain(logits, temperature)
+    before, untouched = plain(logits, temperature), logits.clone()
     after = probabilities_of(logits, Sampling(temperature, top_k, top_p, min_p)).double()
+    assert torch.equal(logits, untouched)
     kept = after > 0
     assert after.sum().item() == pytest.approx(1, abs=1e-5)
     assert kept[logits.argmax()]
@@ -76,12 +77,17 @@ def test_the_cuts_come_in_their_order() -> None:
     assert kept.tolist() == [True, True, False, False, False]
     alone = probabilities_of(logits, Sampling(temperature=1.0, top_p=0.6)) > 0
     assert alone.tolist() == [True, True, True, False, False]
+    shares = probabilities_of(logits, Sampling(temperature=1.0, min_p=0.6)) > 0  # of the likeliest: 1, .67, .66, .5, .5
+    assert shares.tolist() == [True, True, True, False, False]
+    equals = probabilities_of(torch.tensor([1.0, 2.0, 1.0, 0.0]), Sampling(temperature=1.0, top_k=2)) > 0
+    assert equals.tolist() == [True, True, True, False]
 
 
 def test_impossible_tokens_stay_impossible() -> None:
     logits = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf])
     for sampling in (Sampling(1.0), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.999), Sampling(1.0, min_p=0.01)):
         assert (probabilities_of(logits, sampling) > 0).tolist() == [True, False, True, False]
+    assert probabilities_of(torch.tensor([1.0, 3.0, 2.0]), Sampling(1e-320)).tolist() == [0, 1, 0]
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -31,7 +31,7 @@ from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
 from tests.command import start
 from tests.interrupts import interrupted, places
-from tests.late import LateDevice, no_gpu
+from tests.late import LateDevice, disks_of, no_gpu
 
 BLOCK = 64
 NEEDS: dict[str, dict[str, object]] = {
@@ -149,6 +149,8 @@ def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
 
 def test_forks_of_an_opened_context_go_their_own_ways(document: Path, engine: lce.Engine) -> None:
     context = engine.open_context(document)
+    (disk,) = disks_of(context.cache.tiers)
+    assert disk.file.bytes_read < disk.file.n_bytes / 8, "no more than the recent tokens"
     fork = context.fork()
     first = answer(engine, context)
     assert answer(engine, fork) == first
@@ -158,6 +160,8 @@ def test_forks_of_an_opened_context_go_their_own_ways(document: Path, engine: lc
 def test_an_empty_context_is_not_saved(engine: lce.Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="empty"):
         engine.new_context(10).save(tmp_path / "c.lce")
+    with pytest.raises(UsageError, match="is not a folder that can be written"):
+        engine.prefill(tokens(9)).save(tmp_path / "no" / "c.lce")
 
 
 # What is refused
@@ -711,6 +715,8 @@ def test_what_is_no_file_beside_a_context_is_refused(
         for call in (engine.open_context, describe):
             with pytest.raises(DataError):
                 call(path)
+        with pytest.raises(UsageError, match=f"is {said}; expected a regular file"):
+            engine.prefill(tokens(9)).save(path)
     assert os.path.lexists(beside)
     assert victim.read_text() == "mine"
 

@@ -134,6 +134,10 @@ def test_closing_before_the_first_piece_and_after_the_last(engine: lce.Engine) -
     reason = stream.finish().finish_reason
     stream.close()
     assert stream.result.finish_reason == reason != "cancelled"
+    with engine.stream([], max_tokens=50, context=context) as stream:
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert_usable(engine, context)
 
 
 def test_a_cancelled_stream_says_all_that_it_drew_or_nothing_of_it(engine: lce.Engine) -> None:

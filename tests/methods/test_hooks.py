@@ -114,6 +114,7 @@ WRONG: dict[str, dict[str, Change]] = {
         "descending": lambda right: right.flip(-1),
         "twice": lambda right: torch.zeros_like(right),
         "all of them": lambda right: torch.arange(N // SIZE).expand(*right.shape[:2], -1),
+        "more than have a position": lambda right: torch.nn.functional.pad(right, (0, 9), value=-1),
     },
     "choose": {k: v for k, v in NO_TENSOR.items() if k != "nothing"} | off(0, 1) | kind(torch.float32),
     "key_positions": {k: v for k, v in NO_TENSOR.items() if k not in ("nothing", "the first alone")}

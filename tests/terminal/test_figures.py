@@ -35,6 +35,7 @@ def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     nothing = "cache: device 0 B | peak memory: process 1 B"
     assert figures.memory_text(Stats(memory={"device": 0}), {"process": 1}) == nothing
+    assert Stats().prefill_tokens_per_s == Stats(generated_tokens=1).decode_tokens_per_s == 0
 
 
 def test_recalls_and_their_mean() -> None:

@@ -166,6 +166,11 @@ def test_integers_are_refused_where_they_are_wanted(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path).dtype()
 
 
+def test_a_checkpoints_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
+    save_file({"norm": torch.ones(3), "proj": torch.ones(4, 4).bfloat16()}, tmp_path / "model.safetensors")
+    assert Checkpoint.open(tmp_path).dtype() == torch.bfloat16
+
+
 def test_a_file_that_changed_after_opening(folder: Path) -> None:
     """Its size, its contents, its name: the header that was checked is no longer that of the data."""
     file = folder / "model.safetensors"

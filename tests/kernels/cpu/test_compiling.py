@@ -59,6 +59,9 @@ def test_the_first_use_says_so_and_the_second_finds_the_kernels(compiled: Compil
     assert first.stderr.count("compiling kernels") == 1
     assert len(first.stderr.splitlines()) == 1
     assert second.stderr == ""
+    names = [file.name.partition(".")[0] for file in compiled.home.rglob("*.nbc")]
+    assert names
+    assert len({*names}) == len(names), "processes that compile at once must not write to one file"
 
 
 @pytest.mark.slow
