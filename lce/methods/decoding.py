@@ -17,7 +17,7 @@ from lce.attention import Attended, Runs, Turn, merge
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.methods.attending import declared, turn_of
-from lce.methods.parts import CHOSEN, RECENT, Part
+from lce.methods.parts import CHOSEN, RECENT
 from lce.methods.step import DeviceStep
 
 if TYPE_CHECKING:
@@ -38,18 +38,6 @@ class Span:
     turn: Turn
 
 
-@dataclass(frozen=True)
-class DeviceParts:
-    """The parts of a recorded step: spans of tokens as they are cached, spans of recent keys, and the chosen part.
-
-    `chosen` is the turn for chosen keys, `[1, K, D/2]` or broadcastable, or None without such a part.
-    """
-
-    cached: Sequence[Span]
-    recent: Sequence[Span]
-    chosen: Turn | None
-
-
 def bound_for(n_tokens: int) -> int:
     """Round `n_tokens` up to 1, 1.25, 1.5 or 1.75 times a power of two: the bounds that steps are recorded for."""
     if n_tokens <= LEAST_BOUND:
@@ -61,52 +49,56 @@ def bound_for(n_tokens: int) -> int:
 def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
     """Attend all parts of a method by a token's unrotated query `[H, 1, D]`, as one softmax: `[H, 1, D]`."""
     kind = method.layer_kind(cache.index)
-    parts = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
+    cached, recent, chosen = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
     found = []
-    if parts.chosen is not None:
-        found.append(method.decode_chosen(q, parts.chosen, parts.cached, cache, step))
-    elif parts.cached:
-        found.append(step.attention.decode(q, *cache.whole, step.once(f"runs {kind}", lambda: runs_of(parts.cached))))
-    if parts.recent:
-        found.append(_decode_recent(q, parts.recent, cache, step))
+    if chosen is not None:
+        found.append(method.decode_chosen(q, chosen, cached, cache, step))
+    elif cached:
+        found.append(step.attention.decode(q, *cache.whole, step.once(f"runs {kind}", lambda: runs_of(cached))))
+    if recent:
+        found.append(_decode_recent(q, recent, cache, step))
     return merge(found)
 
 
-def device_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> DeviceParts:
-    """Return the parts of the step's token, except parts that are empty for all tokens up to the bound."""
+def device_parts(
+    method: Method, q: Tensor, cache: LayerCache, step: DeviceStep
+) -> tuple[Sequence[Span], Sequence[Span], Turn | None]:
+    """Return the parts of the step's token: spans of keys as cached, spans of recent keys, and the chosen keys' turn.
+
+    Parts that are empty for all tokens up to the bound are left out. The turn is `[1, K, D/2]` or broadcastable, or
+    None without a part of chosen keys.
+    """
     cached, recent, chosen = list[Span](), list[Span](), None
     parts = declared(method, step.at, cache.index, step.bound, step.sliding_window)
-    for part, (most, least, beyond) in zip(parts, _limits(method, cache.index, step), strict=True):
-        if part.keys != CHOSEN and not most:
-            continue
-        turn = turn_of(method, part, step.at, q, step)
+    for part, (most, before, beyond) in zip(parts, _limits(method, cache.index, step), strict=True):
         if part.keys == CHOSEN:
-            chosen = turn
-            continue
-        first, stop = (x if isinstance(x, Tensor) else torch.full_like(step.at, x) for x in part.keys)
-        if least < 0:
-            first = first.clamp(min=0)
-        if beyond > 0:
-            stop = torch.minimum(stop, step.at + 1)
-        (recent if part.exact and RECENT in cache.state else cached).append(Span(first, stop, most, turn))
-    return DeviceParts(cached, recent, chosen)
+            chosen = turn_of(method, part, step.at, q, step)
+        elif most > 0:
+            first, stop = (x if isinstance(x, Tensor) else torch.full_like(step.at, x) for x in part.keys)
+            first = first.clamp(min=0) if before > 0 else first
+            stop = torch.minimum(stop, step.at + 1) if beyond > 0 else stop
+            span = Span(first, stop, most, turn_of(method, part, step.at, q, step))
+            (recent if part.exact and RECENT in cache.state else cached).append(span)
+    return cached, recent, chosen
 
 
-def _limits(method: Method, layer: int, step: DeviceStep) -> list[tuple[int, int, int]]:
-    """Return each part's most tokens, least start, and largest `stop - i - 1`, over all tokens i up to the bound."""
+def _limits(method: Method, layer: int, step: DeviceStep) -> list[list[int]]:
+    """Return, for each part, the largest of three numbers over all tokens i up to the bound.
+
+    The numbers are the tokens of the span, the places that its start is before token 0, and those that it reaches
+    beyond i.
+    """
     found = []
     for i in torch.arange(step.bound).split(EVALUATED_AT_ONCE):
-        found.append([_limit(part, i) for part in declared(method, i, layer, step.bound, step.sliding_window)])
-    by_part = (zip(*limits, strict=True) for limits in zip(*found, strict=True))
-    return [(max(most), min(least), max(beyond)) for most, least, beyond in by_part]
-
-
-def _limit(part: Part, i: Tensor) -> tuple[int, int, int]:
-    if part.keys == CHOSEN:
-        return 0, 0, 0
-    first, stop = (torch.as_tensor(edge) for edge in part.keys)
-    most = (torch.minimum(stop, i + 1) - first.clamp(min=0)).max()
-    return max(0, int(most)), int(first.min()), int((stop - i - 1).max())
+        parts = declared(method, i, layer, step.bound, step.sliding_window)
+        spans = [(0, i) if part.keys == CHOSEN else part.keys for part in parts]
+        first, stop = (
+            torch.stack([torch.as_tensor(x).expand(len(i)) for x in edges]) for edges in zip(*spans, strict=True)
+        )
+        sizes = torch.minimum(stop, i + 1) - first.clamp(min=0)
+        found.append(torch.stack((sizes, -first, stop - i - 1), dim=1).amax(dim=2))
+    limits: list[list[int]] = torch.stack(found).amax(dim=0).tolist()
+    return limits
 
 
 def runs_of(spans: Sequence[Span]) -> Runs:

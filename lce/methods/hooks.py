@@ -20,7 +20,8 @@ from lce.cache.method_state import MethodState
 from lce.errors import UsageError, shown
 from lce.methods.costs import Cost
 
-Check = Callable[..., None]  # arguments: the method, the hook's name, the returned value, and the hook's arguments
+# Takes the method, the returned value and the hook's arguments; returns what was expected, or None if the value fits.
+Check = Callable[..., str | None]
 
 
 def guard(cls: type, checks: Mapping[str, Check]) -> None:
@@ -36,20 +37,14 @@ def guard(cls: type, checks: Mapping[str, Check]) -> None:
 
 
 def _checked(hook: Callable[..., Any], check: Check) -> Callable[..., Any]:
-    name: str = hook.__name__
-
     @functools.wraps(hook)
     def checked(method: Any, *args: Any, **kwargs: Any) -> Any:
         got = hook(method, *args, **kwargs)
-        check(method, name, got, *args, **kwargs)
+        if (expected := check(method, got, *args, **kwargs)) is not None:
+            raise UsageError(f"{method.label}.{hook.__name__} returned {described(got)}; expected {expected}")
         return got
 
     return checked
-
-
-def refuse(method: Any, hook: str, got: Any, expected: str) -> UsageError:
-    """Return the error for a wrong value returned by a hook."""
-    return UsageError(f"{method.label}.{hook} returned {described(got)}; expected {expected}")
 
 
 def described(value: Any) -> str:
@@ -64,19 +59,17 @@ def described(value: Any) -> str:
     return f"{kind}{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def expect_tensor(
-    method: Any, hook: str, got: Any, shape: Sequence[int | str], like: Tensor, dtype: torch.dtype | None = None,
-    words: str = "",
-) -> None:  # fmt: skip
-    """Raise unless `got` is a tensor of this shape on the device of `like`, of `dtype` if one is given.
+def tensor_check(
+    got: Any, shape: Sequence[int | str], like: Tensor, dtype: torch.dtype | None = None, words: str = ""
+) -> str | None:
+    """Check that `got` is a tensor of this shape on the device of `like`, of `dtype` if one is given.
 
     A word in `shape` stands for any size of 1 or more; the last one may stand for several dimensions: `...`.
     """
     kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
     if not isinstance(got, Tensor) or not _fits(got.shape, shape) or dtype not in (None, got.dtype):
-        raise refuse(method, hook, got, f"[{', '.join(map(str, shape))}]{kind}{words}")
-    if got.device != like.device:
-        raise refuse(method, hook, got, f"it on {like.device}, not on {got.device}")
+        return f"[{', '.join(map(str, shape))}]{kind}{words}"
+    return None if got.device == like.device else f"it on {like.device}, not on {got.device}"
 
 
 def _fits(got: Sequence[int], shape: Sequence[int | str]) -> bool:
@@ -92,33 +85,28 @@ def _is_count(value: Any, least: int) -> bool:
 
 def _must(fits: Callable[..., bool], expected: str) -> Check:
     """Return a check that a hook's result `fits`; `{0}` in `expected` is the hook's first argument."""
-
-    def check(method: Any, hook: str, got: Any, *given: Any, **named: Any) -> None:
-        if not fits(got, *given):
-            raise refuse(method, hook, got, expected.format(*given))
-
-    return check
+    return lambda method, got, *given, **_: None if fits(got, *given) else expected.format(*given)
 
 
-def _alike(method: Any, hook: str, got: Any, like: Tensor, *_: Any) -> None:
-    expect_tensor(method, hook, got, like.shape, like, like.dtype)
+def _alike(method: Any, got: Any, like: Tensor, *_: Any) -> str | None:
+    return tensor_check(got, like.shape, like, like.dtype)
 
 
-def _keep(method: Any, hook: str, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> None:
-    if got is not None:
-        raise refuse(method, hook, got, "None: it puts the block into the cache")
-    if cache.stop != step.stop:
+def _keep(method: Any, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> str | None:
+    if got is None and cache.stop != step.stop:
         raise UsageError(
-            f"{method.label}.{hook} cached {max(0, cache.stop - step.start)} of the block's {step.stop - step.start} "
+            f"{method.label}.keep cached {max(0, cache.stop - step.start)} of the block's {step.stop - step.start} "
             "tokens; expected all of them: call super().keep(k, v, cache, step)"
         )
+    return None if got is None else "None: it puts the block into the cache"
 
 
-def _key_positions(method: Any, hook: str, got: Any, indices: Tensor) -> None:
-    if got is not None:
-        expect_tensor(method, hook, got, indices.shape, indices, words=" numbers, or None")
-        if got.dtype == torch.bool or got.is_complex():
-            raise refuse(method, hook, got, f"{list(indices.shape)} whole or real numbers, or None")
+def _key_positions(method: Any, got: Any, indices: Tensor) -> str | None:
+    if got is None:
+        return None
+    if isinstance(got, Tensor) and got.shape == indices.shape and (got.dtype == torch.bool or got.is_complex()):
+        return f"{list(indices.shape)} whole or real numbers, or None"
+    return tensor_check(got, indices.shape, indices, words=" numbers, or None")
 
 
 def _is_state(got: Any, *_: Any) -> bool:
@@ -152,65 +140,59 @@ METHOD_CHECKS: Mapping[str, Check] = {
 }
 
 
-# The hooks of methods that select chunks
+def _summarise(method: Any, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> str | None:
+    if not method.keeps_vectors:
+        return tensor_check(got, ("S", k.shape[1], "..."), q)
+    words = " for score as it stands" if not isinstance(got, Tensor) or got.dtype == q.dtype else ""
+    return tensor_check(got, (len(q), k.shape[1], k.shape[3]), q, q.dtype, words)
 
 
-def _summarise(method: Any, hook: str, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> None:
-    if method.keeps_vectors:
-        words = " for score as it stands" if not isinstance(got, Tensor) or got.dtype == q.dtype else ""
-        expect_tensor(method, hook, got, (len(q), k.shape[1], k.shape[3]), q, q.dtype, words)
-    else:
-        expect_tensor(method, hook, got, ("S", k.shape[1], "..."), q)
-
-
-def _score(method: Any, hook: str, got: Any, q: Tensor, summary: Tensor, step: Any, layer: int) -> None:
-    expect_tensor(method, hook, got, ("C", q.shape[1], summary.shape[1]), q)
-    if len(q) % len(got) or got.is_complex():
+def _score(method: Any, got: Any, q: Tensor, summary: Tensor, step: Any, layer: int) -> str | None:
+    expected = tensor_check(got, ("C", q.shape[1], summary.shape[1]), q)
+    if expected is None and (len(q) % len(got) or got.is_complex()):
         expected = f"[C, {q.shape[1]}, {summary.shape[1]}] real numbers, where C divides {len(q)}"
-        raise refuse(method, hook, got, expected)
+    return expected
 
 
-def _log_mass(method: Any, hook: str, got: Any, scores: Tensor, *_: Any) -> None:
-    expect_tensor(method, hook, got, scores.shape, scores)
-
-
-def _forced(method: Any, hook: str, got: Any, chunk_ids: Tensor, own: Tensor) -> None:
+def _forced(method: Any, got: Any, chunk_ids: Tensor, own: Tensor) -> str | None:
     shape = len(own), len(chunk_ids)
     is_mask = isinstance(got, Tensor) and got.ndim <= 2 and got.dtype == torch.bool and got.device == own.device
-    if not is_mask or any(n not in (1, most) for n, most in zip(got.shape[::-1], shape[::-1], strict=False)):
-        raise refuse(method, hook, got, f"{list(shape)} bool on {own.device}")
+    fits = is_mask and all(n in (1, most) for n, most in zip(got.shape[::-1], shape[::-1], strict=False))
+    return None if fits else f"{list(shape)} bool on {own.device}"
 
 
-def _select(method: Any, hook: str, got: Any, scores: Tensor, step: Any) -> None:
-    _check_chosen(method, hook, got, len(scores), scores)
-    if got.device.type == "cpu" and got.numel():  # looking at values does not wait there
+def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
+    expected = _chosen_check(method, got, len(scores), scores)
+    if expected is None and got.device.type == "cpu" and got.numel():  # looking at values does not wait there
         own = (step.positions(got.device) // method.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)
         if not rising.all() or not ((got >= -1) & (got < own)).all():
             raise UsageError(
-                f"{method.label}.{hook} returned chunks out of order, twice, or not before the query's own; expected "
+                f"{method.label}.select returned chunks out of order, twice, or not before the query's own; expected "
                 "ascending ones, -1 behind the last"
             )
+    return expected
 
 
-def _choose(method: Any, hook: str, got: Any, q: Tensor, cache: Any, step: Any) -> None:
-    if got is not None:  # in a recorded step heads may share a choice
-        _check_chosen(method, hook, got, len(q) if step.at is None else len(got), q)
+def _choose(method: Any, got: Any, q: Tensor, cache: Any, step: Any) -> str | None:
+    # in a recorded step heads may share a choice
+    return None if got is None else _chosen_check(method, got, len(q) if step.at is None else len(got), q)
 
 
-def _check_chosen(method: Any, hook: str, got: Any, n_heads: int, like: Tensor) -> None:
-    shape, most = (n_heads, like.shape[1], "K"), method.n_choices
-    expect_tensor(method, hook, got, shape, like, torch.int64, f" with K {most} or fewer")
-    if got.shape[-1] > most:
-        raise refuse(method, hook, got, f"[{n_heads}, {like.shape[1]}, K] int64 with K {most} or fewer")
+def _chosen_check(method: Any, got: Any, n_heads: int, like: Tensor) -> str | None:
+    words = f" with K {method.n_choices} or fewer"
+    expected = tensor_check(got, (n_heads, like.shape[1], "K"), like, torch.int64, words)
+    if expected is None and got.shape[-1] > method.n_choices:
+        expected = f"[{n_heads}, {like.shape[1]}, K] int64{words}"
+    return expected
 
 
 SELECTION_CHECKS: Mapping[str, Check] = {
     **METHOD_CHECKS,
     "summarise": _summarise,
     "score": _score,
-    "log_mass": _log_mass,
+    "log_mass": lambda method, got, scores, *_: tensor_check(got, scores.shape, scores),
     "forced": _forced,
     "select": _select,
     "choose": _choose,
