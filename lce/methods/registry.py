@@ -1,7 +1,7 @@
-"""The methods by name, and their knobs from text.
+"""Finds methods by name, and makes their knobs from text.
 
-A method registers itself with a decorator. Another package names its class in the entry-point group `lce.methods`; the
-class is imported when the name is first used.
+A method of lce is registered by a decorator. Another package names its class in the entry-point group `lce.methods`;
+the class is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 
 ENTRY_POINTS = "lce.methods"
-MOST = 1 << 31  # no whole number of a knob is larger, so that products of two do not overflow
+MOST = 1 << 31  # the largest whole number of a knob: the product of two such numbers fits in int64
 _REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
 
@@ -46,27 +46,22 @@ def find(name: str) -> type[Method]:
     """Return the class called `name`. Raises `UsageError` with the nearest name."""
     if not isinstance(name, str):
         raise UsageError(f"method is {shown(name)}; expected a name; valid: {', '.join(available())}")
-    if name not in _REGISTRY:
-        for point in entry_points(group=ENTRY_POINTS, name=name):
-            register(name)(_loaded(point))
+    for point in () if name in _REGISTRY else entry_points(group=ENTRY_POINTS, name=name):
+        what = f"method {name!r} of {point.value}"
+        try:
+            cls = point.load()
+        except Exception as error:
+            raise UsageError(f"{what} cannot be imported: {error}") from error
+        if not (isinstance(cls, type) and issubclass(cls, Method)):
+            raise UsageError(f"{what} is {cls!r}; expected a subclass of lce.Method")
+        register(name)(cls)
     if name not in _REGISTRY:
         raise UsageError(f"unknown method {shown(name)}; {nearest(name, available())}")
     return _REGISTRY[name]
 
 
-def _loaded(point: Any) -> type[Method]:
-    """Return the class that an entry point names. Raises `UsageError` for anything that its import raises."""
-    try:
-        cls = point.load()
-    except Exception as error:
-        raise UsageError(f"method {point.name!r} of {point.value} cannot be imported: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise UsageError(f"method {point.name!r} of {point.value} is {cls!r}; expected a subclass of lce.Method")
-    return cls
-
-
 def as_method(method: str | Method) -> Method:
-    """Return a method by name, or an instance with checked knobs, each of its own type. Raises `UsageError`."""
+    """Return a method by name, or an instance after a check of the types of its knobs. Raises `UsageError`."""
     if isinstance(method, str):
         return make(method)
     if isinstance(method, type) and issubclass(method, Method):
@@ -84,9 +79,9 @@ def as_method(method: str | Method) -> Method:
 
 
 def _knob(what: str, value: Any, kind: Any) -> Any:
-    """Return a value as its kind: for a bool, 0 and 1 will do. Raises `UsageError` for others.
+    """Return a knob's value, 0 and 1 as a bool for a knob of that kind. Raises `UsageError` for another kind of value.
 
-    Kinds that `convert` does not know are not checked.
+    A knob whose kind `convert` does not know is not checked.
     """
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     arms = typing.get_args(kind) if is_union else (kind,)
@@ -105,39 +100,32 @@ def _knob(what: str, value: Any, kind: Any) -> Any:
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """Return the method `name` with these options; values may be text, as on a command line. Raises `UsageError`.
 
-    The option `preset` names a setting of `cls.presets`; the other options come on top of it.
+    The option `preset` names a setting of the method's `presets`; the other options override the preset's.
     """
     cls = find(name)
     if options is not None and not isinstance(options, Mapping):
         raise UsageError(f"the options of method {name!r} are {shown(options)}; expected a mapping of knobs and values")
-    kinds = typing.get_type_hints(cls)
+    given, values, kinds = dict(options or {}), {}, typing.get_type_hints(cls)
+    if cls.presets and "preset" in given:
+        preset = given.pop("preset")
+        if not isinstance(preset, str) or preset not in cls.presets:
+            raise UsageError(f"method {name!r} has no preset {shown(preset)}; {nearest(str(preset), cls.presets)}")
+        given = {**cls.presets[preset], **given}
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    values = {}
-    for key, value in _with_preset(cls, options or {}).items():
+    for key, value in given.items():
         if key not in fields:
             valid = ", ".join(f"{f.name}={spelled(f.default)}" for f in fields.values()) or "(none)"
             raise UsageError(f"method {name!r} has no option {shown(key)}; valid, with defaults: {valid}")
         try:
             values[key] = convert(value, kinds[key])
         except ValueError as error:
-            given = value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else shown(value)
+            text = value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else shown(value)
             default = spelled(fields[key].default)
-            raise UsageError(f"method {name!r}: {key}={given} is not {error}; default {key}={default}") from None
+            raise UsageError(f"method {name!r}: {key}={text} is not {error}; default {key}={default}") from None
     for key, field in fields.items():
         if key not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UsageError(f"method {name!r} needs {key}: give -o {key}=VALUE")
     return cls(**values)
-
-
-def _with_preset(cls: type[Method], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the settings of the options' preset, if any; options override the preset. Raises `UsageError`."""
-    given = dict(options)
-    if not cls.presets or "preset" not in given:
-        return given
-    preset = given.pop("preset")
-    if not isinstance(preset, str) or preset not in cls.presets:
-        raise UsageError(f"method {cls.name!r} has no preset {shown(preset)}; {nearest(str(preset), cls.presets)}")
-    return {**cls.presets[preset], **given}
 
 
 def spelled(value: Any) -> str:
@@ -154,16 +142,18 @@ def convert(value: Any, kind: Any) -> Any:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         is_none = value is None or (isinstance(value, str) and value == "none")
         return None if is_none else convert(value, inner[0])
+    is_small = isinstance(value, int) and abs(value) <= MOST
+    word = str(value) if is_small or isinstance(value, str) else ""
     if typing.get_origin(kind) is Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
-        if _text(value) not in choices:
+        if word not in choices:
             raise ValueError("one of " + ", ".join(choices))
-        return choices[_text(value)]
+        return choices[word]
     if kind is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if _text(value).lower() not in words:
+        if word.lower() not in words:
             raise ValueError("true or false")
-        return words[_text(value).lower()]
+        return words[word.lower()]
     if kind in (int, float) and isinstance(value, (int, kind, str)) and not isinstance(value, bool):
         try:
             number = kind(value)
@@ -177,8 +167,3 @@ def convert(value: Any, kind: Any) -> Any:
     if kind is str and isinstance(value, str):
         return value
     raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")
-
-
-def _text(value: Any) -> str:
-    """Return a word of a knob as text; none for what is neither text nor a number."""
-    return str(value) if isinstance(value, str | int) else ""
