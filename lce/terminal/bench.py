@@ -1,4 +1,4 @@
-"""`lce bench`: the report as Markdown tables and as JSON."""
+"""The output of `lce bench`: the report as Markdown tables and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportOutput:
-    """The targets of a report: Markdown to stdout and JSON to a file, or only JSON to stdout if the file is `-`."""
+    """The output of a report: Markdown to stdout and JSON to `json_file`, or only JSON to stdout if the file is "-"."""
 
     json_file: str | None
     quiet: bool
@@ -44,7 +44,7 @@ class ReportOutput:
                 bench.run(bar)
         finally:
             if (report := bench.report).rows:
-                content = dataclasses.asdict(report)  # times in seconds, sizes in bytes
+                content = dataclasses.asdict(report)
                 output.object(content)
                 output.text(*report_lines(report))
                 if self.json_file not in (None, "-"):
@@ -57,7 +57,7 @@ report_options = options.packed("output", ReportOutput, _JSON, options.quiet_opt
 
 
 def report_lines(report: Report) -> list[str]:
-    """Return a report as Markdown: setting, ceilings, a row for each method and length, and step times."""
+    """Return a report as lines of Markdown."""
     best, runs = report.ceilings, f"{report.repeats} run{'s' if report.repeats > 1 else ''}"
     setting = f"{report.model}, {report.dtype} on {report.device}, window {report.window:,}; lce {report.version}"
     names = "method, length, prefill tok/s, of products, decode tok/s, of reading, read a token, first token s"
@@ -95,12 +95,12 @@ def _spread(spread: Spread) -> str:
 
 
 def _number(x: float) -> str:
-    """Format a number to three figures: `1,622`, `40.7`, `0.316`."""
+    """Format a number to three digits, such as `40.7`, but show all digits of large ones: `1,622`."""
     return f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
 
 
 def _step(times: StepTimes) -> list[str]:
-    """Return the cells of a step: its time in milliseconds, and the shares of its parts."""
+    """Return the table cells of a step: its time in milliseconds, and the share of each part."""
     what = f"{times.step}, {times.tokens:,} token{'s' if times.tokens > 1 else ''}"
     shares = [f"{s / times.total_s:.0%}" for s in times.seconds.values()]
     return [f"`{times.method}`", f"{times.length:,}", what, _number(1000 * times.total_s), *shares]

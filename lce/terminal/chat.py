@@ -26,7 +26,7 @@ HELP = """\
 /help       show these commands
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
 A line that begins with // is a message that begins with /."""
-PATHS = {"file": "document.txt", "save": "chat.lce"}  # the commands that take a path, with an example
+PATHS = {"file": "document.txt", "save": "chat.lce"}  # Examples of the paths that commands take.
 
 
 @dataclass
@@ -39,12 +39,12 @@ class ChatLoop:
     conversation: lce.Conversation
     output: Output
     answering: dict[str, Any]  # options of `Conversation.stream`
-    saved: set[str] = field(default_factory=set)  # files that /save may replace
-    files: list[str] = field(default_factory=list)  # texts to put before the next message
+    saved: set[str] = field(default_factory=set)  # the files that /save may replace
+    files: list[str] = field(default_factory=list)  # the texts of files that go before the next message
     terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
     def run(self) -> None:
-        """Talk until stdin ends or /exit."""
+        """Answer messages and run commands until stdin ends or the command /exit."""
         if self.terminal:
             self._note("Type a message, or /help. Ctrl-D ends.")
         for line in self._lines():
@@ -70,7 +70,7 @@ class ChatLoop:
             try:
                 if not sys.stdout.isatty():
                     click.echo("> ", err=True, nl=False)
-                line = input("> " if sys.stdout.isatty() else "")  # readline must know the mark
+                line = input("> " if sys.stdout.isatty() else "")  # readline must know the prompt mark
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -79,7 +79,7 @@ class ChatLoop:
                 yield line
 
     def _command(self, name: str = "", argument: str = "") -> bool:
-        """Run a command; return False if the chat ends."""
+        """Run a command and return whether the chat goes on."""
         if name in PATHS and not argument:
             raise UsageError(f"/{name} takes a path, such as /{name} {PATHS[name]}")
         path = os.path.expanduser(argument.strip())

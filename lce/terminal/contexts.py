@@ -1,4 +1,4 @@
-"""Commands that continue a context file: options from the file, and options from the command line."""
+"""Continues context files: the options of a context are those of its file, unless the command line has others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class MethodOption:
-    """The method and the knobs on a command line; None if no method is named."""
+    """The method and the knobs of a command line. `method` is None if the command line names no method."""
 
     method: str | None
     knobs: Mapping[str, str]
@@ -21,10 +21,10 @@ class MethodOption:
     def load(
         self, model: str, context_file: str | None, loading: Mapping[str, Any]
     ) -> tuple[lce.Engine, lce.Context | None]:
-        """Return the engine for a new text, by default `full`, or for a context file, with the file's options.
+        """Return an engine and the context of a context file; for no file, an engine for new texts, and None.
 
-        Options of the command line override the file's. The second is the file's context. Raises an error for options
-        that contradict the file.
+        The engine has the options of the file, overridden by those of the command line; for new texts the default
+        method is `full`. Raises an error for options that contradict the file.
         """
         if context_file is None:
             name = "full" if self.method is None else self.method
@@ -39,7 +39,7 @@ class MethodOption:
 
 
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `loading` with missing options of `lce.load` taken from a context file."""
+    """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
     own: dict[str, Any] = {"window": context.window}
     if loading.get("rope") is None and loading.get("rope_factor") is None:
         own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
@@ -56,7 +56,7 @@ def ask(
     engine: lce.Engine, prompt: str | Sequence[Mapping[str, str]], context: lce.Context | None, *,
     max_tokens: int, sampling: lce.Sampling, progress: Progress,
 ) -> tuple[lce.Stream, Callable[[str], None]]:  # fmt: skip
-    """Return the answer to a prompt or a chat's messages, and a function that saves the context once complete."""
+    """Return the answer to a prompt or to a chat's messages, and a function that saves the context after the answer."""
     if not isinstance(prompt, str):
         conversation = engine.conversation(context=context)
         stream = conversation.stream(prompt, max_tokens=max_tokens, sampling=sampling, progress=progress)
@@ -68,7 +68,7 @@ def ask(
 
 
 def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
-    """Return the first and last words of a context's text, by the model that read the text."""
+    """Return the first and the last `n_tokens` tokens of a context as text, decoded by the model that read them."""
     engine, opened = MethodOption(None, {}).load(model, str(context.path), {})
     ids = opened.token_ids if opened is not None else []
     return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])

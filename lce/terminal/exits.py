@@ -15,7 +15,7 @@ import click
 from lce.errors import CapacityError, LceError
 
 INTERRUPTED = 130
-DEBUG = "lce.debug"  # key of click's `meta`: show tracebacks
+DEBUG = "lce.debug"  # The key in click's `meta` that says whether tracebacks are shown.
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory")
@@ -67,7 +67,7 @@ def keep_interrupts() -> None:
     def hook(ignored: sys.UnraisableHookArgs) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             main = threading.main_thread().ident
-            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # the signal also ends a wait
+            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # it also ends a wait
             again.daemon = True
             again.start()
         else:
@@ -84,16 +84,16 @@ def leave_interrupted() -> NoReturn:
 
 
 def report_failure(error: BaseException) -> int:
-    """Print a failure's line to stderr; return the exit code."""
+    """Print a failure's line to stderr and return the exit code."""
     try:
         sys.stdout.flush()
-    except OSError:  # drop pending output, so that Python's exit does not fail too
+    except OSError:  # stdout is broken: what is pending goes to /dev/null, so that Python's exit does not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    notes: list[str] = getattr(error, "__notes__", [])  # how to resume; embedders can read the notes too
-    cause: BaseException | None = error  # interrupted compiled modules raise an ImportError
+    notes: list[str] = getattr(error, "__notes__", [])  # say how to resume an interrupted command
+    cause: BaseException | None = error  # a compiled module that Ctrl-C interrupts raises an ImportError
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
-    if cause is None and isinstance(error, BrokenPipeError):  # the reader of stdout closed it, as `head` does
+    if cause is None and isinstance(error, BrokenPipeError):  # another program closed our stdout, as `head` does
         return 0
     code, line = (INTERRUPTED, "\nlce: interrupted") if cause else classify(error)
     click.echo("; ".join([line, *notes]), err=True)

@@ -1,4 +1,4 @@
-"""The commands' output: closing lines of figures, tables and JSON objects."""
+"""Formats the commands' output: closing lines with speeds and sizes, tables, and JSON objects."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def generation_line(stats: Stats) -> str:
 
 
 def prefill_line(stats: Stats, decode: str = "") -> str:
-    """Return the closing line of a prefill; `decode` has a following generation's figures."""
+    """Return the closing line of a prefill, or of a generation whose speeds are the text `decode`."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
     return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {decode}{memory_text(stats)}"
 
 
 def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
-    """Return the cache's size in each tier, the peak memory, and the traffic through each of several tiers."""
+    """Return the cache's size in each tier, the peak memory, and the traffic of each tier as text."""
     held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
     cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
     peak = ", ".join(f"{where} {size_text(size)}" for where, size in (peaks or peak_memory()).items())
@@ -45,7 +45,7 @@ def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
 
 
 def _traffic_text(traffic: Traffic) -> str:
-    """Format the traffic of one tier: `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    """Return the traffic of one tier, such as `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
     requests = traffic.hits + traffic.misses
     hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
     early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
@@ -53,19 +53,19 @@ def _traffic_text(traffic: Traffic) -> str:
 
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
-    """Return a generation, with the method and the figures that produced it."""
+    """Return a generation as JSON, with its method and its statistics."""
     used = {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}
     return {**dataclasses.asdict(generation), "stats": stats_object(generation.stats), "method": used}
 
 
 def stats_object(stats: Stats) -> dict[str, Any]:
-    """Return the figures of a run, with its speeds and the peak memory of the process."""
+    """Return the statistics of a run as JSON, with its speeds and the peak memory of the process."""
     speeds = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
     return {**dataclasses.asdict(stats), **speeds, "peak_memory": peak_memory()}
 
 
 def recall_lines(recalls: Sequence[Recall]) -> list[str]:
-    """Return top-k recall of the low-dim keys: a line a layer, then the mean."""
+    """Return the top-k recall of low-dim keys as text: a line for each layer, then the mean."""
     rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
     rows.append(("mean", fmean(recall.calibrated for recall in recalls), fmean(recall.pca for recall in recalls)))
     head = f"{'layer':<8}{'calibrated':>12}{'pca':>10}  recall of the best {recalls[0].top_k} tokens"
@@ -73,7 +73,7 @@ def recall_lines(recalls: Sequence[Recall]) -> list[str]:
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
-    """Return a method's name, the first line of its docstring, and its knobs with types, defaults and meanings."""
+    """Return a method as JSON: its name, the first line of its docstring, its knobs and its presets."""
     hints = typing.get_type_hints(cls)
     return {
         "name": name,
@@ -92,7 +92,7 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
-    """Return the object of `method_object` as text."""
+    """Return what `method_object` returns as text."""
     from lce.methods.registry import spelled
 
     rows = [(f"{x['name']}={spelled(x['default'])}", x["type"], x["meaning"] or "") for x in method["options"]]
@@ -104,13 +104,13 @@ def method_lines(method: dict[str, Any]) -> list[str]:
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:
-    """Return a plan, with sizes in bytes; null for a length or size that is unbounded or unknown."""
+    """Return a plan as JSON, with sizes in bytes. An unbounded length or an unknown size is null."""
     tiers = {tier: {"needed": need.needed, **dataclasses.asdict(need)} for tier, need in plan.tiers.items()}
     return {**dataclasses.asdict(plan), "tiers": tiers, "fits": plan.fits}
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Return a plan as text: a row a tier."""
+    """Return a plan as text, with a table row for each tier."""
     rows = [["tier", "needed", "available", "keys and values", "budget", "kept besides", "weights"]]
     for tier, n in plan.tiers.items():
         available = "unknown" if n.available is None else size_text(n.available)
@@ -126,14 +126,14 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
-    """Return the distances at which a method attends keys (null: not attended), and the settings of the run."""
+    """Return an explanation as JSON. The distance of a key that is not attended is null."""
     setting = {name: getattr(explanation, name) for name in ("window", "tokens", "block", "head", "seed")}
     method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
     return {**method, **setting, "distances": explanation.rows()}
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """Return an explanation as text: a row a query, a column a key, a dot for a key that is not attended."""
+    """Return an explanation as text: rows are queries, columns keys, and a dot is a key that is not attended."""
     rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
     heads = [str(index) for index in range(explanation.tokens)]
     width = max(len(cell) for row in [heads, *rows] for cell in row)
@@ -164,7 +164,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def model_object(model: ModelInfo) -> dict[str, Any]:
-    """Return a model as JSON; null for parts that the folder lacks."""
+    """Return a model as JSON. Parts that the folder lacks are null."""
     config = dataclasses.asdict(dataclasses.replace(model.config, published={}))
     own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     del config["published"], own["config"]
@@ -198,13 +198,13 @@ def model_lines(model: ModelInfo) -> list[str]:
 
 
 def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
-    """Return a context file as JSON; `ends` are the first and last words of the text, if a model decoded them."""
+    """Return a context file as JSON. `ends` are the first and the last words of its text, None if not decoded."""
     plain = dataclasses.asdict(context)
     return {"kind": "context", **plain, "path": str(context.path), "knobs": dict(context.knobs), "text": ends}
 
 
 def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:
-    """Return a context file as text."""
+    """Return a context file as text: its properties, and the ends of its text if they are given."""
     working = f"under work: {context.cached:,} tokens are read; prefill again to go on"
     rows = {
         "context": named(context.path),
@@ -227,7 +227,7 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
 
 
 def _word(text: str) -> str:
-    """Return a word of a file, which is not trusted, escaped."""
+    """Return a word with its control characters escaped, since files are not trusted."""
     return shown(text)[1:-1]
 
 
@@ -248,6 +248,6 @@ def _table(rows: Mapping[str, str]) -> list[str]:
 
 
 def quantised_line(model: ModelInfo) -> str:
-    """Return a command's closing line with a quantised checkpoint's size."""
+    """Return the closing line of `lce quantize`, with the size of the new checkpoint."""
     bits = 8 * (model.weight_bytes or 0) / model.parameters
     return f"lce: {named(model.folder)}: {size_text(model.weight_bytes or 0)}, {bits:.2f} bits a weight"

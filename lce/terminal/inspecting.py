@@ -34,7 +34,7 @@ def write_recording(
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
-    options: dict[str, str] = {}  # by file: one output would overwrite the other, or the prompt
+    options: dict[str, str] = {}  # the option of each file: no output may overwrite another file of the command
     for option, file in {"--prompt-file": prompt["prompt_file"], "--out": out, "--json": json_file}.items():
         if file not in (None, "-") and (same := options.setdefault(os.path.realpath(file), option)) != option:
             raise UsageError(f"{same} and {option} are both {named(file)}; name another file")

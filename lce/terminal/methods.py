@@ -1,4 +1,4 @@
-"""The methods that `--method` and `-o` name, `all` among the names, and a check that texts fit under each method."""
+"""Makes the methods that `--method` and `-o` name on a command line, and checks whether texts fit under each."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def methods_of(
     names: Sequence[str], knobs: Mapping[str, str], loading: Mapping[str, Any],
     suits: Callable[[lce.Method], bool] = lambda method: True,
 ) -> list[lce.Method]:  # fmt: skip
-    """Return the methods called `names`. `all` stands for methods that serve the model and that `suits` accepts.
+    """Return the methods called `names`. `all` stands for the methods that serve the model and that `suits` accepts.
 
-    `all` excludes methods for analysis, which can be named besides. A method that lacks something, such as the learned
+    `all` excludes methods for analysis, which can be named as well. A method that lacks something, such as the learned
     maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, KEY=VALUE is for
     the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises `UsageError`.
     """
@@ -33,14 +33,14 @@ def methods_of(
     others = [name for name in lce.methods.available() if name not in classes or not classes[name].analysis]
     listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in named), *named]))
     check_owned(knobs, listed)
-    resolved(method="full", **loading)  # the model itself can be read
+    resolved(method="full", **loading)  # raises an error if the model cannot be read
     serving = [_serving(name, knobs, listed, loading) for name in listed if name not in named]
     found = [method for method in serving if method is not None and suits(method)]
     return found + [lce.methods.make(name, owned(name, knobs, listed)) for name in named]
 
 
 def _classes(names: Sequence[str]) -> dict[str, type[lce.Method]]:
-    """Return the methods' classes by name, without those that a package has broken: making one reports the error."""
+    """Return the classes of methods by name, without the methods of packages that cannot be imported."""
     found = {}
     for name in names:
         with contextlib.suppress(UsageError):
@@ -49,7 +49,7 @@ def _classes(names: Sequence[str]) -> dict[str, type[lce.Method]]:
 
 
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the knobs of one of several methods: KEY=VALUE is for all, and NAME.KEY=VALUE overrides it for NAME."""
+    """Return the knobs of the method `name`: KEY=VALUE is for all methods, NAME.KEY=VALUE overrides it for NAME."""
     chosen = {key: value for key, value in knobs.items() if "." not in key}
     for key, value in knobs.items():
         owner, dot, own_key = key.partition(".")
@@ -85,7 +85,7 @@ def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
 def _serving(
     name: str, knobs: Mapping[str, str], names: Sequence[str], loading: Mapping[str, Any]
 ) -> lce.Method | None:
-    """Return a method of `all` with its knobs; None, with a note, if not even its defaults can serve the model."""
+    """Return a method with its knobs; None, with a note, if the method cannot serve the model with its defaults."""
     from lce.engine.loading import resolved
 
     try:
@@ -96,7 +96,7 @@ def _serving(
         serves = False
         with contextlib.suppress(LceError):
             resolved(method=name, **loading)
-            serves = True  # the knobs are at fault
+            serves = True  # with its defaults: the knobs are wrong
         if serves or any(key.startswith(f"{name}.") for key in knobs):
             raise
         note(f"--method all leaves {name} out: {error}")
@@ -104,7 +104,7 @@ def _serving(
 
 
 def check_capacity(model: str, methods: Sequence[lce.Method], tokens: int, loading: Mapping[str, Any]) -> None:
-    """Raise `CapacityError` for the first method under which `tokens` do not fit; `loading` is for `lce.load`."""
+    """Raise `CapacityError` if `tokens` tokens do not fit under one of the methods. `loading` is for `lce.load`."""
     from lce.engine.loading import SizeOptions
 
     sizes: Any = {name: loading[name] for name in SizeOptions.__annotations__}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lce.engine.operations import OperationCount, Operations
     from lce.methods.costs import PaperFigure
 
-COUNTED = {  # a field of `OperationCount` to its name in the table
+COUNTED = {  # the fields of `OperationCount`, with their names in the table
     "projections": "projections around attention",
     "mlp": "MLP",
     "head": "head",
@@ -27,7 +27,7 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def operations_object(counted: Operations) -> dict[str, Any]:
-    """Return counted operations with sums; null if a method does not tell its cost."""
+    """Return counted operations and their sums as JSON. Numbers are null if a method does not tell its cost."""
 
     def work_object(work: OperationCount) -> dict[str, Any]:
         sums = {name: getattr(work, name) for name in ("selection", "operations", "flops", "bytes_read", "share")}
@@ -38,7 +38,7 @@ def operations_object(counted: Operations) -> dict[str, Any]:
 
 
 def operations_lines(counted: Operations) -> list[str]:
-    """Return counted operations a token as a table: a row a kind, a column a phase."""
+    """Return the operations and bytes of a token as a table: rows are kinds, columns prefill and decode."""
 
     def row(text: str, name: str, shown: Callable[[float], str], *, whole: bool = False) -> list[str]:
         found = [(getattr(work, name), 1 if whole else work.tokens) for work in (counted.prefill, counted.decode)]

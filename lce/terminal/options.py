@@ -32,7 +32,7 @@ Decorator = Callable[[Command], Command]
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
-    """A number of things, `4096` or `4k`. With `several`, a list with commas: `512,2k` is [512, 2048]."""
+    """The type of a count, `4096` or `4k`, or with `several` of a list of counts: `512,2k` is [512, 2048]."""
 
     name = "count"
 
@@ -52,7 +52,7 @@ COUNT, INDEX, COUNTS = Count(), Count(least=0), Count(several=True)
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Declare options, shown in this order, whose values reach the command as one argument: `name=make(**values)`.
+    """Declare options whose values reach the command as one argument, `name=make(**values)`. Help keeps their order.
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
@@ -83,7 +83,7 @@ def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
 
 
 def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """Return each name once: the callback of a repeatable option that also takes lists with commas."""
+    """Return the names of a repeatable option that also takes lists with commas, each once: a callback."""
     names = list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
     if values and not names:
         known = "lce eval tasks" if param.name == "tasks" else "lce methods"
@@ -108,7 +108,7 @@ def _suite(
 
 
 def new_file(path: str | None, force: bool) -> str | None:
-    """Check the path of a file that a command will write, before any work, and return the path; None for none.
+    """Check the path of a file that a command will write, before any work, and return the path. None is no file.
 
     Raises `DataError` for anything but a regular file, and `UsageError` for an existing file unless `force`.
     """
@@ -172,7 +172,7 @@ def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]
 def flag(usage: str, help: str, **how: Any) -> Decorator:
     """Declare an option as its help shows it: `flag("--max-tokens -n TOKENS", "Write at most this many tokens.")`.
 
-    `dest` is the name of the argument that it becomes, if not the flag's; `how` is for `click.option`.
+    The argument of the command has the name `dest`, by default that of the flag. `how` is for `click.option`.
     """
     words, dest = usage.split(), how.pop("dest", None)
     flags = [word for word in words if word.startswith("-")]
@@ -290,7 +290,7 @@ json_options = packed("output", Output, _JSON, debug_option)
 
 
 def asked_options(n: int) -> Decorator:
-    """Declare the samples of one task, `n` for each length by default; they reach the command as `asked`."""
+    """Declare the options of one task, with `n` samples for each length by default, which are the argument `asked`."""
     return packed(
         "asked",
         _asked,
@@ -303,5 +303,5 @@ def asked_options(n: int) -> Decorator:
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:
-    """Declare `--NAME FILE`, a file to write, and `--force`; they reach the command as one checked path."""
+    """Declare `--NAME FILE`, a file to write, and `--force`. They reach the command as one checked path."""
     return packed(name, new_file, flag(f"--{name} FILE", help, dest="path", required=required), _FORCE)

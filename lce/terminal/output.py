@@ -1,4 +1,4 @@
-"""A command's output: the result to stdout, as text or JSON; progress and figures to stderr."""
+"""Writes a command's output: the result to stdout, as text or JSON, and progress and figures to stderr."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lce.engine.stream import Stream
 
 
-FIRST_LINE_S = 5.0  # seconds; shorter work prints no line if stderr is no terminal
-NEXT_LINE_S = 10.0
+FIRST_LINE_S = 5.0  # Where stderr is no terminal, the first line of progress comes after so many seconds,
+NEXT_LINE_S = 10.0  # and each further line after so many more.
 
 
 def note(text: str) -> None:
@@ -30,7 +30,7 @@ def note(text: str) -> None:
 
 
 class ProgressLines:
-    """Occasional lines of progress, for a stderr that is no terminal.
+    """A function that writes a line of progress now and then, for a stderr that is no terminal.
 
     Example: `prefill 8,192 of 32,000, 1,504 tok/s, 16 s left`.
     """
@@ -38,11 +38,11 @@ class ProgressLines:
     def __init__(self, label: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.label, self.unit, self.clock = label, unit, clock
         self.due = clock() + FIRST_LINE_S
-        self.begin: tuple[float, int] | None = None  # the time and the units of the first call
+        self.begin: tuple[float, int] | None = None  # the time and the units done at the first call
 
     def __call__(self, done: int, total: int) -> None:
         now = self.clock()
-        began, before = self.begin = self.begin or (now, done)  # a job may begin in the middle
+        began, before = self.begin = self.begin or (now, done)  # a resumed job does not begin at 0
         if now < self.due or done >= total:
             return
         self.due = now + NEXT_LINE_S
@@ -66,9 +66,9 @@ class Output:
 
     @contextmanager
     def bar(self, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-        """Show progress on stderr, with speed and time left; yield a function of the units done and the total.
+        """Show progress on stderr: a bar on a terminal, elsewhere a line now and then.
 
-        On a terminal progress is a bar, elsewhere occasional lines.
+        Yield a function of the units done and the total.
         """
         if not self.quiet and sys.stderr.isatty():
             with reported(True, label, unit) as advance:
@@ -78,9 +78,9 @@ class Output:
 
     @contextmanager
     def bars(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show one bar a stage; yield a function of the stage, the units done and the total."""
+        """Show one bar for each stage. Yield a function of the stage, the units done and the total."""
         with ExitStack() as current:
-            advance: dict[str, Callable[[int, int], None]] = {}  # of the current stage
+            advance: dict[str, Callable[[int, int], None]] = {}  # has the current stage alone
 
             def advance_stage(stage: str, done: int, total: int) -> None:
                 if stage not in advance:
@@ -93,9 +93,10 @@ class Output:
 
     @contextmanager
     def noting(self, *beyond: str | None) -> Iterator[list[str]]:
-        """Show lce's own warnings as notes on stderr, the first of a kind, and append them to the yielded list.
+        """Show the first of lce's own warnings of each kind as a note on stderr, and append it to the yielded list.
 
-        `beyond` has known notes on the window, None for a text within it; further window warnings are then dropped.
+        `beyond` has notes on the window that are shown at once, None for a text within the window. If it is given, the
+        warnings on the window are dropped.
         """
         kinds: set[type[Warning]] = {WindowWarning} if beyond else set()
         texts = [text for text in beyond if text is not None]
@@ -132,7 +133,7 @@ class Output:
             click.echo(line, err=True)
 
     def generation(self, stream: Stream) -> None:
-        """Run a generation to its end and write the text as it comes, except under --json.
+        """Run a generation to its end and, except under --json, write the text as it comes.
 
         A line break follows the text, even if the generation is interrupted.
         """

@@ -13,13 +13,12 @@ from lce.files import JsonError, named, open_regular, parse_json
 from lce.sizes import size_text
 from lce.system import free_host_memory
 
-BYTES_OF_TEXT = 16  # most memory that a byte of text takes until encoded
-MAX_MESSAGES_BYTES = 256 << 20
+BYTES_OF_TEXT = 16  # The most memory that a byte of text takes, with its characters and token ids.
 MAX_MESSAGES_VALUES = 1 << 20
 
 
 def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
-    """Return the prompt of the options. Raises `UsageError` for none, `DataError` for an unreadable file."""
+    """Return the prompt of a command line. Raises `UsageError` for none, and `DataError` for an unreadable file."""
     if text is not None and prompt is not None:
         raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
     prompt = text if prompt is None else prompt
@@ -72,10 +71,8 @@ def decoded(data: bytes, source: str) -> str:
 
 
 def read_messages(name: str) -> list[Any]:
-    """Return the list in a JSON file, or in stdin for "-". The chat template checks the entries."""
+    """Return the list in a JSON file, or in stdin for "-". Its entries are checked by the chat template."""
     source, data = read_bytes(name)
-    if len(data) > MAX_MESSAGES_BYTES:
-        raise DataError(f"{source} is larger than {MAX_MESSAGES_BYTES} bytes; expected messages of a chat")
     expected = 'expected a list of {"role": a string, "content": a string}'
     try:
         found = parse_json(data.removeprefix("\ufeff".encode()), MAX_MESSAGES_VALUES)
@@ -87,7 +84,7 @@ def read_messages(name: str) -> list[Any]:
 
 
 def read_bytes(name: str) -> tuple[str, bytes]:
-    """Return a regular file's name for messages and its bytes; "-" is stdin."""
+    """Return a file's name for error messages, and its bytes. The file "-" is stdin."""
     stdin = name == "-"
     source, remedy = ("stdin", "give a file") if stdin else (named(name), "check the path and its permissions")
     if stdin and sys.stdin is None:

@@ -70,7 +70,7 @@ def test_prints_markdown_and_writes_json(tiny_model: Path, tmp_path: Path) -> No
     assert content["methods"]["longheads"].startswith("LongHeads(chunk_size=8")
     alone = run(*args, "--json", "-", "--quiet")
     assert (alone.exit_code, alone.stderr) == (0, "")
-    assert json.loads(alone.stdout)["ceilings"] == {"reading": 1e9, "copying": 2e9, "product": 3e12, "rows": 8}
+    assert json.loads(alone.stdout)["ceilings"] == {"reading": 1e9, "copying": 2e9, "product": 3e12, "rows": 40}
 
 
 def test_says_once_that_a_text_is_beyond_the_window(tiny_model: Path) -> None:

@@ -8,7 +8,6 @@
 """
 
 from lce.lab.bench.ceilings import Ceilings, machine
-from lce.lab.bench.measure import Bench, Subject, bench
-from lce.lab.bench.report import Report, Row, Spread, StepTimes
+from lce.lab.bench.measure import Bench, Report, Row, Spread, StepTimes, Subject, bench
 
 __all__ = ["Bench", "Ceilings", "Report", "Row", "Spread", "StepTimes", "Subject", "bench", "machine"]

@@ -1,4 +1,4 @@
-"""The machine: its name and measured ceilings of reading memory, copying memory and matrix products."""
+"""Names the machine, and measures how fast it reads memory, copies memory and multiplies matrices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +17,16 @@ from torch import Tensor
 from lce.system import free_memory
 
 CPUINFO = Path("/proc/cpuinfo")
-MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # of a tensor to read: far more than the caches
-Shape = tuple[int, int]  # of a matrix: inputs, outputs
+MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # The bounds of the size of a tensor to read: far more than the caches.
+Shape = tuple[int, int]  # The inputs and outputs of a matrix.
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The machine's best rates in several tries: `reading` and `copying` in bytes a second (copied bytes count twice),
-    `product` in floating-point operations a second, for `rows` rows with every matrix of a layer.
+    """The machine's best measured rates.
+
+    `reading` and `copying` memory are in bytes a second, of which a copied byte counts as two. `product` is in
+    floating-point operations a second, of products of `rows` rows with every matrix of a layer.
     """
 
     reading: float
@@ -33,14 +35,12 @@ class Ceilings:
     rows: int
 
     def best(self, other: Ceilings) -> Ceilings:
-        """Return the higher of each rate of two measurements."""
-        pairs = ((getattr(self, rate), getattr(other, rate)) for rate in ("reading", "copying", "product"))
-        reading, copying, product = map(max, pairs)
-        return Ceilings(reading, copying, product, self.rows)
+        """Return the higher of each rate of two measurements with the same rows."""
+        return Ceilings(*map(max, astuple(self), astuple(other)))
 
 
 def machine() -> str:
-    """Return the processor, its cores, the GPU if any, and the versions of torch and Python."""
+    """Return the processor, its cores, the GPU if any, and the versions of torch and Python as text."""
     cpu = platform.processor() or platform.machine()
     for line in CPUINFO.read_text().splitlines() if CPUINFO.exists() else []:
         if line.startswith("model name"):
@@ -54,7 +54,7 @@ def machine() -> str:
 
 
 def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Measure the machine with torch's current threads. Time: 1 to 2 s. Bytes: 2 GiB, or a quarter of free memory."""
+    """Measure the machine with torch's current threads. Takes 1 to 2 s, and 2 GiB or a quarter of free memory."""
     free = free_memory(device) or 8 * MOST_BYTES
     n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // torch.float32.itemsize
     numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
@@ -80,7 +80,7 @@ def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor,
         try:
             onednn(torch.zeros(1, 8), torch.zeros(8, 8))
             found.append(onednn)
-        except (AttributeError, RuntimeError, TypeError):  # a private operator, which may be missing
+        except (AttributeError, RuntimeError, TypeError):  # the operator is private and may be missing
             pass
     return found
 

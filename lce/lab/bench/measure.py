@@ -1,4 +1,4 @@
-"""Runs the measurements: methods by lengths, in turns, so that slow moments of the machine affect all methods.
+"""Runs the measurements: the methods take turns at each length, so that slow moments of the machine affect all alike.
 
 A run prefills a text of random tokens into a new context, draws the first token, then decodes. The first decode step
 fills caches and is not timed. For each method and length, an untimed first run compiles kernels and counts what a step
@@ -6,34 +6,109 @@ reads and computes.
 
 A decode step must read each weight once, one row of the embedding, the keys and values that it attends (a chunk once
 for each KV head that chose it), and the summaries or low-dim keys that it compares. A prefill must compute two
-operations for each weight of a layer and token, the head for the last token of each block, and four times the head
-dimension for each attended pair of query and key. Scores of a selection do not count.
+operations for each weight of a layer and token, two for each weight of the head in each block, and four times the head
+dimension for each attended pair of query and key. The scores of a selection do not count.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lce
 from lce.errors import CapacityError, UsageError
-from lce.lab.bench.ceilings import Ceilings, Shape, ceilings, machine
-from lce.lab.bench.report import Report, Row, Spread, StepTimes
+from lce.lab.bench.ceilings import Ceilings, ceilings, machine
 from lce.progress import Progress, reported
 from lce.sizes import count
 
-OTHER = "Python and other"  # time outside a profile's timers
-OF_PLANS = ("device", "dtype", "weights", "block", "window")  # options of `lce.load` that decide what is counted
-MOST_ROWS = 1024  # rows of the products that set the ceiling
+OTHER = "Python and other"  # The name in a profile of the time that no part of the engine took.
+OF_PLANS = ("device", "dtype", "weights", "block", "window")  # The options of `lce.load` that change operation counts.
+MOST_ROWS = 1024  # The largest number of rows of the products that set the ceiling.
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of several measurements, the lowest and the highest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one length. `prefill` and `decode` are tokens a second, `first_token` seconds.
+
+    A decode step reads `weight_bytes` of weights, and `cache_bytes` of keys, values and what a method scores. A prefill
+    computes `prefill_flops`. `prefill_share` and `decode_share` are the medians divided by the machine's ceilings, of
+    products and of reading. `warning` says that the text is longer than the method can read.
+    """
+
+    method: str
+    length: int
+    prefill: Spread
+    decode: Spread
+    first_token: Spread
+    weight_bytes: int
+    cache_bytes: int
+    prefill_flops: float
+    prefill_share: float
+    decode_share: float
+    warning: str | None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds that the parts of one step take, by name, after a text of `length` tokens.
+
+    `step` is `decode`, of one token, or `prefill`, of a block of `tokens` tokens.
+    """
+
+    method: str
+    length: int
+    step: str
+    tokens: int
+    seconds: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of a benchmark: its setting, the machine's ceilings, a row for each method and length, step times."""
+
+    model: str
+    machine: str
+    version: str
+    dtype: str
+    device: str
+    window: int
+    repeats: int
+    new_tokens: int
+    seed: int
+    methods: Mapping[str, str]  # the repr of each resolved method, by its name in the rows
+    ceilings: Ceilings
+    rows: Sequence[Row]
+    profile: Sequence[StepTimes]
 
 
 @dataclass
 class Measured:
-    """The measurements of one method at one length; the first three fields are counted."""
+    """The measurements of one method at one length.
+
+    The first three fields are counted. `prefill` and `decode` are tokens a second of each run, `first_token` seconds.
+    """
 
     weight_bytes: int
     cache_bytes: int
@@ -44,7 +119,7 @@ class Measured:
 
 
 class Subject:
-    """One measured engine. `ids` makes a text of a length; by default random tokens."""
+    """One measured engine. `ids` makes the token ids of a text from its length, by default random ones."""
 
     def __init__(self, engine: lce.Engine, ids: Callable[[int], list[int]] | None = None) -> None:
         self.engine, self.ids = engine, ids or random_text(engine)
@@ -55,9 +130,9 @@ class Subject:
         return context, self.engine.generate(self.ids(length), context=context, max_tokens=1)
 
     def decode(self, context: lce.Context, n_tokens: int, first: lce.Generation) -> float:
-        """Return the tokens a second over `n_tokens` decode steps after an untimed one.
+        """Return the tokens a second over `n_tokens` decode steps, after an untimed step.
 
-        If the model ends its text, a prompt of one token continues the text; that step is not timed.
+        If the model ends its text, the text continues with a prompt of one token, whose step is not timed.
         """
         seconds, left, last = 0.0, n_tokens, first
         while left > 0:
@@ -70,7 +145,7 @@ class Subject:
 
 
 def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]:
-    """Return a function that makes random texts from the engine's vocabulary; longer texts begin with shorter."""
+    """Return a function from a length to random token ids. A shorter text is the beginning of a longer text."""
 
     def ids(length: int) -> list[int]:
         rng = random.Random(seed)
@@ -79,16 +154,8 @@ def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]
     return ids
 
 
-def layer_shapes(engine: lce.Engine) -> list[Shape]:
-    """Return the inputs and outputs of each matrix of a layer."""
-    c = engine.model.config
-    query, key, hidden, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
-    attention = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
-    return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
-
-
 class Bench:
-    """A benchmark in steps: `run` measures; `report` has the measurements so far."""
+    """A benchmark of some methods at some lengths. `run` measures, and `report` has the measurements so far."""
 
     def __init__(
         self, model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
@@ -106,21 +173,19 @@ class Bench:
         if not wanted or not self.lengths:
             raise UsageError("nothing to measure; give one method and one length, or more")
         self.subjects: dict[str, Subject] = {}
-        first: lce.Engine | None = None
+        shared: lce.Engine | None = None
         for method in wanted:
-            engine = lce.load(model, method, sharing=first, **loading)
-            first, used = first or engine, engine.method
+            shared = self.engine = lce.load(model, method, sharing=shared, **loading)
+            used = self.engine.method
             name = repr(used) if used.label in self.subjects else used.label
-            self.subjects[name] = Subject(engine, random_text(engine, seed))
-        assert first is not None
-        self.engine = first
+            self.subjects[name] = Subject(self.engine, random_text(self.engine, seed))
         for length, (name, subject) in product(self.lengths, self.subjects.items()):
             try:
                 subject.engine.new_context(self._most(length)).close()
             except CapacityError as error:
                 error.add_note(f"this is what {name} is measured with at a length of {length:,}")
                 raise
-        self.ceilings: Ceilings | None = None
+        self.ceilings = Ceilings(0.0, 0.0, 0.0, min(MOST_ROWS, max(self.lengths)))
         self._planning = {name: loading[name] for name in OF_PLANS if name in loading}
         self._runs: dict[tuple[int, str], Measured] = {}
         self._profile: list[StepTimes] = []
@@ -141,15 +206,18 @@ class Bench:
         return self.report
 
     def _most(self, length: int) -> int:
-        """Return the tokens of the longest context at a length."""
+        """Return how many tokens a context of any method may get at a length."""
         blocks = max(subject.engine.block for subject in self.subjects.values()) if self.profile else 0
         return length + 2 * self.new_tokens + 8 + blocks
 
     def _measure_machine(self) -> None:
-        """Measure the ceilings, keeping the best; called at the beginning and at the end."""
-        rows = min(MOST_ROWS, max(self.lengths))
-        found = ceilings(layer_shapes(self.engine), rows, self.engine.dtype, self.engine.device)
-        self.ceilings = found if self.ceilings is None else self.ceilings.best(found)
+        """Measure the ceilings with the shapes of a layer's matrices, and keep the best of all calls."""
+        c = self.engine.model.config
+        query, key, hidden = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size
+        shapes = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
+        shapes += [(hidden, c.intermediate_size), (hidden, c.intermediate_size), (c.intermediate_size, hidden)]
+        found = ceilings(shapes, self.ceilings.rows, self.engine.dtype, self.engine.device)
+        self.ceilings = found.best(self.ceilings)
 
     def _counted(self, subject: Subject, length: int) -> Measured:
         """Make the untimed run, and count what a prefill computes and a decode step reads."""
@@ -161,7 +229,7 @@ class Bench:
                 subject.engine.prefill(subject.ids(1), context=fork)
         work = lce.operations(self.model, subject.engine.method, tokens=length, **self._planning)
         products = 2.0 * (work.prefill.projections + work.prefill.mlp + work.prefill.head)
-        weights = work.decode.weight_bytes // work.decode.tokens  # of one step
+        weights = work.decode.weight_bytes // work.decode.tokens  # bytes that one step reads
         return Measured(weights, step.read_bytes, products + prefill.attention_flops)
 
     def _time(self, name: str, subject: Subject, length: int, *, profile: bool) -> None:
@@ -175,14 +243,14 @@ class Bench:
                 self._profile += self._steps(name, subject, length, context)
 
     def _steps(self, name: str, subject: Subject, length: int, context: lce.Context) -> list[StepTimes]:
-        """Measure the parts of the time of a decode step, then of a block of prefill."""
+        """Return the times of the parts of a decode step and of a block of prefill."""
         engine = subject.engine
         engine.prefill(subject.ids(1), context=context)
         with lce.profiled(engine) as steps:
             last = engine.generate([], context=context, max_tokens=self.new_tokens + 1)
         n_steps = max(1, last.stats.generated_tokens - (last.finish_reason != "stop"))
         marked = steps.total_s - steps.seconds[OTHER]
-        steps.seconds[OTHER] = max(0.0, last.stats.decode_s - marked)  # without the call's time before its first token
+        steps.seconds[OTHER] = max(0.0, last.stats.decode_s - marked)  # the time before the first token does not count
         with lce.profiled(engine) as block:
             engine.prefill(subject.ids(engine.block), context=context)
         return [
@@ -192,24 +260,22 @@ class Bench:
 
     @property
     def report(self) -> Report:
-        """The measurements so far: the methods and lengths with a timed run."""
-        engine, best = self.engine, self.ceilings or Ceilings(0.0, 0.0, 0.0, 0)
-        rows = [self._row(length, name, runs, best) for (length, name), runs in self._runs.items() if runs.decode]
+        """The measurements so far, of the methods and lengths with a timed run."""
+        engine, best = self.engine, self.ceilings
+        rows = []
+        for (length, name), runs in self._runs.items():
+            if not runs.decode:
+                continue
+            prefill, decode, first = map(Spread.of, (runs.prefill, runs.decode, runs.first_token))
+            weights, cache, flops = runs.weight_bytes, runs.cache_bytes, runs.prefill_flops
+            shares = flops / length * prefill.median / best.product, (weights + cache) * decode.median / best.reading
+            counts, warning = (weights, cache, flops), self.subjects[name].engine.beyond(length)
+            rows.append(Row(name, length, prefill, decode, first, *counts, *shares, warning))
         return Report(
             self.model, machine(), lce.__version__, str(engine.dtype).removeprefix("torch."),
             engine.layout.devices_text, engine.window, self.repeats, self.new_tokens, self.seed,
             {name: repr(subject.engine.method) for name, subject in self.subjects.items()},
             best, rows, list(self._profile),
-        )  # fmt: skip
-
-    def _row(self, length: int, name: str, runs: Measured, best: Ceilings) -> Row:
-        prefill, decode, first = (Spread.of(x) for x in (runs.prefill, runs.decode, runs.first_token))
-        weights, cache, flops = runs.weight_bytes, runs.cache_bytes, runs.prefill_flops
-        return Row(
-            name, length, prefill, decode, first, weights, cache, flops,
-            prefill_share=flops / length * prefill.median / best.product if best.product else 0.0,
-            decode_share=(weights + cache) * decode.median / best.reading if best.reading else 0.0,
-            warning=self.subjects[name].engine.beyond(length),
         )  # fmt: skip
 
 
@@ -222,5 +288,5 @@ def bench(
 
 
 def _several(things: Any) -> list[Any]:
-    """Return one thing or several as a list."""
+    """Return a list or tuple as a list, and anything else as a list of one."""
     return list(things) if isinstance(things, list | tuple) else [things]

@@ -5,13 +5,13 @@ one-hot, one dimension a token, so that an output is the row of attention weight
 
 Distances are measured by a small signal. In a first run all frequencies of RoPE are zero, so nothing rotates and
 content alone decides which keys are chosen. In each further run one pair of dimensions has the same vector in all
-tokens and rotates by `w` a position. This adds `A cos(w d - phase)` to the logit of a key seen at distance d. So a
+tokens and rotates by `w` a position. This adds `A cos(w d - phase)` to the logit of a key seen at distance d, so a
 query's log-weights change by this term and a constant for the whole row. Phases 0 and 90° together give `exp(i w d)` up
-to the constant; several frequencies together give d, as digits give a number. Content and biases cancel. A method's
+to the constant. Several frequencies together give d, as digits give a number. Content and biases cancel. A method's
 factor on a query's logits is measured likewise, with vectors that do not rotate and have a known phase for each key.
 
-The signal can change a choice between nearly equal scores. So a row counts only if it attends the same keys as in the
-first run. Otherwise the row is measured again with the signal reversed, then weaker.
+The signal can change a choice between nearly equal scores. A row counts only if it attends the same keys as in the
+first run; otherwise it is measured again with the signal reversed, then weaker.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ from lce.sizes import count
 
 HEADS, KV_HEADS = 4, 2
 MOST_TOKENS = 512
-SIGNAL = 2**-9  # the most that the rotating pair adds to a logit: a thousand times float32's rounding error
-SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # of the signal, tried in order until no choice changes
-# No whole multiples of each other, so that a distance beyond REACH is not mistaken for a shorter one.
+SIGNAL = 2**-9  # The rotating pair adds at most this to a logit: a thousand times float32's rounding error.
+SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # The signal is multiplied by these factors in turn until no choice changes.
+# No frequency is a whole multiple of another, so that a distance beyond REACH is not mistaken for a shorter one.
 FREQUENCIES = tuple(8.7**-n for n in range(5))
-REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # less than half of the slowest period
-PATTERNS = 4  # sets of phases, so that no two keys have similar phases in all sets
-TOLERANCE = 0.02  # largest error of a code: rounding makes 0.001, a wrong distance 0.06 or more
+REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # The largest distance that can be measured: below half a slowest period.
+PATTERNS = 4  # The number of sets of phases: no two keys have similar phases in all sets.
+TOLERANCE = 0.02  # The largest error of `exp(i w d)`: rounding makes 0.001, a wrong distance 0.06 or more.
 
-Change = Callable[[float], tuple[Tensor, Tensor]]  # a signal's size to queries and keys with the signal
+Change = Callable[[float], tuple[Tensor, Tensor]]  # A function of the signal's size: queries and keys with the signal.
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Measurements of a method. `attended [N, N]` is True where query i attends key j. `distance [N, N]` is the
-    distance at which i sees j, or -1. `factor [N]` is the method's factor on each query's logits.
+    """Measurements of a method on N tokens.
+
+    `attended [N, N]` is True where query i attends key j. `distance [N, N]` is the distance at which query i sees key
+    j, and -1 where it does not. `factor [N]` is the method's factor on each query's logits.
     """
 
     method: Method
@@ -60,17 +62,17 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """The resolved method, such as `rerope(local=6, log_scale=False)`."""
+        """The method with its knobs, such as `rerope(local=6, log_scale=False)`."""
         knobs = (f"{field.name}={getattr(self.method, field.name)}" for field in dataclasses.fields(self.method))
         return f"{self.method.name}({', '.join(knobs)})"
 
     @property
     def setting(self) -> str:
-        """The options of the run."""
+        """The options of the run as text."""
         return f"window {self.window}, {self.tokens} tokens, block {self.block}, head {self.head}"
 
     def rows(self) -> list[list[int | None]]:
-        """Return the distances, None where a key is not attended."""
+        """Return the distances as lists, a row for each query, with None where a key is not attended."""
         pairs = zip(self.distance.tolist(), self.attended.tolist(), strict=True)
         return [[d if seen else None for d, seen in zip(*row, strict=True)] for row in pairs]
 
@@ -79,18 +81,18 @@ def explain(
     method: str | Method, *, knobs: Mapping[str, Any] | None = None, tokens: int = 24, window: int | None = None,
     block: int | None = None, head: int = 0, seed: int = 0,
 ) -> Explanation:  # fmt: skip
-    """Run `method`, a name or an instance, on `tokens` random tokens, and measure query head `head` of 4 (over 2 KV
-    heads), as in the first layer of a model with a window of `window` positions.
+    """Measure `method`, a name or an instance, on `tokens` random tokens, as in the first layer of a model.
 
-    Without a window, a name stands for the method's `example`, which `knobs` override; with one, for its defaults.
-    `block` is the number of queries prefilled in one step, by default the example's or the engine's. Another `seed`
-    makes other vectors, for which a method may choose other keys. If all keys of a query are at one distance, the
-    output is the same at any distance; the nearest key is then reported at its distance in the text. Raises
-    `UsageError` for a method whose weights depend on positions other than by whole distances.
+    The model has a window of `window` positions and 4 query heads over 2 KV heads, of which query head `head` is
+    measured. A name stands for the method's `example` if no window is given, and else for its defaults; `knobs`
+    override either. `block` is the number of queries prefilled in one step, by default the example's or the engine's.
+    Another `seed` makes other vectors, for which a method may choose other keys. If all keys of a query are at one
+    distance, the output is the same for any distance, and the nearest key is reported at its distance in the text.
+    Raises `UsageError` for a method whose weights depend on positions other than by whole distances.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
-    tokens, window = _between("tokens", tokens, 1, MOST_TOKENS), _between("window", window, 1, REACH)
-    head, seed = _between("head", head, 0, HEADS - 1), _between("seed", seed, 0, 2**63 - 1)
+    tokens, window = count(tokens, "tokens", 1, MOST_TOKENS), count(window, "window", 1, REACH)
+    head, seed = count(head, "head", 0, HEADS - 1), count(seed, "seed", 0, 2**63 - 1)
     block = None if block is None else count(block, "block")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
@@ -99,28 +101,21 @@ def explain(
     return Explanation(method, window, tokens, block, head, seed, bench.attended, _distances(bench, factor), factor)
 
 
-def _setting(method: object, knobs: object, window: int | None, block: int | None) -> tuple[Method, int, int | None]:
-    """Return the method, window and block; the method's example gives those that are missing."""
+def _setting(
+    method: str | Method, knobs: object, window: int | None, block: int | None
+) -> tuple[Method, int, int | None]:
+    """Return the method, window and block; the method's example supplies what is missing."""
     if not isinstance(knobs, Mapping):
         raise UsageError(f"knobs is {shown(knobs)}; expected a mapping of names to values, such as {{'chunk_size': 4}}")
     if isinstance(method, Method):
         if knobs:
             raise UsageError("knobs are for a method's name; give an instance its knobs when it is made")
         return method, Example().window if window is None else window, block
-    if not isinstance(method, str):
-        raise UsageError(f"method is {shown(method)}; expected a name, or an instance of lce.Method")
     if window is not None:
         return make(method, knobs), window, block
     example = find(method).example
     under = {} if "preset" in knobs else example.knobs  # a preset is a complete setting
     return make(method, {**under, **knobs}), example.window, example.block if block is None else block
-
-
-def _between(what: str, value: object, least: int, most: int) -> int:
-    number = count(value, what, least=-MOST_TOKENS)
-    if not least <= number <= most:
-        raise UsageError(f"{what} is {shown(value)}; expected {least} to {most}")
-    return number
 
 
 def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +134,7 @@ def _pair(x: Tensor) -> Tensor:
 
 
 class _Bench:
-    """A resolved method, its input vectors, and its log-weights without rotation."""
+    """A resolved method, its input vectors, and its log-weights without rotation, `rest [N, N]`."""
 
     def __init__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, window: int, block: int, head: int) -> None:
         self.method, self.window, self.block, self.head = method, window, block, head
@@ -148,7 +143,7 @@ class _Bench:
         self.attended = self.rest > -torch.inf
 
     def log_weights(self, q: Tensor, k: Tensor, frequency: float) -> Tensor:
-        """Return the logarithm of each key's weight for each query, `[N, N]`; -inf where a key is not attended."""
+        """Return the logarithm of each key's weight for each query, `[N, N]`; -inf for keys that are not attended."""
         rope = Rope(RopeConfig(), q.shape[-1], window=1)
         rope.inv_freq = torch.zeros_like(rope.inv_freq)  # only the first pair rotates
         rope.inv_freq[0] = frequency
@@ -161,9 +156,9 @@ class _Bench:
         return weights[:, : q.shape[1]].log()
 
     def answer(self, change: Change, frequency: float) -> Tensor:
-        """Measure how much `change` changes each log-weight, per unit of its size: `[N, N]`.
+        """Return how much `change` changes each log-weight, divided by the change's size: `[N, N]`.
 
-        Each row is known up to a constant; keys that are not attended have 0.
+        Each row is known up to a constant. Keys that are not attended have 0.
         """
         answer = torch.zeros_like(self.rest)
         open_rows = torch.ones(len(answer), dtype=torch.bool)
@@ -178,8 +173,9 @@ class _Bench:
         raise self.refusal(f"query {row} attends other keys at the slightest change; its choice is random, or a tie")
 
     def turning(self, frequency: float, phase: Tensor) -> Tensor:
-        """Return the change of log-weights by a rotating pair, `[N, N]`: the query's factor times `cos(w d - phase)`
-        for each key's `phase [N]`, up to a constant a row.
+        """Return how much a pair that rotates by w = `frequency` a position changes the log-weights, `[N, N]`.
+
+        The change is `factor cos(w d - phase)` up to a constant for each row, with the `phase [N]` of each key.
         """
         length = math.sqrt(SIGNAL * math.sqrt(self.q.shape[-1]))
 
@@ -204,7 +200,7 @@ class _Bench:
         return factor
 
     def centred(self, x: Tensor) -> Tensor:
-        """Subtract from each row of `x [N, N]` its mean over the attended keys; other keys get 0."""
+        """Return `x [N, N]` less each row's mean over its attended keys; other keys get 0."""
         n_seen = self.attended.sum(dim=-1, keepdim=True).clamp(min=1)
         return (x - (x * self.attended).sum(dim=-1, keepdim=True) / n_seen) * self.attended
 
@@ -221,7 +217,7 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
     nearest = (bench.attended * i).argmax(dim=-1)
     turned = (turned - turned[i, nearest][:, None]).masked_fill(~bench.attended[..., None], 0.0)
     distance = torch.full(turned.shape[:2], -1)
-    anchor = i - nearest  # the nearest key's distance in the text, later with the shift found in other rows
+    anchor = i - nearest  # the distance of the nearest key: first that in the text, then as other rows shift it
     unread = torch.ones_like(i, dtype=torch.bool)
     while unread.any():
         found, miss = _read(turned + _code(anchor)[:, None])
@@ -237,7 +233,10 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
 
 
 def _anchor(turned: Tensor) -> int | None:
-    """Return the nearest key's distance that makes all distances whole; `turned [N, R]` is relative to that key."""
+    """Return the distance of the nearest key with which all distances of a query are whole; None if there is none.
+
+    `turned [N, R]` are the codes of the N keys relative to that of the nearest key.
+    """
     tried = torch.arange(-REACH, REACH + 1)
     farthest = turned[turned.abs().sum(dim=-1).argmax()]
     tried = tried[_read(farthest + _code(tried))[1] < TOLERANCE]
@@ -248,13 +247,13 @@ def _anchor(turned: Tensor) -> int | None:
 
 
 def _code(distance: Tensor) -> Tensor:
-    """Return `exp(i w d)` for distances `[...]` and every frequency, `[..., R]`."""
+    """Return the code `exp(i w d)` of distances d `[...]` for each of the R frequencies w: `[..., R]`."""
     angle = distance.double()[..., None] * torch.tensor(FREQUENCIES, dtype=torch.float64)
     return torch.polar(torch.ones_like(angle), angle)
 
 
 def _read(code: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distances of codes `[..., R]`, read from the slowest frequency on, and the errors: `[...]` each."""
+    """Return the distances of codes `[..., R]`, read from the slowest frequency on, and their errors: `[...]` each."""
     distance = torch.zeros(code.shape[:-1], dtype=torch.float64)
     for n, w in reversed(list(enumerate(FREQUENCIES))):
         behind = torch.polar(torch.ones_like(distance), -w * distance)

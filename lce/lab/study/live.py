@@ -96,13 +96,13 @@ class Live:
         self._done: tuple[int, str, Recording] = 0, "", {}
 
     def about(self) -> dict[str, Any]:
-        """Return the options of a page: the model, the methods with their knobs, and the most new tokens."""
+        """Return what a page can ask for: the model, the methods with their knobs, and the most new tokens."""
         methods = []
         for name in available():
             try:
                 cls = find(name)
             except LceError:
-                continue  # one package's broken method
+                continue  # a package's broken method hides no other
             about = next(iter((cls.__doc__ or "").strip().splitlines()), "")
             methods.append({"name": name, "about": about, "knobs": knobs_of(cls)})
         model = facts(self._recorder.engine, str(self._recorder.model))
@@ -158,7 +158,7 @@ class Live:
         return int(self._state["id"])
 
     def state(self, known: int | None = None) -> dict[str, Any]:
-        """Return the state, with the recording of a finished run, unless `known` is that run."""
+        """Return the state. If a run is done whose number is not `known`, its recording is in the state."""
         state, (number, key, recording) = self._state, self._done
         if state["state"] == "done" and number == state["id"] != known:
             return {**state, "recording": split(recording, f"data/{key}")}

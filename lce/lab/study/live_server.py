@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     nonce = ""
 
     def finish(self) -> None:
-        """Read for a moment what the client still sends; closing earlier would discard our answer (RST)."""
+        """Read what the client still sends for a moment: an earlier close would reset the connection (RST)."""
         with suppress(OSError):
             super().finish()
             self.connection.shutdown(socket.SHUT_WR)
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.close_connection = True
         self.connection.settimeout(ANSWER_S)
-        self.request_version = "HTTP/1.0"  # http.server sends no head to older versions
+        self.request_version = "HTTP/1.0"  # http.server sends no status and headers to older versions
         self.send_response(status)
         for name, value in {**self._HEADERS, "Content-Security-Policy": policy, "Content-Type": kind}.items():
             self.send_header(name, value)

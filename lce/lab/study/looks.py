@@ -1,7 +1,7 @@
-"""Looks at some queries after a run: true attention beside the choices, and why a head misses.
+"""Compares the choices of some queries with their true attention, and says why a head misses: the looks of a recording.
 
-After the run, the cache has the keys of the whole text. Keys are rotated once for many queries. Queries are processed
-in slices, so that the weights over all keys stay bounded.
+The looks are computed after the run, when the cache has the keys of the whole text. Queries are processed in slices, so
+that the memory of their weights over all keys is bounded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lce.lab.study.run_observer import RunObserver, SeenLayer, SeenQuery
 from lce.methods import rotate
 from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 
-BEST = 8  # listed choices, by most true attention
-ENOUGH = 0.9  # share of true attention with which a head misses nothing
-MOVED = 0.5  # share of attention on wrong tokens from which distances mislead a head
-MOST_TOKENS = 1 << 14  # tokens that a head attends; with more, own attention is not computed
-COMPARED = 16  # own attention is computed for this many last prompt tokens and all generated ones
+BEST = 8  # This many choices with the most true attention are listed for each head.
+ENOUGH = 0.9  # A head that attends this share of its true attention misses nothing.
+MOVED = 0.5  # A head with more than this share of its own attention on wrong tokens is misled by the distances.
+MOST_TOKENS = 1 << 14  # Own attention is not computed for a head that attends more tokens.
+COMPARED = 16  # Own attention is computed for this many last tokens of the prompt, and for generated tokens.
 
-Mark = tuple[int, int]  # tokens start..stop-1
-Look = dict[str, Any]  # described in docs/inspect.md
+Mark = tuple[int, int]  # A mark is on the tokens start..stop-1.
+Look = dict[str, Any]  # The format of a look is in docs/inspect.md.
 
 
 @torch.inference_mode()
@@ -35,23 +35,25 @@ def looks_of(
     run: RunObserver, choices: tuple[int, int], marks: Sequence[Mark] = (), judge: Judge = "constant",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Look]:  # fmt: skip
-    """Return the looks at the observer's kept queries, by index. `choices` is `Method.choices`."""
+    """Return the looks at the queries that a run's observer kept, by index in the text.
+
+    `choices` is `Method.choices`: the first token of choice 0, and the tokens of a choice. `marks` are places in the
+    text whose attention is reported. `judge` says which full attention is the truth.
+    """
     looks: dict[int, Look] = {}
-    choosers = run.choices.choosers if run.choices is not None else 1
     for layer, seen in sorted(run.layers.items()):
-        for queries, weights in _slices(seen, judge):
+        for query, weights in _judged(seen, judge):
             run.check()
-            for n, query in enumerate(queries):
-                row = _Row(seen, query, weights[:, n, : query.query + 1], choices, marks)
-                empty = {"bytes": {"read": 0, "scored": 0, "full": 0}, "always": [], "distances": [], "layers": []}
-                look = looks.setdefault(query.query, empty)
-                row.add_to(look, choosers, compares=query.query >= run.n_prompt - COMPARED)
+            empty = {"bytes": {"read": 0, "scored": 0, "full": 0}, "always": [], "distances": [], "layers": []}
+            look = looks.setdefault(query.query, empty)
+            row = _Row(seen, query, weights, choices, marks)
+            row.add_to(look, run.choices.choosers, compares=query.query >= run.n_prompt - COMPARED)
         progress(layer + 1, len(run.layers))
     return looks
 
 
-def _slices(seen: SeenLayer, judge: Judge) -> Iterator[tuple[list[SeenQuery], Tensor]]:
-    """Yield the layer's queries in order, in slices of bounded size, with the true attention `[H, T, N]` on the CPU."""
+def _judged(seen: SeenLayer, judge: Judge) -> Iterator[tuple[SeenQuery, Tensor]]:
+    """Yield each kept query of a layer in order, and its true attention to the tokens up to the query, `[H, n]`."""
     queries = [query for _, query in sorted(seen.queries.items())]
     n_heads = len(queries[0].q) if queries else 1
     for some in TrueMass(seen.method, seen.cache, seen.step, judge).slices(len(queries), n_heads):
@@ -59,13 +61,15 @@ def _slices(seen: SeenLayer, judge: Judge) -> Iterator[tuple[list[SeenQuery], Te
         q = torch.stack([query.q for query in part], dim=1)
         positions = torch.tensor([query.query for query in part], device=q.device)
         step = replace(seen.step, start=part[0].query, stop=part[-1].query + 1, memo={}, all_devices={})
-        yield part, TrueMass(seen.method, seen.cache, step, judge).weights(q, positions).cpu()
+        weights = TrueMass(seen.method, seen.cache, step, judge).weights(q, positions).cpu()
+        yield from ((query, weights[:, n, : query.query + 1]) for n, query in enumerate(part))
 
 
 class _Row:
-    """One query in one layer: the true attention `weights [H, n]` to the n tokens up to the query, and its choices.
+    """One query in one layer: its choices, and its true attention `weights [H, n]` to the n tokens up to the query.
 
-    `masses [H, M]` is the true attention to each choice; choice c begins at token `first + c size`.
+    Choice c begins at token `first + c size`. `masses [H, M]` is the true attention to every choice, `mass [H, K]` to
+    the query's own choices. `always [n]` and `attended [H, n]` are True for always attended and for attended tokens.
     """
 
     def __init__(
@@ -79,17 +83,17 @@ class _Row:
         self.chosen, self.taken = seen.chosen, seen.chosen >= 0  # [H, K]
         slots = torch.where(self.taken, self.chosen, self.masses.shape[1])
         self.mass = pad(self.masses, (0, 1)).gather(1, slots)
-        self.scores, self.ranks = self._by_head()
+        self.scores, self.ranks = self._scores_and_ranks()
         self.always = torch.zeros(n, dtype=torch.bool)
         for a, b in seen.spans or ():
             self.always[a:b] = True
         self.attended = attended_tokens(self.always[None], self.chosen[:, None], *choices, self.n_heads)[:, 0]
 
-    def _by_head(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scores and ranks of all choices, `[H, M]`; NaN and -1 for choices that the query does not have."""
+    def _scores_and_ranks(self) -> tuple[Tensor, Tensor]:
+        """Return the scores and ranks of all choices, `[H, M]`; NaN and -1 for choices without a score."""
         scores, m = self.seen.scores, self.masses.shape[1]
-        if scores is None or not scores.shape[-1]:
-            return None, None
+        if scores is None:
+            scores = self.masses.new_empty(self.n_heads, 0)
         known, ranks = scores > -math.inf, scores.argsort(descending=True, stable=True).argsort()
         found = []
         for x, fill in ((scores, math.nan), (ranks, -1)):
@@ -98,48 +102,45 @@ class _Row:
         return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add this layer's facts to a look. `choosers` of the run's heads choose on their own.
+        """Add this layer to a look at the query. The heads are `choosers` groups, each of which chooses together.
 
-        `compares`: compute the method's own attention and compare it with the true attention.
+        If `compares`, the method's own attention is computed and compared with the true attention.
         """
         seen, layer = self.seen, Look()
         layer["always"] = None if seen.spans is None else _number_of(look["always"], [list(x) for x in seen.pieces])
         layer |= {"chosen": [], "scores": [], "ranks": []}
         for head in range(0, self.n_heads, self.n_heads // choosers) if self.taken.any() else ():
             picked = self.chosen[head][self.taken[head]]
-            none = [None] * len(picked)
             layer["chosen"].append(picked.tolist())
-            layer["scores"].append(none if self.scores is None else rounded(self.scores[head, picked], digits=4))
-            layer["ranks"].append(none if self.ranks is None else self.ranks[head, picked].tolist())
+            layer["scores"].append(rounded(self.scores[head, picked], digits=4))
+            layer["ranks"].append(self.ranks[head, picked].tolist())
         layer["heads"] = self._heads(look, compares=compares)
         look["layers"].append(layer)
         self._count_bytes(look["bytes"])
 
     def _heads(self, look: Look, *, compares: bool) -> list[Look]:
-        """Return each head's attended tokens beside its true attention."""
+        """Return each head's part of the look."""
         recalls, bests, mass = self._recalls(), self._bests(), rounded(self.mass)
         given, moved = self._own() if compares and self.taken.any() else (None, None)
         marks = [self._mark(n, *mark) for n, mark in enumerate(self.marks) if mark[0] < self.weights.shape[1]]
-        heads, patterns = [], dict[bytes, int]()
+        heads = []
         for head, taken in enumerate(self.taken):
-            found: Look = {} if given is None else {"given": _those(given[head], taken)}
+            found: Look = {} if given is None else {"given": _with_choice(given[head], taken)}
             found["distances"] = None
             if self.seen.distances is not None and taken.any():
-                pairs = self.seen.distances[head][taken]
-                if (key := pairs.numpy().tobytes()) not in patterns:  # most heads are alike
-                    patterns[key] = _number_of(look["distances"], pairs.tolist())
-                found["distances"] = patterns[key]
-            found |= {"mass": _those(mass[head], taken), "best": bests[head], "marked": [mark[head] for mark in marks]}
-            found |= recalls[head]
+                found["distances"] = _number_of(look["distances"], self.seen.distances[head][taken].tolist())
+            found |= {"mass": _with_choice(mass[head], taken), "best": bests[head]}
+            found |= {"marked": [mark[head] for mark in marks], **recalls[head]}
             if found["why"] is None and moved is not None and moved[head] > MOVED:
                 found["why"] = "placement"
             heads.append(found)
         return heads
 
     def _own(self) -> tuple[Any, Tensor | None]:
-        """Return the method's own attention to each choice, `[H][K]`, and its distance from true attention, `[H]`.
+        """Return the method's own attention to each choice, `[H][K]`, and how far it is from true attention, `[H]`.
 
-        The distance is the total variation, half the sum of differences, over attended tokens. Unknown: None, None.
+        The difference is the total variation over attended tokens: half the sum of absolute differences. Return None
+        twice if the method's own attention is not known.
         """
         found = own_attention(self.layer, self.seen, self.first, self.size)
         if found is None:
@@ -152,47 +153,45 @@ class _Row:
         return rounded(own[:, :n]), distance
 
     def _bests(self) -> list[list[list[Any]]]:
-        """Return each head's choices of most true attention, in order: `[choice, mass, rank or -1, 1 if chosen]`."""
+        """Return each head's choices with the most true attention: `[choice, mass, rank or -1, 1 if chosen]` each."""
         masses, best = self.masses.topk(min(BEST, self.masses.shape[1]))
-        ranks = torch.full_like(best, -1) if self.ranks is None else self.ranks.gather(1, best)
         chosen = (best[:, :, None] == self.chosen[:, None]).any(-1).int()
-        rows = zip(best.tolist(), rounded(masses), ranks.tolist(), chosen.tolist(), strict=True)
+        rows = zip(best.tolist(), rounded(masses), self.ranks.gather(1, best).tolist(), chosen.tolist(), strict=True)
         return [[list(one) for one in zip(*row, strict=True)] for row in rows]
 
     def _recalls(self) -> list[Look]:
-        """Return each head's attended share of true attention, and the share of the best choice of the same size."""
+        """Return, for each head, the share of true attention on attended tokens, and why it is low.
+
+        `reachable` is the share with the best choices, as many as were chosen.
+        """
         if self.seen.spans is None:
             return [{"recall": None, "always_mass": None, "reachable": None, "why": None}] * self.n_heads
         always, recall = (self.weights * self.always).sum(-1), (self.weights * self.attended).sum(-1)
-        reachable, counts = recall, self.taken.sum(-1)
-        if self.scores is not None and counts.any():
-            could = self.masses.masked_fill(self.scores.isnan(), 0.0)
-            sums = pad(could.topk(int(counts.max())).values.cumsum(-1), (1, 0))
-            reachable = torch.maximum(recall, always + sums.gather(1, counts[:, None])[:, 0])
-        missed, lost = 1 - recall, reachable - recall
+        counts = self.taken.sum(-1)
+        could = self.masses.masked_fill(self.scores.isnan(), 0.0)
+        sums = pad(could.topk(int(counts.amax())).values.cumsum(-1), (1, 0))
+        reachable = torch.maximum(recall, always + sums.gather(1, counts[:, None])[:, 0])
         found = []
-        for head in range(self.n_heads):
-            why = None
-            if missed[head] > 1 - ENOUGH:
-                why = "selection" if counts[head] and lost[head] >= missed[head] / 2 else "budget"
-            numbers = (round(min(float(x[head]), 1.0), 4) for x in (recall, always, reachable))
-            found.append({**dict(zip(("recall", "always_mass", "reachable"), numbers, strict=True)), "why": why})
+        for head, (missed, lost) in enumerate(zip(1 - recall, reachable - recall, strict=True)):
+            shares = {"recall": recall, "always_mass": always, "reachable": reachable}
+            look: Look = {name: round(min(float(share[head]), 1.0), 4) for name, share in shares.items()}
+            look["why"] = "selection" if counts[head] and lost >= missed / 2 else "budget"
+            found.append(look if missed > 1 - ENOUGH else look | {"why": None})
         return found
 
     def _mark(self, number: int, start: int, stop: int) -> list[list[Any]]:
-        """Return by head: the mark, true attention to its tokens, the best rank of its choices, the share attended."""
+        """Return `[number, true attention, best rank, attended share]` of the mark start..stop-1 for each head."""
         stop, best = min(stop, self.weights.shape[1]), torch.full((self.n_heads,), -1)
         a, b = max(0, (start - self.first) // self.size), max(0, (stop - 1 - self.first) // self.size + 1)
-        if self.ranks is not None and b > a:
-            most = self.masses.shape[1]
-            ranks = self.ranks[:, a:b]
+        if b > a:
+            ranks, most = self.ranks[:, a:b], self.masses.shape[1]
             best = ranks.masked_fill(ranks < 0, most).amin(-1)
             best = best.masked_fill(best == most, -1)
         mass, attended = self.weights[:, start:stop].sum(-1), self.attended[:, start:stop].float().mean(-1)
         return [[number, *rest] for rest in zip(rounded(mass), best.tolist(), rounded(attended), strict=True)]
 
     def _count_bytes(self, counts: dict[str, float]) -> None:
-        """Add the bytes of keys and values that this query reads in this layer, each KV head's token once."""
+        """Add the bytes of keys and values that the query reads in this layer; heads of a group read a token once."""
         seen, layer, n = self.seen, self.layer, self.weights.shape[1]
         full = n * layer.step.n_kv_heads
         attended = int(self.attended.unflatten(0, (layer.step.n_kv_heads, -1)).any(1).sum())
@@ -203,18 +202,16 @@ class _Row:
 
 
 def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor] | None:
-    """Return a query's own attention, a softmax over the attended tokens at the method's distances.
+    """Return a query's own attention: a softmax over the attended tokens at the distances at which it sees them.
 
-    Returns the tokens `[H, n]` of the choices, then of the pieces, and the weights `[H, n]`, 0 for a missing choice.
-    Choice c begins at token `first + c size`. Factors on logits are left out, since no method that chooses has one.
-    Returns None if a distance is unknown or too many tokens are attended.
+    The result is the attended tokens `[H, n]`, those of the choices before those of the pieces, and their weights
+    `[H, n]`, 0 for a missing choice. Choice c begins at token `first + c size`. A method's factor on logits is left
+    out, since no method that chooses has one. Return None if a distance is unknown or too many tokens are attended.
     """
     chosen = seen.chosen
     pieces = [(a, b, near, far) for a, b, near, far in seen.pieces if near is not None and far is not None]
     known = len(pieces) == len(seen.pieces) and all(far - near in (0, b - a - 1) for a, b, near, far in pieces)
-    if seen.spans is None or not known:
-        return None
-    if chosen.shape[1] and seen.distances is None:
+    if seen.spans is None or not known or (chosen.shape[1] and seen.distances is None):
         return None
     offset = torch.arange(size)
     tokens = (first + chosen.clamp(min=0)[..., None] * size + offset).flatten(1)  # [H, K size]
@@ -234,9 +231,9 @@ def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> t
 
 
 def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor) -> Tensor:
-    """Return the logits of a query with `tokens [H, n]` at `distance [H, n]`: `[H, n]`, float32, on the CPU.
+    """Return a query's logits with the keys of `tokens [H, n]` at `distance [H, n]`: `[H, n]`, float32, on the CPU.
 
-    The query at position p + d sees a key cached at p at distance d.
+    The query is rotated to position p + d to see a key that is cached at position p at distance d.
     """
     rope, q = layer.step.rope, seen.q.float()
     keys = layer.cache.span(0, seen.query + 1)[0]  # [G, N, D]
@@ -254,13 +251,13 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
     return (turned[heads, which.to(q.device)] * there).sum(-1).div_(math.sqrt(q.shape[-1])).cpu()
 
 
-def _those(values: list[Any], taken: Tensor) -> list[Any]:
-    """Return the values of slots with a choice."""
+def _with_choice(values: list[Any], taken: Tensor) -> list[Any]:
+    """Return the values of the slots that have a choice."""
     return [x for x, there in zip(values, taken.tolist(), strict=True) if there]
 
 
 def _number_of(patterns: list[Any], pattern: Any) -> int:
-    """Return the index of `pattern` in `patterns`; a new pattern is appended."""
+    """Return the index of `pattern` in `patterns`, to which a new pattern is appended."""
     if pattern not in patterns:
         patterns.append(pattern)
     return patterns.index(pattern)

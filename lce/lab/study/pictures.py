@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = (".pdf", ".png", ".svg")
-NUMBERED = 32  # tokens; up to this many, cells of distances show numbers
-BEYOND = "crimson"  # distances that the model was not trained on
-MOST_PANELS = 4  # queries whose choices are drawn
+NUMBERED = 32  # With this many tokens or fewer, the distances stand in the cells as numbers.
+BEYOND = "crimson"  # The colour of distances that the model was not trained on.
+MOST_PANELS = 4  # The largest number of queries whose choices are drawn.
 MISSED, MARKED = "#D55E00", "#E69F00"  # Okabe and Ito's vermilion and orange
 
 
 def drawable(path: str | Path) -> Path:
-    """Return the path of a picture. Raises `UsageError` for an unknown suffix, or without matplotlib."""
+    """Return a picture's path. Raises `UsageError` for an unknown suffix, or without matplotlib."""
     path = Path(path)
     if path.suffix.lower() not in KINDS:
         raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
@@ -38,17 +38,17 @@ def drawable(path: str | Path) -> Path:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Write a figure in the suffix's format; the file appears whole or not at all."""
+    """Write a figure in the format of the file's suffix. The file appears whole or not at all."""
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
     write_whole(path, picture.getvalue())
 
 
 def draw_distances(explanation: Explanation, path: str | Path) -> None:
-    """Draw distances as colours, a row a query, a column a key, to a PNG, SVG or PDF file, by the suffix of `path`.
+    """Draw distances as colours, a row for each query and a column for each key, to a PNG, SVG or PDF file.
 
-    Keys that are not attended are white; distances beyond the window have a colour of their own. Needs matplotlib, but
-    no display. The file appears whole or not at all.
+    Keys that are not attended are white, and distances beyond the window have a colour of their own. The format is that
+    of the file's suffix. Needs matplotlib, but no display. The file appears whole or not at all.
     """
     path = drawable(path)
     from matplotlib import colormaps
@@ -82,10 +82,10 @@ def draw_distances(explanation: Explanation, path: str | Path) -> None:
 def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
     """Draw the last looked-at queries of a recording's first run, a row a head, a column a chunk (LongHeads' Figure 5).
 
-    A cell is a chunk that a head chose, darker with more true attention. A ring is a chunk that was not attended, is
-    among the three with most true attention, and has a fiftieth of it or more. Bands are the marked places. Each head's
-    label has its attended share of true attention. The file appears whole or not at all. Raises `UsageError` without
-    matplotlib, or if nothing is chosen.
+    A filled cell is a chunk that a head chose, darker with more true attention. A ring is a chunk that was not attended
+    although it is among the head's three chunks with the most true attention, and has a fiftieth of all or more. Bands
+    are the marked places. The label of a head is the attended share of its true attention. The file appears whole or
+    not at all. Raises `UsageError` without matplotlib, or if nothing is chosen.
     """
     path, run = drawable(path), recording["runs"][0]
     if not run["choosing"]:
@@ -104,7 +104,7 @@ def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
 
 
 def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, Any]) -> None:
-    """Draw the choices of all heads of one query."""
+    """Draw the choices of all heads for one query."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -125,7 +125,7 @@ def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, An
                 attended = is_chosen or any(a < start + size and start < b for a, b, *_ in always)
                 if mass >= 0.02 and not attended:
                     rings.append((c, row))
-    blues = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 64)))  # even a mass of 0 is visible on white
+    blues = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 64)))  # a chosen chunk of mass 0 is visible too
     axes.imshow(cells, aspect="auto", interpolation="nearest", cmap=blues, vmin=0, vmax=0.2)
     if rings:
         across, down = zip(*rings, strict=True)

@@ -1,7 +1,6 @@
 """Records what a real model attends on a real prompt, under one or more methods, as JSON.
 
-docs/inspect.md describes the format. A recording has the run's choices, by block. Recording does not change a run,
-except that heads can be switched off.
+docs/inspect.md describes the format. Recording does not change a run, except that heads can be switched off.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ if TYPE_CHECKING:
     from lce import Engine, Generation, Method
 
 FORMAT = 1
-TOP = 5  # likeliest tokens listed with each generated one
+TOP = 5  # This many likeliest tokens are listed with each generated token.
 MOST_GENERATED = 4096
-MOST_MARKS = 32  # places in a text that may be marked
-UNITS = 32  # parts of the window that stand for choices if a method chooses nothing
+MOST_MARKS = 32  # The largest number of marked places in a text.
+UNITS = 32  # If a method chooses nothing, a choice is this part of the window.
 
 Recording = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RecordingRequest:
-    """A prompt to record, and the queries to look at.
+    """A prompt to record, and which of its queries to look at closely.
 
     `marks` are texts whose places are marked, for example the answer in a document; the prompt must contain each. `off`
-    has pairs of a layer and a head to switch off. The queries of generated tokens, the last `last` of the prompt, and
-    `spread` evenly spread ones are looked at. `judge` says which full attention is the truth, as in `lce.methods.mass`.
+    has pairs of a layer and a head to switch off. A recording has looks at the queries of the generated tokens, of the
+    last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. `judge` says which full
+    attention is the truth, as in `lce.methods.mass`.
     """
 
     prompt: str | Sequence[int]
@@ -55,21 +55,18 @@ class RecordingRequest:
     judge: Judge = "constant"
 
     def __post_init__(self) -> None:
-        count(self.max_tokens, "max_tokens", least=0)
-        if self.max_tokens > MOST_GENERATED:
-            raise UsageError(f"max_tokens is {self.max_tokens:,}; expected {MOST_GENERATED:,} or less in a recording")
+        count(self.max_tokens, "max_tokens", 0, MOST_GENERATED)
 
     def looked(self, n_tokens: int) -> list[int]:
-        """Return the prompt's queries to look at."""
+        """Return the queries of a prompt of `n_tokens` tokens to look at, by index."""
         tail = max(0, n_tokens - self.last)
         return sorted({tail * i // self.spread for i in range(self.spread)} | set(range(tail, n_tokens)))
 
 
 class Recorder:
-    """A recorder of one model's runs; weights are read once. `loading` are options of `lce.load`.
+    """A recorder of one model's runs, which share the weights. `loading` are options of `lce.load`.
 
-    `engine` has the tokenizer and the config, which all runs share. A run whose choices and scores take more than
-    `most_bytes` ends with a `CapacityError`.
+    A run whose choices and scores take more than `most_bytes` ends with a `CapacityError`.
     """
 
     def __init__(self, model: str | Path, *, most_bytes: int = MOST_BYTES, **loading: Any) -> None:
@@ -81,7 +78,7 @@ class Recorder:
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         check: Callable[[], None] = lambda: None,
     ) -> Recording:  # fmt: skip
-        """Run the prompt with each method. `check` is called often; an error that it raises ends the call.
+        """Run the prompt with each method. `check` is called often, and an error from it ends the call.
 
         Raises `UsageError` for an invalid request, and `CapacityError` if the choices take too much memory.
         """
@@ -121,7 +118,7 @@ def _run(
     engine: Engine, observer: RunObserver, request: RecordingRequest, ids: list[int], marks: list[tuple[int, int]],
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Run one prompt under one method; return the run's part of a recording."""
+    """Run one prompt under the engine's method and return the run's part of a recording."""
     assert isinstance(engine.method, Observed)
     started, method = time.perf_counter(), engine.method.inner
     bar = partial(progress, method.label)
@@ -132,12 +129,12 @@ def _run(
         engine.prefill(ids, progress=bar)
     run_s = time.perf_counter() - started
     choices = observer.choices
-    assert choices is not None, "the prompt has tokens"
     first, size = unit = method.choices if choices.layers else (0, max(1, engine.window // UNITS))
     looks = looks_of(observer, unit, marks, request.judge, partial(progress, "true attention"))
     return {
-        "label": label_of(method), "method": method.label, "knobs": _plain_knobs(method), "window": engine.window,
-        "chunk_size": size, "first": first, "placement": getattr(method, "placement", None),
+        "label": label_of(method), "method": method.label,
+        "knobs": {each.name: _plain(getattr(method, each.name)) for each in fields(method)},
+        "window": engine.window, "chunk_size": size, "first": first, "placement": getattr(method, "placement", None),
         "blocks": [[block.start, block.stop] for block in choices.blocks],
         "generated": [] if result is None else _generated(engine, ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
@@ -161,7 +158,7 @@ def _run(
 
 
 def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[str, Any]]:
-    """Return the generated tokens as text, with log-probabilities and the likeliest tokens."""
+    """Return each generated token's text and log-probability, and the texts of the likeliest tokens."""
 
     def text_of(token_id: int) -> str:
         stream = engine.tokenizer.stream(skip_special=False)
@@ -174,22 +171,21 @@ def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[
 
 
 def facts(engine: Engine, name: str) -> dict[str, Any]:
-    """Return a recording's facts about a model."""
+    """Return what a recording says about a model."""
     c = engine.model.config
     return {"name": name, "layers": c.n_layers, "heads": c.n_heads, "kv_heads": c.n_kv_heads, "window": c.window}
 
 
 def label_of(method: Method) -> str:
-    """Return the method and its knobs other than defaults, such as `longheads(chunk_size=16)`."""
-    defaults = _plain_knobs(method, defaults=True)
-    knobs = [f"{name}={value}" for name, value in _plain_knobs(method).items() if value != defaults[name]]
-    return f"{method.label}({', '.join(knobs)})" if knobs else method.label
+    """Return a method with the knobs that are not at their defaults, such as `longheads(chunk_size=16)`."""
+    changed = [each.name for each in fields(method) if _plain(getattr(method, each.name)) != _plain(each.default)]
+    knobs = ", ".join(f"{name}={_plain(getattr(method, name))}" for name in changed)
+    return f"{method.label}({knobs})" if knobs else method.label
 
 
-def _plain_knobs(method: Method, *, defaults: bool = False) -> dict[str, Any]:
-    """Return a method's knobs, or their defaults, for JSON; None for anything but a number or text."""
-    values = {each.name: each.default if defaults else getattr(method, each.name) for each in fields(method)}
-    return {name: value if isinstance(value, bool | int | float | str) else None for name, value in values.items()}
+def _plain(knob: Any) -> Any:
+    """Return a knob for JSON: None for anything but a number or text."""
+    return knob if isinstance(knob, bool | int | float | str) else None
 
 
 def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:
@@ -210,7 +206,7 @@ def check_heads(off: Sequence[tuple[int, int]], engine: Engine) -> None:
 
 
 def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; without a tokenizer, the id as a number."""
+    """Return the text that each token adds, or the ids as text if the model has no tokenizer."""
     stream = engine.tokenizer.stream(skip_special=False)
     texts = [stream.push(token_id) for token_id in ids]
     texts[-1] += stream.finish()
@@ -218,9 +214,9 @@ def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
 
 
 def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return every place of each mark in a text, as `(start, stop, mark)` of the tokens that contain the mark.
+    """Return every place of each mark in the text of some tokens: `(start, stop, mark)`, sorted.
 
-    Raises `UsageError` for a mark that is not in the text.
+    The tokens start..stop-1 contain the mark. Raises `UsageError` for a mark that is not in the text.
     """
     whole, starts = "".join(texts), [0, *accumulate(map(len, texts))][:-1]
     found = []

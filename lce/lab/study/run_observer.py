@@ -1,7 +1,6 @@
-"""Observes a run for a recording: the choices of every query, and the data for a closer look at some.
+"""Observes a run for a recording: keeps the choices of every query, and the data for a closer look at some queries.
 
-Looked-at queries are kept with their scores and spans. True attention is computed after the run
-(`lce.lab.study.looks`), when the cache has all keys and one rotation serves many queries.
+`lce.lab.study.looks` computes the looks after the run.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from torch import Tensor
 from lce.lab.study.segments import MOST_BYTES, RunChoices, Spans
 from lce.methods import LayerCache, Method, Observation, Step, distances
 
-Piece = tuple[int, int, int | None, int | None]  # tokens start..stop-1, least and largest distance
-MOST_PIECES = 128  # pieces of a query's always attended tokens
+Piece = tuple[int, int, int | None, int | None]  # The start and stop of some tokens, their least and largest distance.
+MOST_PIECES = 128  # The largest number of pieces of a span.
 
 
 @dataclass
 class SeenQuery:
-    """One query in one layer, recorded when the method ran."""
+    """One query in one layer, as it was when the method ran."""
 
     query: int
     q: Tensor  # [H, D], unrotated
     chosen: Tensor  # [H, K], -1 for none
-    scores: Tensor | None  # [C, M] of the choices; -inf for choices that the query does not have
-    spans: Spans | None  # always attended tokens
-    pieces: list[Piece]  # the spans, cut by distances
+    scores: Tensor | None  # [C, M], of all choices; -inf for choices that the query does not have
+    spans: Spans | None  # the always attended tokens; None if the method does not tell them
+    pieces: list[Piece]  # the spans, cut where the distances jump
     distances: Tensor | None  # [H, K, 2], the least and the largest distance of each choice
 
 
 @dataclass
 class SeenLayer:
-    """The looked-at queries of a layer, and the means to read the layer's keys after the run."""
+    """The looked-at queries of a layer, with the layer's method, cache and last step to read its keys after the run."""
 
     method: Method
     cache: LayerCache
@@ -44,10 +43,10 @@ class SeenLayer:
 
 
 class RunObserver:
-    """A record of one run's choices: observe a prompt of `n_prompt` tokens, then read the fields.
+    """An observer of one run over a prompt of `n_prompt` tokens. After the run, `layers` and `choices` are complete.
 
-    Queries in `looked` and of generated tokens are looked at. The heads `off`, pairs of a layer and a head, are
-    switched off. `check` is called often; an error that it raises ends the run.
+    The queries in `looked` and those of generated tokens are looked at closely. The heads in `off`, pairs of a layer
+    and a head, are switched off. `check` is called often, and an error from it ends the run.
     """
 
     def __init__(
@@ -55,42 +54,39 @@ class RunObserver:
         check: Callable[[], None] = lambda: None, most_bytes: int = MOST_BYTES,
     ) -> None:  # fmt: skip
         self.n_prompt, self.looked, self.off, self.check = n_prompt, sorted(looked), tuple(off), check
-        self.most_bytes = most_bytes
+        self.choices = RunChoices(most_bytes)
         self.layers: dict[int, SeenLayer] = {}
-        self.choices: RunChoices | None = None
-        self._pieces: dict[Any, list[Piece]] = {}  # by query and spans, for all layers
+        self._pieces: dict[Any, list[Piece]] = {}  # by query and spans, which several layers share
 
     def rows(self, step: Step) -> Tensor:
-        """Return the indices of the looked-at queries within the block."""
+        """Return the looked-at queries of the step's block, counted from the block's first query."""
         self.check()
         block = range(step.start, step.stop)
         some = block if step.start >= self.n_prompt else [i for i in self.looked if i in block]
         return torch.tensor([i - step.start for i in some], dtype=torch.int64)
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Keep a layer's choices; return `out` with zeros for heads that are off."""
+        """Keep a layer's choices, and return its output `out [H, T, D]` with zeros for heads that are off."""
         layer, step = seen.layer, seen.step
-        if self.choices is None:
-            self.choices = RunChoices(step.n_kv_heads, self.most_bytes)
         if layer == 0:
             self.choices.begin(step.start, step.stop)
         spans = seen.spans()
-        self.choices.add(layer, seen.chosen, spans)
+        self.choices.add(layer, seen.chosen, spans, step.n_kv_heads)
         kept = self.layers.setdefault(layer, SeenLayer(seen.method, seen.cache, step))
         kept.step = step
         if len(seen.rows):
-            kept.queries |= self._queries(seen, spans, self.choices)
+            kept.queries |= self._queries(seen, spans)
         off = [head for where, head in self.off if where == layer]
         return out.index_fill(0, torch.tensor(off, device=out.device), 0.0) if off else out
 
-    def _queries(self, seen: Observation, spans: list[Spans] | None, choices: RunChoices) -> dict[int, SeenQuery]:
+    def _queries(self, seen: Observation, spans: list[Spans] | None) -> dict[int, SeenQuery]:
         """Return the block's looked-at queries by index."""
         q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, seen.distances()
         if picked is None:
             picked = q.new_empty(len(q), len(rows), 0, dtype=torch.int64)
         if scores is not None:
             scores = (scores[:, :1] if seen.together else scores).cpu().clone()
-            choices.count(scores.nbytes)
+            self.choices.count(scores.nbytes)
         queries, picked = q[:, rows].clone(), picked.cpu()
         distances = None if distances is None else distances.cpu()
         found = {}
@@ -107,9 +103,9 @@ class RunObserver:
 
 
 def _pieces(seen: Observation, query: int, start: int, stop: int) -> list[Piece]:
-    """Cut a span into pieces in which the distance falls by 1 from token to token, or is constant.
+    """Cut a span into pieces in each of which the distance falls by 1 from token to token, or is constant.
 
-    If this makes too many pieces, each piece is a part of the span with its least and largest distance.
+    If these are more than `MOST_PIECES`, the span is cut into that many equal parts instead.
     """
     distance = distances.distance(seen.method, seen.layer, torch.tensor([query]), torch.arange(start, stop), seen.step)
     if distance is None:
@@ -119,7 +115,7 @@ def _pieces(seen: Observation, query: int, start: int, stop: int) -> list[Piece]
 
 
 def _cuts(distance: Tensor) -> list[tuple[int, int]]:
-    """Cut the distances of a span: 5, 4, 3, 9, 8, 8, 8 is cut into 5, 4, 3; 9, 8; 8, 8."""
+    """Return the pieces `(start, stop)` of a span with some distances: 5 4 3 9 8 8 8 becomes 5 4 3, 9 8 and 8 8."""
     n, (steps, counts) = len(distance), distance.diff().unique_consecutive(return_counts=True)
     edges, end = [0], 0
     if len(steps) <= 4 * MOST_PIECES:

@@ -1,7 +1,7 @@
 """Stores every query's choices and always attended tokens in few bytes.
 
-A choice takes 16 bits. Equal choices of all queries of a block, and of heads that choose together, are stored once.
-Always attended tokens are stored as runs of queries whose spans move by 0 or 1 tokens from query to query.
+A choice takes 16 bits. If all queries of a block, or heads that choose together, make the same choices, these are
+stored once. Always attended tokens are stored as runs of queries whose spans move by 0 or 1 tokens from query to query.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lce.errors import CapacityError
 from lce.sizes import size_text
 
 Numbers = npt.NDArray[Any]
-Spans = list[list[int]]  # [start, stop] of each span of tokens that a query attends
-SEGMENT_BYTES = 400_000  # bytes of a segment's choices, which a browser decodes in a few milliseconds
-MOST_BYTES = 2 << 30  # bytes of a run's choices
+Spans = list[list[int]]  # The [start, stop] of each span of tokens that a query attends.
+SEGMENT_BYTES = 400_000  # The largest size of a segment's choices: a browser decodes them in a few milliseconds.
+MOST_BYTES = 2 << 30  # The largest size of a run's choices.
 
 
 @dataclass
 class Block:
     """The choices and spans of queries `start..stop-1`, by layer.
 
-    `choices[layer]` is `[rows, choosers, K]`, with one row if all queries chose alike. `spans[layer]` has the spans of
-    each query; None if the method does not tell spans.
+    `choices[layer]` is `[rows, choosers, K]`, with one row if all queries made the same choices. `spans[layer]` has the
+    always attended spans of each query; None if the method does not tell them.
     """
 
     start: int
@@ -41,45 +41,33 @@ class Block:
 class RunChoices:
     """The choices of all queries of a run. Call `begin` for a block, `add` for each layer, `segments` at the end."""
 
-    def __init__(self, n_kv_heads: int, most_bytes: int = MOST_BYTES) -> None:
-        self.n_kv_heads, self.most_bytes = n_kv_heads, most_bytes
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
         self.blocks: list[Block] = []
         self.n_bytes = 0
 
     def begin(self, start: int, stop: int) -> None:
-        """Begin a block. Overlapped blocks are dropped, since their queries run again."""
+        """Begin the block of queries start..stop-1, which replaces earlier blocks that it overlaps."""
         while self.blocks and self.blocks[-1].stop > start:
             self.blocks.pop()
         self.blocks.append(Block(start, stop))
 
-    def add(self, layer: int, chosen: Tensor | None, spans: list[Spans] | None) -> None:
+    def add(self, layer: int, chosen: Tensor | None, spans: list[Spans] | None, n_kv_heads: int = 1) -> None:
         """Add a layer's choices in the block, `[H, T, K]` with -1 for none, and its always attended spans."""
         block = self.blocks[-1]
         block.spans[layer] = next((known for known in block.spans.values() if known == spans), spans)
         if chosen is not None and chosen.shape[-1]:
-            block.choices[layer] = self._packed(chosen)
+            block.choices[layer] = _packed(chosen, n_kv_heads)
             self.count(block.choices[layer].nbytes)
 
     def count(self, n_bytes: int) -> None:
-        """Count bytes kept of the run. Raises `CapacityError` above `most_bytes`."""
+        """Add bytes to those kept of the run. Raises `CapacityError` above `most_bytes`."""
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             raise CapacityError(
                 f"the choices of {self.blocks[-1].stop:,} tokens take more than {size_text(self.most_bytes)}; give a "
                 "shorter text, or knobs by which fewer or larger chunks are chosen"
             )
-
-    def _packed(self, chosen: Tensor) -> Numbers:
-        if chosen.shape[1] > 1 and bool((chosen == chosen[:, :1]).all()):
-            chosen = chosen[:, :1]
-        groups = chosen.unflatten(0, (self.n_kv_heads, -1))
-        if bool((chosen == chosen[:1]).all()):
-            chosen = chosen[:1]
-        elif bool((groups == groups[:, :1]).all()):
-            chosen = groups[:, 0]
-        numbers = chosen.transpose(0, 1).cpu().numpy()
-        most = int(numbers.max()) if numbers.size else 0
-        return numbers.astype(np.uint16 if most < 0xFFFF else np.uint32)  # -1 becomes the largest number
 
     @property
     def layers(self) -> list[int]:
@@ -88,7 +76,7 @@ class RunChoices:
 
     @property
     def choosers(self) -> int:
-        """The number of independent choosers: 1, the KV heads, or the heads."""
+        """The number of heads, or groups of heads, that choose on their own: 1, the KV heads, or all heads."""
         return max((x.shape[1] for block in self.blocks for x in block.choices.values()), default=1)
 
     @property
@@ -102,9 +90,10 @@ class RunChoices:
         return max((8 * x.itemsize for block in self.blocks for x in block.choices.values()), default=16)
 
     def segments(self) -> Iterator[tuple[int, int, Numbers]]:
-        """Yield the choices of queries `start..stop-1`, in order: start, stop, and `[rows, layers, choosers, K]`.
+        """Yield `(start, stop, choices)` in order, the choices of queries start..stop-1 `[rows, layers, choosers, K]`.
 
-        There is one row if all chose alike. Segments are of bounded size; blocks of one query are joined.
+        There is one row if all these queries made the same choices. Blocks of one query are joined, and blocks whose
+        choices take more than `SEGMENT_BYTES` are split.
         """
         kind, shape = np.dtype(f"<u{self.bits // 8}"), (self.choosers, self.most)
         layers = self.layers
@@ -121,11 +110,12 @@ class RunChoices:
                         yield start + row, min(start + row + most, stop), choices[row : row + most]
 
     def always(self) -> list[dict[str, Any]]:
-        """Return the always attended spans of all queries as runs, one entry for layers that are alike.
+        """Return the always attended spans of all queries as runs, one entry for layers with the same spans.
 
         Layers whose spans the method does not tell are left out.
         """
-        alike: dict[tuple[int, ...], list[int]] = {}  # by identity: `add` keeps equal spans of a block once
+        # Layers by the identities of their blocks' spans: `add` stores equal spans of a block once.
+        alike: dict[tuple[int, ...], list[int]] = {}
         for layer in self.blocks[0].spans if self.blocks else ():
             if all(block.spans[layer] is not None for block in self.blocks):
                 alike.setdefault(tuple(id(block.spans[layer]) for block in self.blocks), []).append(layer)
@@ -135,8 +125,21 @@ class RunChoices:
         ]
 
 
+def _packed(chosen: Tensor, n_kv_heads: int) -> Numbers:
+    """Return choices `[H, T, K]` as `[T, C, K]`: one row if all queries chose alike, one chooser if all heads did."""
+    if bool((chosen == chosen[:, :1]).all()):
+        chosen = chosen[:, :1]
+    groups = chosen.unflatten(0, (n_kv_heads, -1))
+    if bool((chosen == chosen[:1]).all()):
+        chosen = chosen[:1]
+    elif bool((groups == groups[:, :1]).all()):
+        chosen = groups[:, 0]
+    numbers = chosen.transpose(0, 1).cpu().numpy()
+    return numbers.astype(np.uint16 if numbers.max() < 0xFFFF else np.uint32)  # -1 becomes the largest number
+
+
 def _spread(block: Block, layers: list[int], shape: tuple[int, int], kind: np.dtype[Any]) -> Numbers:
-    """Return a block's choices `[rows, layers, choosers, K]`, little-endian; the largest number means none."""
+    """Return a block's choices `[rows, layers, *shape]`, little-endian; the largest number stands for no choice."""
     rows = max((len(x) for x in block.choices.values()), default=1)
     none = np.iinfo(kind).max
     found = np.full((rows, len(layers), *shape), none, dtype=kind)
@@ -163,7 +166,7 @@ def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
 
 
 def _continues(run: list[Any], query: int, spans: Spans) -> bool:
-    """Return whether a query continues a run, and add the query if so. The second query decides how spans move."""
+    """Add a query to a run if it continues the run; return whether it does. The second query says how spans move."""
     n, moving = query - run[0], run[2]
     if len(spans) != len(moving):
         return False

@@ -1,7 +1,8 @@
-"""Writes a recording as a page: one HTML file without network access, and scripts beside it for a large recording.
+"""Writes a recording as a page: an HTML file that needs no network, and scripts beside it for a large recording.
 
 `lce/lab/study/web/page.html` has places to fill: `<!--lce:style-->`, `<!--lce:data-->`, and `<!--lce:script NAME-->`
-for each script, in order of running. Texts of prompts stay data: their JSON is escaped and cannot end its element.
+for each script, in the order in which scripts run. The text of a prompt stays data: JSON is escaped, so that no text
+can end its script element.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lce.errors import DataError, LceError, UsageError
 from lce.files import check_target, named, unwritable, write_whole
 
 WEB = Path(__file__).parent / "web"
-INLINE = 8 << 20  # most bytes of a recording inside the page
+INLINE = 8 << 20  # The largest recording, in bytes of JSON, that is written into the page itself.
 _PLACES = re.compile(r"<!--lce:(style|data|script)(?: ([\w.]+))?-->")
 _SCRIPT = re.compile(r"\d+-\d+\.js")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -30,15 +31,15 @@ Recording = dict[str, Any]
 
 
 def json_text(value: Any) -> str:
-    """Return JSON in ASCII for a script element, without signs that begin or end a tag, comment or entity."""
+    """Return ASCII JSON for a script element, with escapes for the signs of tags, comments and entities."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
-    """Return the page around a recording's JSON. `live` has the facts about the engine of a live page.
+    """Return the page with a recording's JSON. `live` is what a live page needs to reach its engine.
 
-    Scripts and styles get `nonce`, for a Content-Security-Policy.
+    Scripts and styles get the `nonce` of a Content-Security-Policy.
     """
     mark = f' nonce="{nonce}"' if nonce else ""
 
@@ -57,7 +58,7 @@ def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
 
 @cache
 def _part(name: str) -> str:
-    """Return a file of the page."""
+    """Return the text of a file of `WEB`."""
     try:
         return (WEB / name).read_text(encoding="utf-8")
     except OSError as error:
@@ -65,7 +66,7 @@ def _part(name: str) -> str:
 
 
 def store_of(path: str | Path) -> Path:
-    """Return the folder `NAME.data` beside a page, for large data. Raises an error if either cannot be made."""
+    """Return the folder `NAME.data` beside a page. Raises an error if the page or the folder cannot be written."""
     path = Path(path)
     check_target(path)
     store = path.with_name(f"{path.stem}.data")
@@ -77,10 +78,10 @@ def store_of(path: str | Path) -> Path:
 
 
 def write_page(recording: Recording, path: str | Path) -> int:
-    """Write a recording as a page, with large data in the folder `NAME.data` beside it. Return the bytes.
+    """Write a recording as a page, with large data in the folder `NAME.data` beside the page. Return the bytes written.
 
-    The page appears whole or not at all, after its data. Data of older pages of this name and of failed calls are
-    removed from the folder.
+    The page appears whole or not at all, after its data. Then data that the page does not use, of older pages of this
+    name or of failed calls, are removed from the folder.
     """
     path, n_bytes = Path(path), 0
     store = store_of(path)
@@ -105,8 +106,7 @@ def write_page(recording: Recording, path: str | Path) -> int:
 
 
 def split(recording: Recording, folder: str) -> Recording:
-    """Return a recording whose segments are scripts in a folder, `RUN-SEGMENT.js`."""
-
+    """Return a recording whose segments only name their scripts in a folder, `RUN-SEGMENT.js`."""
     runs = []
     for number, run in enumerate(recording["runs"]):
         bare = [{key: segment[key] for key in ("start", "stop", "rows")} for segment in run["segments"]]
@@ -116,12 +116,12 @@ def split(recording: Recording, folder: str) -> Recording:
 
 
 def script(run: int, number: int, segment: dict[str, Any]) -> str:
-    """Return the script that gives a page one segment of a run."""
+    """Return the script that hands segment `number` of a run to the page."""
     return f'lceSegment({run},{number},"{segment["data"]}",{json_text(segment["looks"])});\n'
 
 
 def _sweep(store: Path, path: Path) -> None:
-    """Remove folders that the page does not use; only folders with names and files like ours."""
+    """Remove the folders of data that the page does not use. Folders with other names or files are left alone."""
     with suppress(OSError):
         used = path.read_bytes() if path.exists() else b""
         for folder in store.iterdir():

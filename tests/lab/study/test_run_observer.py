@@ -24,7 +24,6 @@ def test_keeps_what_every_query_chose_and_changes_nothing(name: str, knobs: dict
     out = run(make(name, knobs), *tensors(), BLOCKS, window=WINDOW, note=lambda _, chosen: noted.append(chosen))
     watch, same = watched(name, knobs, looked=[5, 90, N - 1])
     assert torch.equal(out, same)
-    assert watch.choices is not None
     blocks = [block.choices[0] for block in watch.choices.blocks if 0 in block.choices]
     assert len(blocks) == len([x for x in noted if x.shape[-1]])
     for packed, chosen in zip(blocks, (x for x in noted if x.shape[-1]), strict=True):

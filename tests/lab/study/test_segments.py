@@ -22,12 +22,12 @@ def unpacked(choices: RunChoices) -> torch.Tensor:
 
 def test_choices_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 100)  # several segments a block
-    choices, found = RunChoices(2), []
+    choices, found = RunChoices(), []
     for start, stop, k in ((0, 8, 0), (8, 40, 3), (40, 41, 3), (41, 42, 5)):
         choices.begin(start, stop)
         chosen = torch.randint(-1, 40, (4, stop - start, k))
         for layer in (1, 3):
-            choices.add(layer, chosen + (chosen >= 0) * layer, None)
+            choices.add(layer, chosen + (chosen >= 0) * layer, None, 2)
         wide = torch.nn.functional.pad(chosen, (0, 5 - k), value=-1)
         found.append(torch.stack([wide + (wide >= 0) * layer for layer in (1, 3)]).permute(2, 0, 1, 3))
     assert (choices.layers, choices.choosers, choices.most, choices.bits) == ([1, 3], 4, 5, 16)
@@ -41,12 +41,12 @@ def test_choices_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_shared_is_kept_once() -> None:
-    choices = RunChoices(2)
+    choices = RunChoices()
     choices.begin(0, 6)
-    choices.add(0, torch.tensor([[[3, 70_000]]]).expand(4, 6, 2), None)
+    choices.add(0, torch.tensor([[[3, 70_000]]]).expand(4, 6, 2), None, 2)
     assert choices.blocks[0].choices[0].shape == (1, 1, 2)
     choices.begin(6, 7)
-    choices.add(0, torch.tensor([[[1, 2]], [[1, 2]], [[0, 5]], [[0, 5]]]), None)
+    choices.add(0, torch.tensor([[[1, 2]], [[1, 2]], [[0, 5]], [[0, 5]]]), None, 2)
     assert choices.blocks[1].choices[0].shape == (1, 2, 2), "a chooser a KV head"
     assert (choices.choosers, choices.bits) == (2, 32)
     assert unpacked(choices)[-1, 0].tolist() == [[1, 2], [0, 5]]
@@ -54,14 +54,14 @@ def test_what_is_shared_is_kept_once() -> None:
 
 
 def test_a_block_that_is_read_again_takes_the_place_of_the_first() -> None:
-    choices = RunChoices(1)
+    choices = RunChoices()
     for start, stop in ((0, 4), (4, 8), (2, 6)):
         choices.begin(start, stop)
     assert [(block.start, block.stop) for block in choices.blocks] == [(2, 6)]
 
 
 def test_choices_are_bounded() -> None:
-    choices = RunChoices(1, most_bytes=100)
+    choices = RunChoices(100)
     choices.begin(0, 60)
     with pytest.raises(CapacityError, match="the choices of 60 tokens take more than 100 B"):
         choices.add(0, torch.arange(60)[None, :, None], None)
@@ -75,7 +75,7 @@ def test_runs_of_spans() -> None:
 
 
 def test_layers_that_always_attend_the_same_are_together() -> None:
-    choices = RunChoices(1)
+    choices = RunChoices()
     for start in (0, 2):
         choices.begin(start, start + 2)
         for layer, spans in enumerate(([[[0, 1]]] * 2, [[[0, 1 + start]]] * 2, [[[0, 1]]] * 2, None)):
