@@ -16,7 +16,7 @@ import lce
 from lce.errors import CapacityError, UsageError
 from lce.system import wait_passively
 from lce.terminal import figures, inspecting, operations, options
-from lce.terminal.bench import ReportOutput, report_options
+from lce.terminal.bench import show_bench
 from lce.terminal.chat import ChatLoop, chat_prompt_options
 from lce.terminal.contexts import MethodOption, ask, ends
 from lce.terminal.evaluation import evaluation
@@ -174,17 +174,16 @@ def info(file: str, model: str | None, output: Output) -> None:
 @flag("--seed", "The same seed makes the same texts.", type=int, default=0)
 @flag("--profile", "Also show where a decode step's and a prefill block's time goes.", is_flag=True)
 @options.loading_options
-@report_options
-def bench(model: str, methods: list[lce.Method], loading: dict[str, Any], output: ReportOutput, **what: Any) -> None:
+@flag("--json FILE|-", "Write JSON to this file, or - to stdout and no table.", dest="json_file")
+@options.quiet_options
+def bench(**what: Any) -> None:
     """Measure prefill and decode, for some methods at some lengths, beside what the machine can do.
 
     Prints Markdown: medians and spread, and the share of the machine's own speed of reading memory (decode) or of
     multiplying matrices (prefill), measured in the same run. Texts are random tokens. Methods take turns, after one run
     each that is not timed. Ctrl-C prints what was measured so far.
     """
-    from lce.lab.bench import Bench
-
-    output.run(Bench(model, methods, **what, **loading))
+    show_bench(**what)
 
 
 @cli.command()

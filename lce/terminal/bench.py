@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import click
-
+from lce.errors import UsageError
 from lce.files import named, write_whole
-from lce.progress import silence
 from lce.sizes import size_text
-from lce.terminal import options
+from lce.terminal.options import new_file
 from lce.terminal.output import Output
 from lce.terminal.tables import markdown
 
 if TYPE_CHECKING:
-    from lce.lab.bench import Bench, Report, Row, Spread, StepTimes
+    from lce.lab.bench import Report, Row, Spread, StepTimes
 
 
-@dataclass(frozen=True)
-class ReportOutput:
-    """The output of a report: Markdown to stdout and JSON to `json_file`, or only JSON to stdout if the file is "-"."""
+def show_bench(json_file: str | None, loading: dict[str, Any], output: Output, **what: Any) -> None:
+    """Run a benchmark and write its report, even a partial one after an error or Ctrl-C.
 
-    json_file: str | None
-    quiet: bool
+    The report is Markdown on stdout and JSON in `json_file`, or JSON alone on stdout if `json_file` is "-".
+    """
+    from lce.lab.bench import Bench
 
-    def __post_init__(self) -> None:
-        if self.json_file == "":
-            raise click.UsageError("--json needs a file, or - for stdout")
-        if self.json_file != "-":
-            options.new_file(self.json_file, force=True)
-        silence(self.quiet)
-
-    def run(self, bench: Bench) -> None:
-        """Run a benchmark and write its report, even a partial one after an error or Ctrl-C."""
-        output, longest = Output(json=self.json_file == "-", quiet=self.quiet), max(bench.lengths)
-        beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
-        try:
-            with output.noting(beyond), output.bar("bench", " runs") as bar:
-                bench.run(bar)
-        finally:
-            if (report := bench.report).rows:
-                content = dataclasses.asdict(report)
-                output.object(content)
-                output.text(*report_lines(report))
-                if self.json_file not in (None, "-"):
-                    write_whole(Path(self.json_file), json.dumps(content, indent=1).encode() + b"\n")
-                    output.figures(f"lce: wrote {named(self.json_file)}")
-
-
-_JSON = options.flag("--json FILE|-", "Write JSON to this file, or - to stdout and no table.", dest="json_file")
-report_options = options.packed("output", ReportOutput, _JSON, options.quiet_option, options.debug_option)
+    if json_file == "":
+        raise UsageError("--json needs a file, or - for stdout")
+    if json_file != "-":
+        new_file(json_file, force=True)
+    output, bench = replace(output, json=json_file == "-"), Bench(**what, **loading)
+    longest = max(bench.lengths)
+    beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
+    try:
+        with output.noting(beyond), output.bar("bench", " runs") as bar:
+            bench.run(bar)
+    finally:
+        if (report := bench.report).rows:
+            content = asdict(report)
+            output.object(content)
+            output.text(*report_lines(report))
+            if json_file not in (None, "-"):
+                write_whole(Path(json_file), json.dumps(content, indent=1).encode() + b"\n")
+                output.figures(f"lce: wrote {named(json_file)}")
 
 
 def report_lines(report: Report) -> list[str]:

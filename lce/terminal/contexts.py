@@ -40,15 +40,10 @@ class MethodOption:
 
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
     """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
-    own: dict[str, Any] = {"window": context.window}
+    own: dict[str, Any] = {"window": context.window, "dtype": context.dtype, "weights": context.weights or "auto"}
+    own["kv_dtype"] = "int8" if context.kv_dtype == "int8" else "auto"
     if loading.get("rope") is None and loading.get("rope_factor") is None:
         own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
-    if loading.get("dtype", "auto") == "auto":
-        own["dtype"] = context.dtype
-    if context.kv_dtype == "int8":
-        own["kv_dtype"] = context.kv_dtype
-    if context.weights is not None and loading.get("weights", "auto") == "auto":
-        own["weights"] = context.weights
     return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
 
 

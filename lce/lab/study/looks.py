@@ -41,13 +41,14 @@ def looks_of(
     text whose attention is reported. `judge` says which full attention is the truth.
     """
     looks: dict[int, Look] = {}
+    choosers, _, _ = run.choices.sizes()
     for layer, seen in sorted(run.layers.items()):
         for query, weights in _judged(seen, judge):
             run.check()
             empty = {"bytes": {"read": 0, "scored": 0, "full": 0}, "always": [], "distances": [], "layers": []}
             look = looks.setdefault(query.query, empty)
             row = _Row(seen, query, weights, choices, marks)
-            row.add_to(look, run.choices.choosers, compares=query.query >= run.n_prompt - COMPARED)
+            row.add_to(look, choosers, compares=query.query >= run.n_prompt - COMPARED)
         progress(layer + 1, len(run.layers))
     return looks
 

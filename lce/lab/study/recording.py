@@ -138,7 +138,7 @@ def _run(
         "blocks": [[block.start, block.stop] for block in choices.blocks],
         "generated": [] if result is None else _generated(engine, ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
-        "choosing": choices.layers, "choosers": choices.choosers, "k": choices.most, "bits": choices.bits,
+        "choosing": choices.layers, **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True)),
         "warning": None if result is None else result.warning,
         "off": [list(pair) for pair in request.off], "looked": sorted(looks), "always": choices.always(),
         "segments": [

@@ -74,20 +74,14 @@ class RunChoices:
         """The layers that choose."""
         return sorted({layer for block in self.blocks for layer in block.choices})
 
-    @property
-    def choosers(self) -> int:
-        """The number of heads, or groups of heads, that choose on their own: 1, the KV heads, or all heads."""
-        return max((x.shape[1] for block in self.blocks for x in block.choices.values()), default=1)
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the number of choosers C, the largest number of choices of a query, and the bits of a stored number.
 
-    @property
-    def most(self) -> int:
-        """The most choices of a query."""
-        return max((x.shape[2] for block in self.blocks for x in block.choices.values()), default=0)
-
-    @property
-    def bits(self) -> int:
-        """The bits of a stored number."""
-        return max((8 * x.itemsize for block in self.blocks for x in block.choices.values()), default=16)
+        All heads choose on their own, or the heads of each KV head choose together, or all heads do (C is 1).
+        """
+        sizes = [(*x.shape[1:], 8 * x.itemsize) for block in self.blocks for x in block.choices.values()]
+        choosers, most, bits = map(max, zip((1, 0, 16), *sizes, strict=True))
+        return choosers, most, bits
 
     def segments(self) -> Iterator[tuple[int, int, Numbers]]:
         """Yield `(start, stop, choices)` in order, the choices of queries start..stop-1 `[rows, layers, choosers, K]`.
@@ -95,8 +89,8 @@ class RunChoices:
         There is one row if all these queries made the same choices. Blocks of one query are joined, and blocks whose
         choices take more than `SEGMENT_BYTES` are split.
         """
-        kind, shape = np.dtype(f"<u{self.bits // 8}"), (self.choosers, self.most)
-        layers = self.layers
+        layers, (choosers, k, bits) = self.layers, self.sizes()
+        kind, shape = np.dtype(f"<u{bits // 8}"), (choosers, k)
         most = max(1, SEGMENT_BYTES // max(1, len(layers) * shape[0] * shape[1] * kind.itemsize))
         for alone, group in groupby(self.blocks, lambda block: block.stop - block.start == 1):
             blocks, n = list(group), most if alone else 1

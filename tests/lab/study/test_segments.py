@@ -30,7 +30,7 @@ def test_choices_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> No
             choices.add(layer, chosen + (chosen >= 0) * layer, None, 2)
         wide = torch.nn.functional.pad(chosen, (0, 5 - k), value=-1)
         found.append(torch.stack([wide + (wide >= 0) * layer for layer in (1, 3)]).permute(2, 0, 1, 3))
-    assert (choices.layers, choices.choosers, choices.most, choices.bits) == ([1, 3], 4, 5, 16)
+    assert (choices.layers, choices.sizes()) == ([1, 3], (4, 5, 16))
     assert torch.equal(unpacked(choices), torch.cat(found))
     stops = [(start, stop) for start, stop, _ in choices.segments()]
     assert stops[0][0] == 0
@@ -48,7 +48,7 @@ def test_what_is_shared_is_kept_once() -> None:
     choices.begin(6, 7)
     choices.add(0, torch.tensor([[[1, 2]], [[1, 2]], [[0, 5]], [[0, 5]]]), None, 2)
     assert choices.blocks[1].choices[0].shape == (1, 2, 2), "a chooser a KV head"
-    assert (choices.choosers, choices.bits) == (2, 32)
+    assert choices.sizes() == (2, 2, 32)
     assert unpacked(choices)[-1, 0].tolist() == [[1, 2], [0, 5]]
     assert unpacked(choices)[0, 0].tolist() == [[3, 70_000]] * 2
 
