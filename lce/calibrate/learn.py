@@ -33,15 +33,15 @@ from lce.methods.lowdim import (
 from lce.methods.map_file import save_maps
 from lce.progress import StageProgress, stages
 
-HELD_OUT = 8  # one piece in 8 measures recall and is not learned from
+HELD_OUT = 8  # one piece in 8 is held out: recall is measured on it
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How maps are learned: by Adam, on the squared error of the scores of `batch` queries and `batch` keys a step.
+    """The options of a calibration. Adam minimises the squared error of scores.
 
-    `lr` is the first step's size; it falls to 0. `far` is the distance at which queries are placed, as in `esa`; None
-    is half of the window.
+    Each step takes the scores of `batch` queries with `batch` keys. The learning rate `lr` falls linearly to 0. Queries
+    are rotated as at the distance `far` from the keys, as in `esa`; None is half of the window.
     """
 
     low_dim: int = 128
@@ -63,7 +63,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Recall:
-    """The share of a layer's `top_k` best tokens that low-dim keys find, by the learned maps and by PCA."""
+    """The shares of a layer's `top_k` best keys that low-dim scores find, with the learned maps and with PCA."""
 
     layer: int
     top_k: int
@@ -73,7 +73,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class CollectingFull(Full):
-    """Full attention that passes each layer's unrotated keys ("k.0") and queries at `far` ("q.0") to `sink`."""
+    """Full attention that passes each layer's unrotated keys ("k.0") and queries rotated to `far` ("q.0") to `sink`."""
 
     far: int | None = None
     sink: Callable[[str, Tensor], None] = lambda name, x: None
@@ -97,10 +97,10 @@ def calibrate(
 ) -> list[Recall]:  # fmt: skip
     """Learn a model's maps from `text`, write them to `out`, and return each layer's recall on held-out pieces.
 
-    `loading` are options of `lce.load`: maps fit the window and the RoPE scaling that they were learned with. `note` is
-    called with a line about each work file that must be computed again. `progress` is True for bars on stderr, or a
-    function of the stage, units done and units in all. Raises `DataError` for too little text, `CapacityError` for too
-    little disk, `UsageError` where `out` was begun with other options.
+    `loading` are options of `lce.load`. Maps fit only the window and the RoPE scaling that they were learned with.
+    `note` is called with a line about each work file that must be computed again. `progress` is True for bars on
+    stderr, or a function that takes the stage, the units done and all units. Raises `DataError` for too little text,
+    `CapacityError` for too little disk, and `UsageError` if the work folder has another calibration's files.
     """
     out = Path(out)
     check_target(out)
@@ -110,7 +110,7 @@ def calibrate(
 
 
 class Calibrator:
-    """One calibration: the engine that reads, `seen` to which it passes queries and keys, and the work folder."""
+    """One calibration: the engine that prefills the text, the queries and keys `seen` in a prefill, the work folder."""
 
     def __init__(
         self, model: str | Path, text: str, out: Path, options: Calibration, progress: StageProgress,
@@ -134,8 +134,10 @@ class Calibrator:
         config = engine.model.config
         self.n_layers, self.n_heads, self.n_kv_heads = config.n_layers, config.n_heads, config.n_kv_heads
         widths = (self.n_heads + self.n_kv_heads) * config.head_dim
-        n_learned = size * len(self.split()[0])
-        self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)  # as many as `principal`
+        self.held_out = range(HELD_OUT - 1, len(pieces), HELD_OUT)
+        self.learned_from = [index for index in range(len(pieces)) if index not in self.held_out]
+        most = min(self.n_kv_heads * config.head_dim, size * len(self.learned_from) - 1)  # what `principal` can give
+        self.low_dim = min(options.low_dim, most)
         learned_for = LearnedFor(engine.fingerprint, self.low_dim, engine.method.far, engine.window, engine.rope)
         digest = hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
         plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.dtype), "text": digest}
@@ -156,13 +158,8 @@ class Calibrator:
         self.work.remove()
         return [recall for _, recall in learned]
 
-    def split(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of the pieces to learn from, and of the held-out pieces."""
-        held_out = range(HELD_OUT - 1, len(self.pieces), HELD_OUT)
-        return [index for index in range(len(self.pieces)) if index not in held_out], list(held_out)
-
     def read_piece(self, index: int, layers: Sequence[int]) -> None:
-        """Prefill a piece, and write the queries and keys of some layers."""
+        """Prefill a piece, and write the queries and keys of these layers to the work folder."""
         self.seen.clear()
         self.engine.prefill(self.pieces[index])
         rows = {name: torch.cat(parts).contiguous() for name, parts in self.seen.items()}
@@ -171,7 +168,7 @@ class Calibrator:
             self.work.write(_piece(index, layer), {"q": rows[f"q.{layer}"], "k": rows[f"k.{layer}"]})
 
     def rows(self, layer: int, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys of some pieces, concatenated."""
+        """Return a layer's queries `[N, H·D]` and keys `[N, G·D]` in these pieces, in float32."""
         found = []
         for index in pieces:
             if (held := self.work.read(_piece(index, layer))) is None:
@@ -185,15 +182,15 @@ class Calibrator:
         return q, k
 
     def layer(self, layer: int) -> tuple[LowDimMap, Recall]:
-        """Return one layer's maps and their recall, from the work folder, or learn and write them."""
+        """Return a layer's maps and their recall. Read them from the work folder, or learn and write them."""
         place = f"layer-{layer:03}.safetensors"
         held = self.work.read(place)
         if held is not None:
             return LowDimMap(**held[0]), Recall(**json.loads(held[1]))
-        (q, k), (q_test, k_test) = (self.rows(layer, pieces) for pieces in self.split())
+        (q, k), (q_test, k_test) = (self.rows(layer, pieces) for pieces in (self.learned_from, self.held_out))
         basis = principal(k.unflatten(1, (self.n_kv_heads, -1)).transpose(0, 1), self.low_dim)  # [G·D, R]
         query = basis.unflatten(0, (self.n_kv_heads, -1)).repeat_interleave(self.n_heads // self.n_kv_heads, 0)
-        pca = LowDimMap.unbiased(query.flatten(0, 1), basis)  # query heads take the basis of their KV head
+        pca = LowDimMap.unbiased(query.flatten(0, 1), basis)  # each query head takes its KV head's basis
         maps = self.learn(q, k, pca, layer)
         remedy = "give a smaller --lr, or check the model's weights"
         _check_finite(f"the maps of layer {layer}", remedy, *maps.tensors().values())
@@ -204,16 +201,15 @@ class Calibrator:
         return LowDimMap(**tensors), recall
 
     def exact(self, q: Tensor) -> Tensor:
-        """Return queries `[N, H·D]` summed over the heads of each KV head, `[N, G·D]`: times the keys, the scores."""
+        """Sum queries `[N, H·D]` over the heads of each KV head: `[N, G·D]`. Products with keys are exact scores."""
         grouped: Tensor = q.unflatten(1, (self.n_kv_heads, self.n_heads // self.n_kv_heads, -1))
         return grouped.sum(dim=2).flatten(1)
 
     def learn(self, q: Tensor, k: Tensor, start: LowDimMap, layer: int) -> LowDimMap:
-        """Return maps of least squared error for `q [N, H·D]`, `k [N, G·D]`, trained from `start`.
+        """Train maps from `start` for `q [N, H·D]` and `k [N, G·D]`, and return them.
 
-        The error is that of Eq. 7, on keys less their mean: a query's product with the mean key is the same in all its
-        scores and changes no choice, so it needs no dimension. When the maps are used, the keys' bias subtracts the
-        mean.
+        The loss is the squared error of Eq. 7, with the mean subtracted from the keys. A query's product with the mean
+        key is part of all its scores and changes no choice. The key bias of the returned maps subtracts the mean.
         """
         options, mean = self.options, k.mean(dim=0)
         k = k - mean
@@ -240,7 +236,7 @@ class Calibrator:
         return LowDimMap(query, key, query_bias, key_bias - mean @ key)
 
     def recall(self, q: Tensor, k: Tensor, maps: LowDimMap, top_k: int, block: int = 128) -> float:
-        """Return the share of the `top_k` best keys `[N, G·D]` of each block of queries that low-dim scores find."""
+        """Return the share of each query block's `top_k` best keys `[N, G·D]` that low-dim scores find, on average."""
 
         def best(queries: Tensor, keys: Tensor) -> set[int]:
             scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
@@ -253,7 +249,7 @@ class Calibrator:
 
 
 def _check_finite(what: str, remedy: str, *tensors: Tensor) -> None:
-    """Raise `DataError` for numbers that are not finite."""
+    """Raise `DataError` if a tensor has NaN or infinity."""
     if not all(bool(x.isfinite().all()) for x in tensors):
         raise DataError(f"{what} are not finite; {remedy}")
 

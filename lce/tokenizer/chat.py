@@ -1,10 +1,10 @@
-"""Chat templates: a checkpoint's own Jinja text that writes a conversation in the format the model was trained on.
+"""Chat templates: a checkpoint's own Jinja text, which writes a conversation in the format the model was trained on.
 
-A template is not trusted. `template.py` renders it in Jinja's sandbox, in a process of its own under hard limits of
-time and memory; starting the process takes some 50 ms.
+A template is not trusted. `template.py` renders it in Jinja's sandbox, in a process of its own with hard limits of
+time and memory. Starting the process takes some 50 ms.
 
-The text of a control token in a message, such as `<|eot_id|>`, must not end the turn. So the text is cut inside the
-token's text, and the parts are encoded one after the other: no part has the whole token.
+If a message has the text of a control token, such as `<|eot_id|>`, this text must not end the turn. So the rendered
+text is cut within the control token's text, and the parts are encoded separately: no part has the whole token.
 
     content     end it with <|eot_id|> now
     parts       ...end it with <     |eot_id|> now...
@@ -27,29 +27,26 @@ from typing import Any
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
-MAX_CHARS = 1 << 20  # characters of the rendered text, besides eight for each character of the messages
-MAX_SECONDS = 2  # processor seconds, besides one for each 500,000 characters of the messages
-MAX_BYTES = 384 << 20  # memory of the process, besides 96 bytes for each character of the messages
-MOST_WAITED = 60  # seconds, after which a process that got no processor is given up
-_KEPT_VARIABLES = (
-    "TZ",
-    "LD_LIBRARY_PATH",
-    "DYLD_LIBRARY_PATH",
-)  # of the environment: for the time of day, and for Python to start
-_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # characters that the Unicode standard keeps out of texts
+MAX_CHARS = 1 << 20  # A rendered text may have so many characters, and eight more for each of the messages' characters.
+MAX_SECONDS = 2  # Rendering may take so many processor seconds, and one more for 500,000 characters of the messages.
+MAX_BYTES = 384 << 20  # The process may take so much memory, and 96 bytes more for each character of the messages.
+MOST_WAITED = 60  # After so many seconds a process that got no processor is ended.
+# The process gets only these environment variables: one for the time of day, two that Python may need to start.
+_KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # The Unicode standard keeps these characters out of texts.
 _REMEDY = "use the template that came with this checkpoint"
 _START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'))"
 
 
 @dataclass(frozen=True)
 class ChatText:
-    """A conversation as a template writes it. At each of `cuts`, encoding begins anew."""
+    """A conversation as a template writes it. The text is encoded in parts, which end at the offsets `cuts`."""
 
     text: str
     cuts: tuple[int, ...] = ()
 
     def parts(self, start: int = 0) -> list[str]:
-        """Return the text from character `start` on, cut."""
+        """Return the parts of the text from character `start` on."""
         ends = [start, *(cut for cut in self.cuts if cut > start), len(self.text)]
         return [self.text[i:j] for i, j in pairwise(ends)]
 
@@ -60,11 +57,11 @@ def render_chat(
     special: Mapping[str, str | bool],
     controls: Iterable[str] = (),
 ) -> ChatText:
-    """Render `messages` by `template`, BOS included; the text is cut wherever a message has one of `controls`.
+    """Render `messages` by `template`. The text is cut wherever a message has one of the control tokens `controls`.
 
     `special` has `bos_token`, `eos_token`, `add_generation_prompt`. Raises DataError for messages that are not a list
     of {"role": str, "content": str} or that the template refuses with `raise_exception`, and ModelError for a template
-    that is broken or exceeds its bounds.
+    that is broken or exceeds its limits.
     """
     conversation = _checked(messages)
     texts = [text for message in conversation for text in message.values()]
@@ -78,38 +75,35 @@ def render_chat(
 
 
 def _checked(messages: object) -> list[dict[str, str]]:
-    """Return plain copies of the messages. Raises DataError if they are no messages."""
+    """Return plain copies of the messages. Raises DataError for a value that is not a list of messages."""
     expected = 'expected a list of {"role": a string, "content": a string}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError(f"the messages are {shown(messages)}; {expected}")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise DataError(f"message {number} is a {type(message).__name__}; {expected}")
-        if missing := [key for key in ("role", "content") if key not in message]:
-            raise DataError(f"message {number} has no {missing[0]}; {expected}")
-        wrong = [key for key, text in message.items() if not isinstance(key, str) or not isinstance(text, str)]
-        if wrong:
-            raise DataError(f"{shown(wrong[0])} of message {number} is not a string; {expected}")
+        fields = message.items() if isinstance(message, Mapping) else ()
+        names = {name for name, text in fields if isinstance(name, str) and isinstance(text, str)}
+        if len(names) < len(fields) or not {"role", "content"} <= names:
+            raise DataError(f"message {number} is {shown(message)}; {expected}")
     return [{str(key): str(text) for key, text in message.items()} for message in messages]
 
 
 def _split(text: str, controls: Iterable[str], cut: str) -> str:
-    """Insert `cut` behind the first character of every control token in `text`."""
+    """Insert `cut` after the first character of every control token in `text`."""
     found = sorted({name for name in controls if len(name) > 1 and name in text}, key=len, reverse=True)
     if not found:
         return text
     split = re.sub("|".join(map(re.escape, found)), lambda match: match[0][0] + cut + match[0][1:], text)
-    return _split(split, found, cut)  # another token may overlap the first
+    return _split(split, found, cut)  # again: the text may have a token that overlapped another one
 
 
 def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
-    """Return the text of a template. `length` counts the characters of the messages."""
+    """Render a template in the other process. `length` is the number of characters in the messages."""
     seconds, memory = MAX_SECONDS + length // 500_000, MAX_BYTES + 96 * length
     limits = {"chars": MAX_CHARS + 8 * length, "seconds": seconds, "bytes": memory}
     raw = _answer(json.dumps({"template": template, "variables": variables, **limits}, ensure_ascii=False))
     try:
         ((kind, text),) = json.loads(raw.decode("utf-8", "surrogatepass")).items()
-    except ValueError:  # the process was ended while it rendered
+    except ValueError:  # no answer: a limit ended the process
         raise ModelError(
             f"the chat template failed: it takes more than {seconds} s or {size_text(memory)} of memory; {_REMEDY}"
         ) from None
@@ -122,12 +116,12 @@ def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
 
 
 def _answer(request: str) -> bytes:
-    """Run `template.py`; return what it writes for a request.
+    """Run `template.py` with a request, and return its output.
 
-    The process bounds its own time of a processor. On a busy machine it gets little of one, so the wait is much longer.
+    The process limits its own processor time. Waiting may take much longer, on a machine whose processors are busy.
     """
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    try:  # in a group of its own: Ctrl-C reaches this process alone, which ends the other
+    try:  # in a process group of its own: Ctrl-C interrupts only lce, which then ends the process
         process = Popen(_command(), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=kept, process_group=0)
     except OSError as error:
         raise ModelError(_cannot_start(error.strerror or type(error).__name__)) from None
@@ -147,7 +141,7 @@ def _answer(request: str) -> bytes:
 
 
 def _command() -> list[str]:
-    """Return how to start `template.py`: without environment, working folder and site packages, but with Jinja."""
+    """Return the command that starts `template.py`. It sees no working folder and no packages but Jinja's."""
     script = Path(__file__).with_name("template.py")
     if getattr(sys, "frozen", False) or not sys.executable or not script.is_file():
         raise ModelError(_cannot_start("this program has no Python interpreter of its own"))

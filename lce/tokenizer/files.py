@@ -1,7 +1,7 @@
 """The small files beside a vocabulary, read into one `TokenizerConfig`.
 
-tokenizer_config.json takes precedence over special_tokens_map.json. added_tokens.json is the older place for added
-tokens. The chat template may have a file of its own. Every file is optional; a broken one raises a ModelError.
+tokenizer_config.json takes precedence over special_tokens_map.json. Older checkpoints have their added tokens in
+added_tokens.json. The chat template may have a file of its own. Every file is optional; a broken one raises ModelError.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The values in the files; None for a value that no file sets."""
+    """The values in the files. A value that no file sets is None."""
 
     bos_token: str | None
     eos_token: str | None
     add_bos: bool | None
     add_eos: bool | None
-    space_before_all: bool  # sentencepiece puts a space before every stretch between special tokens
-    special_names: tuple[str, ...]  # every token the files call special
-    added: dict[str, int]  # token strings and ids that override the vocabulary's
+    space_before_all: bool  # whether sentencepiece puts a space before every stretch between special tokens
+    special_names: tuple[str, ...]  # the tokens that the files call special
+    added: dict[str, int]  # tokens and their ids, which take precedence over the vocabulary's
     chat_template: str | None
 
     @classmethod
@@ -51,7 +51,7 @@ class TokenizerConfig:
 
 
 def _content(value: object, key: str) -> str | None:
-    """Return a special token's string, which the files write as a str or as {"content": str, ...}."""
+    """Return a special token's string. The files have the string itself, or {"content": string}."""
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
@@ -61,7 +61,7 @@ def _content(value: object, key: str) -> str | None:
 
 
 def _is_text(value: str) -> bool:
-    """Return whether a token has characters, and no half of a surrogate pair, which JSON can write."""
+    """Return whether a token is not empty, and has no half of a surrogate pair, which JSON can write."""
     return value != "" and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
@@ -83,7 +83,7 @@ def _special_names(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return the added tokens with their ids, and which of them are special."""
+    """Return the added tokens with their ids, and the names of the special ones."""
     added, special_names = dict(older), []
     decoder = config.get("added_tokens_decoder", {})
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
@@ -100,7 +100,7 @@ def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[s
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+    """Return the default chat template in chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     if (raw := read_file(path := folder / "chat_template.jinja")) is not None:
         try:
             return raw.decode()

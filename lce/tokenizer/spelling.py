@@ -1,7 +1,7 @@
 """How tokens are written as bytes, one token at a time.
 
 A tokenizer describes its decoder as a chain of steps over a whole list of tokens. For Llama, Mistral and Qwen models
-every chain comes down to a `Spelling`, by which a text grows token by token without being decoded again.
+every chain is equal to a `Spelling`, which decodes token by token, so that earlier tokens are not decoded again.
 
     Replace("▁" -> " "), ByteFallback, Fuse, Strip(" ", 1)        Llama 2, Mistral
     ByteLevel                                                     Llama 3, Mistral Nemo, Qwen
@@ -17,19 +17,22 @@ from typing import Any, Literal
 
 from lce.errors import ModelError, shown
 
-MOST_STEPS = 64  # steps of a chain; published ones have up to six
-MOST_GROWTH, MOST_INSERTED = 64, 64  # published chains replace one character by one
-MOST_PATTERN = 4096  # characters of a regular expression; published ones have some 400
+MOST_STEPS = 64  # The most steps of a chain. Published chains have up to six.
+MOST_GROWTH = 64  # The most times that a chain may lengthen a text. Published chains replace one character by one.
+MOST_INSERTED = 64  # The most characters that a step may insert at once.
+MOST_PATTERN = 4096  # The most characters of a regular expression. Published ones have some 400.
+# Finds escapes and conditions in a regular expression, and those that refer to an earlier match.
 _ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# GPT-2's table, in which `Ġ` is a space: printable bytes stand for themselves, the others are U+0100 and on.
+# GPT-2's table from characters to bytes. Printable bytes are written as themselves, the others as U+0100 and on: a
+# space is `Ġ`.
 _PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTING}
 _BYTE_LEVEL |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTING}))}
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Handle a codec error: U+FFFD for each byte that is not UTF-8. (Python's own `replace` joins some.)"""
+    """Handle a codec error: return U+FFFD for each byte that is not UTF-8. (Python's `replace` joins some bytes.)"""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
@@ -40,20 +43,21 @@ codecs.register_error("lce.replace_each_byte", _replace_each_byte)
 
 @dataclass(frozen=True)
 class Spelling:
-    """The rules by which a decoder turns each token of a list into bytes.
+    """The rules by which a decoder turns each token into bytes.
 
-    Bytes that are not UTF-8 become U+FFFD: with byte-level decoders one for each longest broken character, as in the
-    tokenizers library; with byte-fallback decoders one for each broken byte, as in sentencepiece. (There the tokenizers
-    library replaces a whole run of byte tokens, valid characters included, which could not be streamed.)
+    Bytes that are not UTF-8 are shown as U+FFFD. A byte-level decoder shows one for each maximal part of a broken
+    character, as the tokenizers library does. A byte-fallback decoder shows one for each broken byte, as sentencepiece
+    does. (The tokenizers library shows a whole run of byte tokens as U+FFFD, valid characters included. A stream cannot
+    do this, because it has already said the valid characters.)
     """
 
     replacements: tuple[tuple[str, str], ...] = ()
-    first_drops: str = ""  # a character that is removed from the first token
-    separator: str = ""  # stands between tokens
+    first_drops: str = ""  # the character that is removed from the first token
+    separator: str = ""  # the text between two tokens
     form: Literal["text", "byte_fallback", "byte_level"] = "text"
-    strip: str = ""  # the character stripped from the front of the whole text, at most strip_count times
+    strip: str = ""  # the character that is stripped from the front of the whole text, at most `strip_count` times
     strip_count: int = 0
-    fused: bool = False  # the steps so far join the tokens into one text
+    fused: bool = False  # whether the steps read so far join the tokens into one text
 
     @classmethod
     def of_decoder(cls, decoder: Mapping[str, Any] | None) -> Spelling:
@@ -88,15 +92,15 @@ class Spelling:
 
     @property
     def errors(self) -> str:
-        """Return the name of the codec error handler that shows broken bytes as this decoder does."""
+        """The name of the codec error handler that shows broken bytes as this decoder does."""
         return "replace" if self.form == "byte_level" else "lce.replace_each_byte"
 
     def bytes_of(self, token: str, first: bool) -> bytes:
-        """Return the bytes that `token` adds to the text: `Ġé` of a byte-level vocabulary is b' \\xe9'."""
-        if first:
-            token = token.replace(self.first_drops, "") if self.first_drops else token
-        else:
+        """Return the bytes that `token` adds to the text. In a byte-level vocabulary `Ġé` adds b' \\xe9'."""
+        if not first:
             token = self.separator + token
+        elif self.first_drops:
+            token = token.replace(self.first_drops, "")
         for old, new in self.replacements:
             token = token.replace(old, new)
         if self.form == "byte_fallback" and (byte := _BYTE_TOKEN.fullmatch(token)):
@@ -107,10 +111,11 @@ class Spelling:
 
 
 def check_steps(chain: object, what: str) -> None:
-    """Refuse steps of a "decoder", "normalizer" or "pretokenizer" that could write gigabytes, or match for hours.
+    """Raise ModelError for a "decoder", "normalizer" or "pretokenizer" that could write gigabytes, or match for hours.
 
-    The chain is not trusted; a malformed step is left to the library. The library bounds how often a match is tried
-    anew, not what one try compares: with a reference to an earlier match, 20,000 letters may take hours.
+    The chain is not trusted. A malformed step is left to the library, which refuses it. The library limits how often a
+    regular expression is tried, but not the time of one try: with a reference to an earlier match, a text of 20,000
+    letters may take hours.
     """
     times = 1.0
     for number, step in enumerate(_steps(chain, f"{what}s")):
@@ -119,7 +124,7 @@ def check_steps(chain: object, what: str) -> None:
         old, regex = pattern.get("String"), pattern.get("Regex")
         if step.get("type") == "Replace":
             times *= max(1.0, len(new) / len(old) if isinstance(old, str) and old else len(new) + 1.0)
-        if step.get("type") == "ByteLevel":  # a letter that is not ASCII becomes two or more
+        if step.get("type") == "ByteLevel":  # writes a letter that is not ASCII as two or more letters
             times *= 2
         fault = ""
         if number == MOST_STEPS:
@@ -136,7 +141,7 @@ def check_steps(chain: object, what: str) -> None:
 
 
 def _steps(chain: object, inner: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a chain. A Sequence has its steps in a list under `inner`."""
+    """Yield the steps of a chain. A step of type Sequence is replaced by the steps in its list `inner`."""
     if isinstance(chain, dict) and chain.get("type") == "Sequence":
         parts = chain.get(inner)
         for part in parts if isinstance(parts, list) else []:

@@ -1,12 +1,12 @@
 """Renders one untrusted Jinja template, in a process of its own that `chat.py` starts.
 
-The process reads a request from stdin, limits its own time and memory for good, and writes the text or the failure to
-stdout, both as JSON. Under `python -I -S` it sees no environment, no working folder and no site packages but Jinja's.
-The template runs in Jinja's immutable sandbox, which keeps it away from Python, and without a loader, which keeps it
-away from files. The limits of the process end a template that takes too much time or memory.
+The process reads a request from stdin, limits its own time and memory, and writes the text or the failure to stdout,
+both as JSON. Under `python -I -S` it sees no environment, no working folder and no site packages but Jinja's. Jinja's
+immutable sandbox keeps the template away from Python's objects. Without a loader the template can read no files. If the
+template takes too much time or memory, the limits end the process.
 
-The globals and filters are those that transformers gives its templates: `raise_exception`, `strftime_now`, a `tojson`
-that does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, which only mark text.
+Templates have the globals and filters that transformers gives them: `raise_exception`, `strftime_now`, a `tojson` that
+does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, which only mark text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_MESSAGE = 400  # characters of an error
+MAX_MESSAGE = 400  # The most characters of an error.
 
 
 def main() -> None:
-    """Answer one request: `{"text": ...}`, `{"refused": message}` or `{"failed": message}`."""
+    """Answer one request with `{"text": ...}`, `{"refused": message}` or `{"failed": message}`."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"))
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CPU: request["seconds"]}
     if sys.platform != "darwin":  # macOS refuses this limit
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def render(template: str, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
-    """Return the answer of `main`: a text of at most `chars` characters, or a failure. Raises MemoryError."""
+    """Return what `main` answers: a text of at most `chars` characters, or a failure. Raises MemoryError."""
     pieces, length = [], 0
     try:
         for piece in _sandbox().from_string(template).generate(variables):
@@ -59,7 +59,7 @@ def render(template: str, variables: Mapping[str, Any], chars: int) -> dict[str,
         return {"refused": str(error)[:MAX_MESSAGE]}
     except MemoryError:
         raise
-    except Exception as error:  # whatever Python raises inside a template is the template's fault
+    except Exception as error:  # any exception inside a template is the template's fault
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         return {"failed": f"{kind}{error}"[:MAX_MESSAGE]}
     return {"text": "".join(pieces)}
@@ -70,7 +70,7 @@ class _RefusedMessages(TemplateError):
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training; the text is the same."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks the model's text for training and is ignored."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's own interface
 
@@ -80,7 +80,7 @@ class _GenerationBlocks(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """`namespace()` of a template, without names like `__call__` that Jinja itself would look up and trust."""
+    """A template's `namespace()` that refuses names like `__call__`, which Jinja would look up and trust."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Text to token ids and back, in one piece or as a stream.
 
-A `Tokenizer` reads a checkpoint's tokenizer.json, or its tokenizer.model where there is no JSON, and the small files
-beside it that name the special tokens. A `Detokenizer` is a stream; `decode` runs one over all ids. A token is a run of
-bytes (see spelling.py), and the only state of a stream is the unfinished character, at most three bytes. Bytes that can
-no longer become a character are shown as U+FFFD at once.
+A `Tokenizer` reads a checkpoint's tokenizer.json, or its tokenizer.model if there is no JSON, and the small files that
+name the special tokens. A `Detokenizer` turns a stream of ids into text; `decode` uses one for all its ids. A token is
+a run of bytes (see spelling.py), and a stream keeps only the bytes of an unfinished character, at most three. Bytes
+that cannot become a character are shown as U+FFFD at once.
 
     ids         <0xF0>  <0x9F>  <0x98>  <0x80>  ▁Hi             the JSON or sentencepiece vocabulary of Llama 2
     push        ''      ''      ''      '😀'    ' Hi'
@@ -25,13 +25,13 @@ from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
-LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json or tokenizer.model; Gemma 3's has 33 MB
-BYTES_A_TOKEN = 1024  # bytes of such a file for each token; published ones have about 130
+LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
+BYTES_A_TOKEN = 1024  # The most bytes of such a file for each token. Published files have about 130.
 _REMEDY = "use the tokenizer files that came with this checkpoint"
 
 
 class Detokenizer:
-    """The text of a growing list of ids; made by `Tokenizer.stream`."""
+    """The text of a growing list of ids. `Tokenizer.stream` makes one."""
 
     def __init__(self, spell: Callable[[int, bool], bytes | None], spelling: Spelling) -> None:
         self._spell = spell
@@ -40,7 +40,7 @@ class Detokenizer:
         self._strip, self._strip_left = spelling.strip, spelling.strip_count
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes: '' inside a character and for a special token."""
+        """Return the text that this token completes: '' within a character, and for a special token."""
         spelled = self._spell(token_id, self._first)
         if spelled is None:
             return ""
@@ -53,19 +53,19 @@ class Detokenizer:
 
     def _stripped(self, text: str) -> str:
         while text and self._strip_left:
-            if not text.startswith(self._strip):
-                self._strip_left = 0
-            else:
+            if text.startswith(self._strip):
+                text = text.removeprefix(self._strip)
                 self._strip_left -= 1
-                text = text[len(self._strip) :]
+            else:
+                self._strip_left = 0
         return text
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, made by `from_folder`. It never changes and may be shared between threads.
+    """A checkpoint's tokenizer, made by `from_folder`. A tokenizer never changes, and threads may share it.
 
-    `vocab_size` is the highest id + 1 (the model's embedding may be padded beyond it), `bos_token` and `eos_token` are
-    the strings of `bos_id` and of the one id in `eos_ids`. The model's config may name more ids that end a generation.
+    `vocab_size` is the highest id + 1; the model's embedding may have more rows. `bos_token` is the string of `bos_id`,
+    and `eos_token` is the string of the one id in `eos_ids`. The model's config may name more ids that end a text.
     """
 
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, path: Path, vocab_size: int | None) -> None:
@@ -96,8 +96,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
         """Read a checkpoint folder's tokenizer. `vocab_size` is the number of rows of the model's embedding.
 
-        A folder without one gives a `NoTokenizer`. Raises ModelError for files that are broken, larger than any
-        tokenizer of `vocab_size` tokens, or inconsistent with each other.
+        Returns a `NoTokenizer` if the folder has no vocabulary. Raises ModelError for files that are broken, larger
+        than any tokenizer of `vocab_size` tokens, or inconsistent with each other.
         """
         folder = Path(folder)
         config = TokenizerConfig.read(folder)
@@ -112,7 +112,7 @@ class Tokenizer:
         return cls(vocabulary, config, path, vocab_size)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
-        """Return the string and id of a special token: the config's, else the vocabulary's."""
+        """Return the string and id of a special token: `name` in the config, or else the vocabulary's `default`."""
         if name is None:
             return (None if default is None else self._vocabulary.token(default)), default
         token_id = self._vocabulary.id_of(name)
@@ -122,10 +122,10 @@ class Tokenizer:
         return name, token_id
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        """Return the ids of `text`; special tokens that are written out in the text are recognised.
+        """Return the ids of `text`. Special tokens that are written in the text are recognised.
 
         `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
-        BOS token, as a rendered chat does, never gets a second one.
+        BOS token, as a rendered chat does, never gets a second BOS.
         """
         content = self._encode(text)
         if bos and self.bos_id is None:
@@ -150,12 +150,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of `ids`. Ids that only pad the embedding have no text; ids out of range raise UsageError."""
+        """Return the text of `ids`. Ids of rows that pad the embedding have no text. Other ids raise UsageError."""
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return a fresh stream; its pieces joined are exactly `decode` of the same ids."""
+        """Return a new stream. Its pieces, joined, are exactly `decode` of the same ids."""
 
         def spell(token_id: int, first: bool) -> bytes | None:
             try:
@@ -180,20 +180,20 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation in this model's chat format. For the ids use `encode_chat`.
 
-        Raises ModelError if the model has no chat format, or one that cannot be rendered, and DataError for messages
-        that the format does not take.
+        Raises ModelError if the model has no chat template, or a broken one, and DataError for messages that the
+        template refuses.
         """
         return self.render_chat(messages, add_generation_prompt).text
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of a conversation, as `chat` writes it.
+        """Return the ids of a conversation's text, which `chat` returns.
 
-        Only the template makes control tokens: one that is written out in a message is encoded as plain text.
+        Only the template makes control tokens: a control token that is written in a message is encoded as plain text.
         """
         return self.encode_parts(self.render_chat(messages, add_generation_prompt))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
-        """Return the text of `chat`, cut where a message has the text of a control token."""
+        """Return the text that `chat` returns, with cuts where a message has the text of a control token."""
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
         return render_chat(self.require_chat(), messages, given, self._controls)
@@ -212,7 +212,7 @@ class Tokenizer:
         return [*ids, *(token_id for part in parts[1:] for token_id in self._encode_after(part))]
 
     def _encode_after(self, text: str) -> list[int]:
-        """Encode a text that continues another one: without the space that some tokenizers put before a text."""
+        """Encode a text that continues another text: without the space that some tokenizers put before every text."""
         if not self._vocabulary.spelling.strip_count:
             return self._encode(text)
         before, ids = self._encode("."), self._encode(f".{text}")
@@ -220,9 +220,9 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """A stand-in for a missing tokenizer: the model takes and gives token ids. Texts raise ModelError.
+    """A stand-in for a missing tokenizer. Prompts must be token ids: a text raises ModelError.
 
-    The text of generated ids is empty.
+    Generated ids have an empty text.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -245,7 +245,7 @@ class NoTokenizer(Tokenizer):
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:
-    """Return the ids around a text, with `token_id` at their outer end or without it; unchanged if `wanted` is None."""
+    """Return the ids before or after a text, with or without `token_id` at the outer end; None changes nothing."""
     if wanted is None or token_id is None or wanted == (token_id in ids):
         return list(ids)
     if not wanted:
@@ -254,7 +254,7 @@ def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | No
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Return a prompt of token ids as a list of ints. Raises `UsageError` for anything else, or ids out of range."""
+    """Return a prompt of token ids as a list of ints. Raises `UsageError` for other values and ids out of range."""
     try:
         ids = [index(i) for i in token_ids]
     except TypeError:

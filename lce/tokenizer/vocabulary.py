@@ -1,16 +1,17 @@
 """The two kinds of tokenizer file, behind one interface.
 
-`JsonVocabulary` is tokenizer.json, read by the tokenizers library; `SentencePieceVocabulary` is tokenizer.model, read
-by sentencepiece. Both turn text, with special tokens in it, into ids, and ids into token strings; an id in a gap of the
-vocabulary has none. `size` is the highest id + 1, `special` are the ids that decoding skips, `prefix` and `suffix` the
-ids that the file puts before and after every text. An error of a library becomes an error of one line.
+`JsonVocabulary` is tokenizer.json, read by the tokenizers library. `SentencePieceVocabulary` is tokenizer.model, read
+by sentencepiece. Both encode a text with special tokens in it. `token` maps an id to the token's string (None for an id
+that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `special` are the ids that decoding
+skips, `prefix` and `suffix` are the ids that the file puts before and after every text. An error of a library becomes
+an error of one line.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,19 +22,19 @@ from lce.errors import DataError, LceError, ModelError, shown
 from lce.files import named, parse_json
 from lce.tokenizer.spelling import MOST_STEPS, Spelling, check_steps
 
-# A field written after a protobuf message overrides the one in it. This one sets normalizer_spec.add_dummy_prefix = 0.
+# The protobuf field normalizer_spec.add_dummy_prefix = 0. Appended to a model, it overrides the field in the model.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
-# Finds the type of a step that can make a text longer; or a value with an escape, which may be such a type.
+# Matches the type of a step that can make a text longer, and any value with an escape, which may spell such a type.
 _LENGTHENS = re.compile(rb':\s*"(?:Replace"|Prepend"|[^"\\]*\\u)')
-MOST_BYTE_LEVEL = 6  # ByteLevel steps, which make two letters of one; published files have three, in three chains
-MOST_WORD = 1000  # characters of a word under WordPiece, whose time is quadratic in them; published files say 100
-MOST_VALUES = 8_000_000  # values in a tokenizer.json; a vocabulary of 256,000 tokens has 2 million
-MOST_AROUND = 64  # ids that a post-processor may add; published ones add three at most
+MOST_BYTE_LEVEL = 6  # The most ByteLevel steps, each of which may double a text. Published files have three.
+MOST_WORD = 1000  # The most characters of a word for WordPiece, which takes quadratic time. Published files say 100.
+MOST_VALUES = 8_000_000  # The most values in a tokenizer.json. A vocabulary of 256,000 tokens has 2 million.
+MOST_AROUND = 64  # The most ids that a post-processor may add. Published ones add up to three.
 
 
 @contextmanager
 def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
-    """Turn every error of a library into an error `kind` of one line; a panic of Rust is a BaseException."""
+    """Turn every error of a library into an error `kind` of one line. A panic in Rust raises a BaseException."""
     try:
         yield
     except (LceError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -45,7 +46,7 @@ def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
 
 
 class JsonVocabulary:
-    """tokenizer.json. Tokens of the file that are in `special_names` become special, too."""
+    """The vocabulary in a tokenizer.json. Its tokens that are in `special_names` become special."""
 
     def __init__(self, raw: bytes, path: Path, special_names: Iterable[str]) -> None:
         self._path = path
@@ -60,9 +61,11 @@ class JsonVocabulary:
                 if most > MOST_WORD:
                     raise ModelError(f"max_input_chars_per_word is {most}; expected at most {MOST_WORD}")
             if isinstance(library.model, tokenizers.models.BPE):
-                library.model.dropout = None  # drops merges at random: for training alone
+                library.model.dropout = None  # in training, dropout skips merges at random
             library.no_truncation()  # a file may ask for truncation or padding; encoding must do neither
             library.no_padding()
+            self.token: Callable[[int], str | None] = library.id_to_token
+            self.id_of: Callable[[str], int | None] = library.token_to_id
             library.add_special_tokens([name for name in special_names if self.id_of(name) is not None])
             self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             added = library.get_added_tokens_decoder()
@@ -74,9 +77,9 @@ class JsonVocabulary:
         self.eos_id = self.suffix[-1] if self.suffix else None
 
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor puts before and after a text, found by encoding one token.
+        """Return the ids that the post-processor puts before and after a text, here around the token `probe`.
 
-        The post-processor is then dropped: it has no other effect on ids.
+        Removes the post-processor, which has no other effect on ids.
         """
         processor = self._library.post_processor
         if processor is None:
@@ -99,19 +102,11 @@ class JsonVocabulary:
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
-    def token(self, token_id: int) -> str | None:
-        token: str | None = self._library.id_to_token(token_id)
-        return token
-
-    def id_of(self, token: str) -> int | None:
-        token_id: int | None = self._library.token_to_id(token)
-        return token_id
-
 
 def _check_normalizer(raw: bytes) -> None:
-    """Check the steps of the normalizer before the library applies them to the added tokens.
+    """Check the normalizer's steps before the library reads the file and applies them to the added tokens.
 
-    The file is parsed only if it has steps that could fail: parsing takes as long as the library does.
+    The file is parsed only if it may have steps that are refused, because parsing takes as long as the library does.
     """
     if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
         content = parse_json(raw, MOST_VALUES)
@@ -119,11 +114,11 @@ def _check_normalizer(raw: bytes) -> None:
 
 
 class SentencePieceVocabulary:
-    """tokenizer.model, with `added` tokens of other files over its own.
+    """The vocabulary in a tokenizer.model. Tokens of other files, `added`, take precedence over its own.
 
-    Sentencepiece never finds a control token such as `<s>` in a text. So the text is split at special and added tokens
-    first, and each stretch between them is encoded alone. Llama 2 puts a space before every stretch. With
-    `space_before_all=False` (transformers' `legacy: false`) only a stretch that begins the text gets one.
+    Sentencepiece never finds a control token such as `<s>` in a text. So a text is split at special and added tokens
+    first, and each stretch between these tokens is encoded alone. Llama 2 puts a space before every stretch. With
+    `space_before_all=False` (transformers' `legacy: false`) only a stretch that begins the text gets a space.
     """
 
     def __init__(
@@ -144,6 +139,8 @@ class SentencePieceVocabulary:
         self._inner = self._opening if space_before_all else bare
         self._tokens = dict(enumerate(pieces)) | {token_id: token for token, token_id in added.items()}
         self._ids = {token: token_id for token_id, token in self._tokens.items()}
+        self.token: Callable[[int], str | None] = self._tokens.get
+        self.id_of: Callable[[str], int | None] = self._ids.get
         self.size = max(self._tokens) + 1
         self.special = controls | {self._ids[name] for name in special_names if name in self._ids}
         whole = {self._tokens[token_id] for token_id in self.special} | set(added)
@@ -163,12 +160,6 @@ class SentencePieceVocabulary:
                 else:
                     ids += (self._inner if index else self._opening).encode(stretch)
         return ids
-
-    def token(self, token_id: int) -> str | None:
-        return self._tokens.get(token_id)
-
-    def id_of(self, token: str) -> int | None:
-        return self._ids.get(token)
 
 
 Vocabulary = JsonVocabulary | SentencePieceVocabulary

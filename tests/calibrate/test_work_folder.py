@@ -64,7 +64,7 @@ def begun(tiny_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "maps.safetensors.work"
 
 
-KINDS = ["plan.json", "piece-00003-001.safetensors", "layer-000.safetensors"]
+KINDS = ["plan.safetensors", "piece-00003-001.safetensors", "layer-000.safetensors"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,8 +74,7 @@ def test_a_damaged_work_file_changes_no_map(
     out, kept = tmp_path / "maps.safetensors", tmp_path / "kept"
     shutil.copytree(begun, kept)
     good = (begun / kind).read_bytes()
-    flips = (0,) if kind == "plan.json" else (0, 41, 123, len(good) - 1)  # a plan that is another one is refused
-    flipped = [bytes([*good[:i], good[i] ^ 1 << i % 8, *good[i + 1 :]]) for i in flips]
+    flipped = [bytes([*good[:i], good[i] ^ 1 << i % 8, *good[i + 1 :]]) for i in (0, 41, 123, len(good) - 1)]
     for damage in (*flipped, b"", good[:-3], good + b"\0", b"[" * 60_000):
         shutil.rmtree(begun, ignore_errors=True)
         shutil.copytree(kept, begun)
