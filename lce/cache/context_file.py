@@ -69,11 +69,8 @@ class ContextRows(RowFile):
 class Draft:
     """An unfinished context file at `path`. `rows` take keys and values; `finish` renames the file."""
 
-    def __init__(self, path: Path, layout: FileLayout, *, new: bool) -> None:
-        """Create a file, with disk space for its rows reserved; or open one whose process has ended.
-
-        Raises `CapacityError` if the disk has too little space.
-        """
+    def __init__(self, path: Path, layout: FileLayout, *, new: bool = False) -> None:
+        """Open an unfinished file whose process has ended, or create a `new` one: see `create`."""
         self.path = path
         self.layout = layout
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
@@ -102,11 +99,6 @@ class Draft:
             return cls(path, layout, new=True)
         except FileNotFoundError:
             return cls(path, layout, new=True)
-
-    @classmethod
-    def reopen(cls, path: Path, layout: FileLayout) -> Draft:
-        """Open an unfinished file whose process has ended."""
-        return cls(path, layout, new=False)
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Write the rest and rename the file to `target`."""

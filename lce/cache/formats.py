@@ -36,11 +36,6 @@ class KVFormat:
     extra_rows: ClassVar[int] = 0
 
     @property
-    def name(self) -> str:
-        """The name of the dtype of stored numbers."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of a row."""
         return (2, self.heads, self.head_dim)
@@ -112,10 +107,6 @@ class Int8(KVFormat):
     largest_peak: ClassVar[float] = 2.0**127  # larger ones as this
     by_channel: ClassVar[int] = -2  # the dimension that shares a scale: the tokens of a chunk
     by_token: ClassVar[int] = -1  # the channels of a token
-
-    @property
-    def name(self) -> str:
-        return "int8"
 
     @property
     def _number_bytes(self) -> int:

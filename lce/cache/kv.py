@@ -21,7 +21,7 @@ from lce.cache.layer import KVBuffer, LayerCache, Unrounded
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held
 from lce.cache.row_file import RowFile
-from lce.cache.shared import Holder, share
+from lce.cache.shared import MemoryFile, share
 from lce.cache.tier import Tier, Traffic, kinds
 from lce.cache.tiers import TierStack
 from lce.errors import UsageError
@@ -224,9 +224,12 @@ class KVCache:
         """Return another context's cache with the same committed tokens, shared if possible: see `lce.cache.shared`."""
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])
-        holder_of, buffer_tokens = functools.cache(Holder), 0 if self.growing else self.layers[0].buffer.capacity
+        for_fork, buffer_tokens = (
+            functools.cache(MemoryFile.for_fork),
+            0 if self.growing else self.layers[0].buffer.capacity,
+        )
         stacks = [stack.fork(buffer_tokens) for stack in self.stacks]
-        layers = [layer.fork(stacks[self._device_of(layer)] if stacks else None, holder_of) for layer in self.layers]
+        layers = [layer.fork(stacks[self._device_of(layer)] if stacks else None, for_fork) for layer in self.layers]
         return KVCache(self.layout, layers, stacks)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ unrounded. Tokens are rounded once, in the buffer, whatever the budget; tiers st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor
 from lce.attention import Tiles, Turn, append
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held, MethodState
-from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
+from lce.cache.shared import SPARE, ForFork, RowBuffer
 from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
@@ -85,13 +85,13 @@ class KVBuffer:
         n = stop - self.first
         return [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.rows]
 
-    def fork(self, stop: int, holder_of: Callable[[MemoryFile], Holder]) -> KVBuffer:
+    def fork(self, stop: int, for_fork: ForFork) -> KVBuffer:
         """Return a buffer for another context with the tokens before `stop`, shared if possible."""
         n = stop - self.first
         if not n or not self.rows[0].can_share(n):
             return self.replaced(self.first, n, stop)
         other = copy(self)
-        other.rows = [rows.fork(n, holder_of) for rows in self.rows]
+        other.rows = [rows.fork(n, for_fork) for rows in self.rows]
         return other
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -339,11 +339,11 @@ class LayerCache:
             found = self.buffer.shareable(self.length, most)
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
-    def fork(self, stack: TierStack | None, holder_of: Callable[[MemoryFile], Holder]) -> LayerCache:
+    def fork(self, stack: TierStack | None, for_fork: ForFork) -> LayerCache:
         """Return a layer for another context, with tiers `stack` and the committed tokens, shared if possible."""
         if stack is not None and stack.growing:
             buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)
         else:
-            buffer = self.buffer.fork(self.length, holder_of)
-        state = {name: state.fork(self.length, holder_of) for name, state in self.state.items()}
+            buffer = self.buffer.fork(self.length, for_fork)
+        state = {name: state.fork(self.length, for_fork) for name, state in self.state.items()}
         return LayerCache(self.index, self.layout, buffer, stack, state, self.length, self.rounded)

@@ -235,13 +235,6 @@ class CacheLayout:
         return self.budget // (self.token_bytes * self.chunk_size) * self.chunk_size
 
     @property
-    def most_tokens(self) -> int:
-        """The most tokens in complete chunks that the tiers hold, if none of them is unbounded."""
-        if not self.lower:
-            return self.resident_tokens
-        return [*self.lower.values()][-1] // self.n_pages(self.chunk_size) * self.chunk_size
-
-    @property
     def recent_tokens(self) -> int:
         """Tokens in the buffers of a context that is larger than its budget."""
         return self.whole_chunks(self.access.local + self.block) + self.chunk_size

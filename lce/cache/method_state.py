@@ -16,7 +16,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.cache.shared import SPARE, Holder, MemoryFile, RowBuffer
+from lce.cache.shared import SPARE, ForFork, RowBuffer
 from lce.profiling import count_compared, timed
 
 Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says which rows it holds
@@ -120,7 +120,7 @@ class MethodState(ABC):
         """Return the buffers for a fork of the first `n_tokens` to share, as arguments of `lce.cache.shared.share`."""
         return []
 
-    def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
+    def fork(self, n_tokens: int, for_fork: ForFork) -> Self:
         """Return a copy of the state of the first `n_tokens` for another context; rows are copied or shared."""
         other, (tensor, number) = copy(self), self.committed(n_tokens)
         other._held = (None if tensor is None else tensor.clone(), number)
@@ -207,10 +207,10 @@ class GrowingRows(MethodState):
         n_rows = self._rows_of(n_tokens)
         return [] if self._rows is None else [(self._rows, n_rows, 2 * n_rows + SPARE // self.tokens_per_row)]
 
-    def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
+    def fork(self, n_tokens: int, for_fork: ForFork) -> Self:
         other = copy(self)
         other._n_rows = self._rows_of(n_tokens)
-        other._rows = None if self._rows is None else self._rows.fork(other._n_rows, holder_of)
+        other._rows = None if self._rows is None else self._rows.fork(other._n_rows, for_fork)
         return other
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
@@ -421,7 +421,7 @@ class Staged(MethodState):
         """Stage `value` as the tensor to commit with this pass."""
         self._next = (value, 0)
 
-    def fork(self, n_tokens: int, holder_of: Callable[[MemoryFile], Holder]) -> Self:
+    def fork(self, n_tokens: int, for_fork: ForFork) -> Self:
         other = copy(self)  # shares the tensor, which is never written in place
         other.discard()
         return other

@@ -159,10 +159,6 @@ class RowFile:
         """Return the file as another context with the same rows uses it."""
         return self
 
-    def write(self, first: int, rows: Tensor) -> None:
-        """Overwrite rows `first..first+n-1`, which exist, with `rows [n, *row_shape]`."""
-        self.write_pages(np.array([first]), rows[None])
-
     def write_pages(self, first: Numbers, pages: Tensor) -> None:
         """Overwrite rows `first[i]..first[i]+size-1`, which exist, with `pages [n, size, *row_shape]`."""
         size = pages.shape[1]
@@ -233,9 +229,9 @@ class RowFile:
             if n < len(data):
                 waiting.append((data[n:], offset + n))
         shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
-        list((_readers().map if len(shares) > 1 else map)(self._wait_for, shares))
+        list((_readers().map if len(shares) > 1 else map)(self._read_all, shares))
 
-    def _wait_for(self, parts: Sequence[tuple[memoryview, int]]) -> None:
+    def _read_all(self, parts: Sequence[tuple[memoryview, int]]) -> None:
         for data, offset in parts:
             read_all(self._descriptor, data, offset, self.name)
 
@@ -271,15 +267,13 @@ class SpillFile(RowFile):
         self._lock = Lock()  # several contexts may share the file
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        return self.allocate(len(groups) * size) + np.arange(len(groups)) * size
-
-    def allocate(self, n: int) -> int:
-        """Allocate disk space for `n` more rows, and some spare; return the first row's number."""
+        """Allocate disk space for pages, and some spare, behind the rows that exist."""
         with self._lock:
-            first, wanted = self.n_rows, (self.n_rows + n) * self.row_bytes
+            first = self.n_rows + np.arange(len(groups)) * size
+            wanted = (self.n_rows + len(groups) * size) * self.row_bytes
             if wanted > self._reserved:
                 self._take(wanted, max(wanted, self._reserved * 3 // 2, self._reserved + GROWTH))
-            self.n_rows += n
+            self.n_rows += len(groups) * size
         return first
 
     def reserve(self, n: int) -> None:

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from weakref import WeakSet
 
@@ -29,33 +30,34 @@ ALL = 1 << 62  # rows: more than any cache has
 
 
 class MemoryFile:
-    """A file in memory, of a fixed size; holes take no memory."""
+    """A file in memory, of a fixed size, as the buffers of one context map it. Holes take no memory.
+
+    Each of the two mappings is made once, because a mapping holds a descriptor.
+    """
 
     def __init__(self, n_bytes: int) -> None:
         self._descriptor = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(self._descriptor, n_bytes)
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._size = n_bytes
+        self._mappings: dict[bool, mmap.mmap] = {}
 
-    def map(self, *, private: bool) -> mmap.mmap:
-        """Map the whole file. Writes to a private mapping are seen only there."""
-        flags = mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED
-        return mmap.mmap(self._descriptor, self._size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-class Holder:
-    """The mappings of a file that the buffers of one context use, each made once: a mapping holds a descriptor."""
-
-    def __init__(self, file: MemoryFile) -> None:
-        self.file = file
-        self._made: dict[bool, mmap.mmap] = {}
+    def for_fork(self) -> MemoryFile:
+        """Return the same file for the buffers of another context."""
+        other = copy(self)
+        other._mappings = {}
+        return other
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
-        """Return the tensor from byte `start` on: in the private mapping, or in the one that writes to the file."""
-        if private not in self._made:
-            self._made[private] = self.file.map(private=private)
+        """Return the tensor from byte `start` on. Writes to the private mapping do not change the file."""
+        if private not in self._mappings:
+            flags = mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED
+            self._mappings[private] = mmap.mmap(self._descriptor, self._size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
         count = torch.Size(shape).numel()
-        return torch.frombuffer(self._made[private], dtype=dtype, count=count, offset=start).view(*shape)
+        return torch.frombuffer(self._mappings[private], dtype=dtype, count=count, offset=start).view(*shape)
+
+
+ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, which gives each file of a fork once
 
 
 class RowBuffer:
@@ -67,7 +69,9 @@ class RowBuffer:
     def __init__(self, tensor: Tensor, axis: int) -> None:
         self.tensor = tensor
         self.axis = axis
-        self._place: tuple[Holder, int] | None = None  # the file with the rows, and their first byte; None: own memory
+        self._place: tuple[MemoryFile, int] | None = (
+            None  # the file with the rows, and their first byte; None: own memory
+        )
         self._private = False  # whether writes go to a private mapping
         self._frozen = 0  # rows before this one, in the file, are seen by forks
         self._clean = 0  # rows before this one are as in the file
@@ -89,8 +93,8 @@ class RowBuffer:
         if self._place is None:
             return
         if not self._private and start < self._frozen:
-            holder, first = self._place
-            tensor = holder.tensor(first, self.tensor.shape, self.tensor.dtype, private=True)
+            file, first = self._place
+            tensor = file.tensor(first, self.tensor.shape, self.tensor.dtype, private=True)
             self.tensor, self._private, self._clean = tensor, True, start
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
 
@@ -98,21 +102,21 @@ class RowBuffer:
         """Return whether a fork can map the first `n_rows` rows without a move."""
         return self._place is not None and (not self._private or n_rows <= self._clean)
 
-    def move(self, holder: Holder, start: int, n_rows: int, shape: Sequence[int]) -> None:
+    def move(self, file: MemoryFile, start: int, n_rows: int, shape: Sequence[int]) -> None:
         """Move the first `n_rows` rows to byte `start` of a file; later writes go there. Bytes: one copy."""
-        tensor = holder.tensor(start, shape, self.tensor.dtype, private=False)
+        tensor = file.tensor(start, shape, self.tensor.dtype, private=False)
         tensor.narrow(self.axis, 0, n_rows).copy_(self.tensor.narrow(self.axis, 0, n_rows))
         _living.add(self)
-        self.tensor, self._place, self._private, self._frozen = tensor, (holder, start), False, 0
+        self.tensor, self._place, self._private, self._frozen = tensor, (file, start), False, 0
         self._clean, self._stop = ALL, n_rows
 
-    def fork(self, n_rows: int, holder_of: Callable[[MemoryFile], Holder]) -> RowBuffer:
+    def fork(self, n_rows: int, for_fork: ForFork) -> RowBuffer:
         """Return a buffer for another context with the first `n_rows` rows: shared if possible, else copied."""
         if not self.can_share(n_rows) or self._place is None:
             return RowBuffer(self.tensor.narrow(self.axis, 0, n_rows).clone(), self.axis)
-        holder, start = holder_of(self._place[0].file), self._place[1]
-        other = RowBuffer(holder.tensor(start, self.tensor.shape, self.tensor.dtype, private=True), self.axis)
-        other._place, other._private = (holder, start), True
+        file, start = for_fork(self._place[0]), self._place[1]
+        other = RowBuffer(file.tensor(start, self.tensor.shape, self.tensor.dtype, private=True), self.axis)
+        other._place, other._private = (file, start), True
         other._clean = other._stop = n_rows
         self._frozen = max(self._frozen, n_rows)
         return other
@@ -144,13 +148,13 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
         starts.append(end)
         end += -(-torch.Size(shape).numel() * x.tensor.dtype.itemsize // PAGE) * PAGE
     try:
-        holder = Holder(MemoryFile(end))
-        holder.file.map(private=True).close()  # fails here rather than in a fork
-        holder.tensor(0, (end,), torch.uint8, private=False)
+        file = MemoryFile(end)
+        for private in (True, False):  # a mapping that cannot be made fails here rather than in a fork
+            file.tensor(0, (end,), torch.uint8, private=private)
     except OSError:
         return
     for (x, n, _), start, shape in zip(moving, starts, shapes, strict=True):
-        x.move(holder, start, n, shape)
+        x.move(file, start, n, shape)
 
 
 def _available() -> bool:

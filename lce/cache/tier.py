@@ -228,10 +228,7 @@ class Nowhere(Tier):
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         return np.zeros(np.broadcast(*pages).shape, bool)
 
-    def read(self, pages: Pages) -> Parts:
-        raise AssertionError("a page that is in no tier")
-
-    def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
+    def find(self, pages: Pages) -> tuple[Numbers, Numbers, Numbers]:
         raise AssertionError("a page that is in no tier")
 
     def write(self, pages: Pages, *parts: Tensor) -> None:

@@ -63,7 +63,9 @@ class TierStack:
         """Return empty tiers for `n_tokens` tokens, over `file` if any. Raises `CapacityError` for too many."""
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
-            whole, most = layout.whole_chunks(n_tokens), layout.most_tokens
+            whole, most = layout.whole_chunks(n_tokens), layout.resident_tokens
+            if layout.lower:
+                most = [*layout.lower.values()][-1] // layout.n_pages(layout.chunk_size) * layout.chunk_size
             page_bytes = layout.page_bytes if layout.on_cpu else layout.format.page_bytes
             if whole > most:
                 needed = layout.n_pages(whole) * page_bytes

@@ -151,7 +151,7 @@ class Planner:
             n_tokens,
             method,
             str(layout.dtype).removeprefix("torch."),
-            layout.format.name,
+            str(layout.dtype).removeprefix("torch.") if layout.kv_dtype == "auto" else layout.kv_dtype,
             layout.devices_text,
             self.needs(n_tokens),
             self.longest(),

@@ -218,7 +218,7 @@ class PrefillJob:
             raise DataError(
                 f"{named(self.state)} was begun with a length of {begun}; give --length {begun}, or {remedy}"
             )
-        self._draft = draft = Draft.reopen(self.part, self.layout)
+        self._draft = draft = Draft(self.part, self.layout)
         snapshot = Snapshot(manifest, tensors, draft.rows)
         found = data_of(self.state, self.layout.cache, snapshot, self.identity.vocab_size, own=True)
         return found.cache, found.logits

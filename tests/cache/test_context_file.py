@@ -216,7 +216,7 @@ def test_a_file_under_work_is_taken_up_again(tmp_path: Path) -> None:
     append(cache, 70)
     path = draft.path
     del cache, draft
-    draft = Draft.reopen(path, layout.file(N))
+    draft = Draft(path, layout.file(N))
     cache = restored(layout, draft.rows, 50, tensors, own=True)
     assert cache.growing
     assert [disk.file for disk in disks_of(cache.stacks[0])] == [draft.rows]
@@ -257,7 +257,7 @@ def test_a_checkpoint_writes_new_rows_alone(tmp_path: Path) -> None:
 def test_a_file_under_work_is_held(tmp_path: Path) -> None:
     draft = Draft.create(tmp_path / "draft", LAYOUT.file(N))
     with pytest.raises(DataError, match="is being written by another process"):
-        Draft.reopen(tmp_path / "draft", LAYOUT.file(N))
+        Draft(tmp_path / "draft", LAYOUT.file(N))
     with pytest.raises(CapacityError, match="File exists"):
         Draft.create(tmp_path / "draft", LAYOUT.file(N))
     assert (tmp_path / "draft").stat().st_size == LAYOUT.file(N).small_start, "its space is reserved"

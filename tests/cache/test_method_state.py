@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.cache.method_state import NOTHING, Held, MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
-from lce.cache.shared import Holder
+from lce.cache.shared import MemoryFile
 
 
 def counted(n: int, start: int = 0) -> Tensor:
@@ -56,7 +56,7 @@ def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: 
         else:
             kept.discard()
         if then:
-            copy = kept.fork(length, Holder) if then == "copy" else OpenChunk(size, 24)
+            copy = kept.fork(length, MemoryFile.for_fork) if then == "copy" else OpenChunk(size, 24)
             if then == "restore":
                 copy.restore(copied(kept, length))
             assert same(copy, kept, length)
@@ -118,7 +118,7 @@ def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
     kept, other = STATES[state](), STATES[state]()
     assert kept.committed(0) == NOTHING
     assert kept.n_bytes == 0
-    assert kept.fork(0, Holder).committed(0) == NOTHING
+    assert kept.fork(0, MemoryFile.for_fork).committed(0) == NOTHING
     assert isinstance(kept, TokenRows | Summaries | RecentRows | OpenChunk)
     assert isinstance(other, TokenRows | Summaries | RecentRows | OpenChunk)
 

@@ -35,10 +35,21 @@ def some(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, *ROW, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def put(file: RowFile, first: int, rows: Tensor) -> None:
+    file.write_pages(np.array([first]), rows[None])
+
+
+def add(file: RowFile, rows: Tensor) -> int:
+    """Write rows behind those that exist; return the first one's number."""
+    (first,) = file.allocate_pages(np.zeros(1, np.int64), np.zeros(1, np.int64), len(rows))
+    put(file, first, rows)
+    return first
+
+
 def spill(folder: Path, n: int = 0, dtype: torch.dtype = torch.float32) -> SpillFile:
     """A spill file with rows `some(n)`."""
     file = SpillFile(folder, format_of(dtype))
-    file.write(file.allocate(n), some(n, dtype=dtype))
+    add(file, some(n, dtype=dtype))
     return file
 
 
@@ -64,13 +75,12 @@ def test_what_is_written_is_read_in_any_order(data: st.DataObject, dtype: torch.
         for seed in range(data.draw(st.integers(1, 8))):
             if data.draw(st.booleans()):  # more rows
                 new = some(data.draw(st.integers(0, 30)), seed, dtype)
-                assert file.allocate(len(new)) == len(expected)
-                file.write(len(expected), new)
+                assert add(file, new) == len(expected)
                 expected = torch.cat((expected, new))
             elif len(expected):  # others in place of some
                 first = data.draw(st.integers(0, len(expected) - 1))
                 new = some(data.draw(st.integers(0, len(expected) - first)), seed, dtype)
-                file.write(first, new)
+                put(file, first, new)
                 expected[first : first + len(new)] = new
             assert (file.n_rows, file.n_bytes) == (len(expected), expected.nbytes)
             if len(expected):
@@ -102,8 +112,8 @@ def test_contexts_share_a_file_from_several_threads(tmp_path: Path) -> None:
     def work(seed: int) -> bool:
         mine = []
         for step in range(20):
-            mine.append((file.allocate(5), some(5, seed * 100 + step)))
-            file.write(*mine[-1])
+            rows = some(5, seed * 100 + step)
+            mine.append((add(file, rows), rows))
         index = np.concatenate([first + np.arange(5) for first, _ in mine])
         return torch.equal(file.read(index), torch.cat([rows for _, rows in mine]))
 
@@ -126,7 +136,8 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         "import numpy, sys, time, torch\nfrom pathlib import Path\n"
         "from lce.cache.formats import KVFormat\nfrom lce.cache.row_file import SpillFile\n"
         "file = SpillFile(Path(sys.argv[1]), KVFormat(1, 1, 4, torch.float32))\n"
-        "file.write(file.allocate(1000), torch.ones(1000, 2, 1, 4))\n"
+        "zero = numpy.zeros(1, int)\n"
+        "file.write_pages(file.allocate_pages(zero, zero, 1000), torch.ones(1, 1000, 2, 1, 4))\n"
         "print(int(file.read(numpy.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
     )
     with start(code, tmp_path) as process:
@@ -159,14 +170,13 @@ def failing(number: int) -> Callable[..., int]:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 def test_a_write_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     file = spill(tmp_path, 10)
-    first = file.allocate(3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", failing(number))
         with pytest.raises(CapacityError, match=rf"^cannot write the spill file in {tmp_path}: .*; free some .*\Z"):
-            file.write(first, some(3, 1))
+            add(file, some(3, 1))
         assert torch.equal(file.read(np.arange(10)), some(10))
     assert file.bytes_written == 320
-    file.write(first, some(3, 1))
+    put(file, 10, some(3, 1))
     assert torch.equal(everything(file), torch.cat((some(10), some(3, 1))))
 
 
@@ -175,8 +185,8 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file, original = spill(tmp_path, 10), os.pwrite
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda descriptor, data, offset: original(descriptor, data[:most], offset))
-        file.write(file.allocate(8), some(8, 1))
-        file.write(2, some(3, 2))
+        add(file, some(8, 1))
+        put(file, 2, some(3, 2))
     expected = torch.cat((some(10), some(8, 1)))
     expected[2:5] = some(3, 2)
     assert torch.equal(everything(file), expected)
@@ -244,7 +254,8 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
         "import os, sys, time, numpy, torch\nfrom pathlib import Path\n"
         "from lce.cache.formats import KVFormat\nfrom lce.cache.row_file import SpillFile\n"
         "file = SpillFile(Path(sys.argv[1]), KVFormat(1, 1, 4, torch.float32))\n"
-        "file.write(file.allocate(100), torch.ones(100, 2, 1, 4))\n"
+        "zero = numpy.zeros(1, int)\n"
+        "file.write_pages(file.allocate_pages(zero, zero, 100), torch.ones(1, 100, 2, 1, 4))\n"
         "pages = numpy.arange(0, 100, 2)\n"
         "original = os.preadv\n"
         "def disk(descriptor, to, offset, flags=0):\n"
@@ -274,9 +285,9 @@ def test_where_there_is_no_space_to_spare_what_is_needed_is_taken(
 
     monkeypatch.setattr(os, "posix_fallocate", small_disk)
     for seed in range(10):
-        file.write(file.allocate(10), some(10, seed))
+        add(file, some(10, seed))
     with pytest.raises(CapacityError, match="No space left on device"):
-        file.allocate(1)
+        add(file, some(1))
     assert torch.equal(everything(file), torch.cat([some(10, seed) for seed in range(10)]))
 
 
@@ -290,7 +301,7 @@ def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = 
     checks = Checks()
     path.write_bytes(bytes(BEFORE + some(n, dtype=dtype).nbytes))
     made = RowFile(os.open(path, os.O_RDWR), "it", format_of(dtype), checks, start=BEFORE, n_rows=n)
-    made.write(0, some(n, dtype=dtype))
+    put(made, 0, some(n, dtype=dtype))
     if writable:
         return made
     return RowFile(os.open(path, os.O_RDONLY), "it", format_of(dtype), checks, start=BEFORE, n_rows=n)
