@@ -52,7 +52,7 @@ class WindowWarning(UserWarning):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: `did you mean 'x'? valid: a, b, x`."""
+    """Return the end of a message about the unknown name `name`: `did you mean 'x'? valid: a, b, x`."""
     names = sorted(valid)
     known, wrong = {x.lower(): x for x in names}, name[:64].lower()
     begun = [x for x in known if x.startswith(wrong)] if len(wrong) >= 3 else []
@@ -62,7 +62,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object, most: int = 120) -> str:
-    """Return a value that a file or a caller gave as messages show it: on one line, escaped, about `most` at most."""
+    """Return a value of a file or a caller as messages show it: one escaped line of about `most` characters at most."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = most
     short.maxlevel = 2

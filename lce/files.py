@@ -1,7 +1,7 @@
 """Files that appear whole or not at all, and the small files of a checkpoint, which are not trusted.
 
-A file is written under a temporary name beside its target, locked while it is written, and renamed when it is complete.
-Temporary files that no process has locked are left over from a crash; the next write to the same target removes them.
+A file is written under a temporary name beside its target, locked meanwhile, and renamed when it is complete. A
+temporary file that no process has locked was left by a crash; the next write to the same target removes it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, shown
 
-MAX_FILE_BYTES = 16 << 20  # bytes of a checkpoint's JSON file; tokenizer.json aside, published ones have up to 2 MiB
-MAX_JSON_VALUES = 1_000_000  # values in such a file; an entry of added_tokens_decoder has 12
+MAX_FILE_BYTES = 16 << 20  # the most bytes of a checkpoint's small file; published ones have up to 2 MiB
+MAX_JSON_VALUES = 1_000_000  # the most values in such a file; a token in added_tokens_decoder takes 12
 
 
 def path_of(path: object, what: str = "the path") -> Path:
-    """Return a path that a user gives. Raises `UsageError` for one that no file can have."""
+    """Return a user's value as a path. Raises `UsageError` for a path that no file can have."""
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
     text = os.fspath(path)
@@ -39,9 +39,10 @@ def path_of(path: object, what: str = "the path") -> Path:
 
 
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
-    """Return a descriptor to read a regular file. Never waits: folders, FIFOs, devices and sockets are refused.
+    """Open a regular file for reading and return the descriptor. Never waits.
 
-    Raises `error` for these, and for a file that cannot be opened; also for a symbolic link unless `follow`.
+    Raises `error` for a file that cannot be opened, for folders, FIFOs, devices and sockets, and for a symbolic link
+    unless `follow`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -54,7 +55,7 @@ def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow:
 
 
 def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
-    """Raise `error` if the name of a file to be written belongs to something that is no regular file."""
+    """Raise `error` if the path of a file to be written exists already and is no regular file."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -66,7 +67,7 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise an error if no file can be made beside `path`. Makes a file and removes it: permissions do not tell."""
+    """Raise an error if no file can be made beside `path`. Makes and removes one, as permissions do not tell."""
     draft = draft_path(Path(path).absolute())
     try:
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -82,7 +83,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def named(path: str | Path) -> str:
-    """Return a path for messages: unchanged if printable and short, else escaped and shortened."""
+    """Return a path for messages: unchanged if it is printable and short, else escaped and shortened."""
     text = str(path)
     return text if text and text.isprintable() and len(text) <= 512 else shown(text, 240)
 
@@ -100,14 +101,14 @@ def _kind(mode: int) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that, after a crash too, it has either all of `data` or its earlier contents."""
+    """Write a file. Even after a crash the file has either all of `data` or its earlier contents."""
     with written_whole(path) as file:
         file.write(data)
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write in; it takes the name `path` once the block ends, and not after an error or a crash."""
+    """Yield a new file, which takes the name `path` at the end of `with`, but not after an error or a crash."""
     check_target(path)
     sweep(path)
     draft = draft_path(path)
@@ -126,7 +127,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def lock(descriptor: int, path: Path) -> None:
-    """Lock a file that is being written. Raises `DataError` if another process has locked it."""
+    """Lock a file that is being written. Raises `DataError` if another process has locked the file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -136,7 +137,7 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 def draft_path(target: Path) -> Path:
-    """Return a temporary name beside `target`, which `sweep` recognises."""
+    """Return a new temporary name beside `target`; `sweep` removes files with such names."""
     return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -156,13 +157,13 @@ def remove_leftover(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except OSError:
-        pass  # another process has locked it
+        pass  # another process has locked the file
     finally:
         os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that new names in it survive a power cut."""
+    """Flush a folder to disk, so that the names of new files survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -176,7 +177,7 @@ def unwritable(name: str | Path, error: OSError) -> CapacityError:
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """Return the bytes of a checkpoint's file, or None if there is none. Raises `ModelError` above `most` bytes."""
+    """Return the bytes of a checkpoint's file, or None without the file. Raises `ModelError` above `most` bytes."""
     if not os.path.lexists(path):
         return None
     with open(open_regular(path, ModelError), "rb") as file:
@@ -190,7 +191,7 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
 
 
 def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return the object in a checkpoint's JSON file, empty if there is no file; otherwise as `read_file`."""
+    """Return the object in a checkpoint's JSON file, or an empty one without the file. Raises `ModelError`."""
     raw = read_file(path, most)
     if raw is None:
         return {}
@@ -205,16 +206,16 @@ def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
 
 
 class JsonError(ValueError):
-    """A text that is not JSON, or too large; the message is a phrase for the middle of another one."""
+    """The error for a text that is not JSON or has too many values. Callers put its message into their own."""
 
 
 def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
     """Parse an untrusted JSON text. Raises `JsonError`.
 
-    A text with more than `most` values and names is refused before it is parsed: each takes up to about 100 bytes of
-    memory. With `unique`, so is an object that has a name twice.
+    Refuses a text with more than `most` values and names before parsing it, because each takes up to about 100 bytes of
+    memory. With `unique`, refuses an object that has a name twice.
     """
-    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # at least: what stands before each value but the first
+    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # one of these is before each value but the first
     if n_values > most:
         raise JsonError(f"more than {most} JSON values; expected far fewer")
     try:
@@ -227,7 +228,7 @@ def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
         raise JsonError(f"not valid JSON: byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise JsonError("not valid JSON: nested too deeply") from None
-    except ValueError:  # Python's own limit
+    except ValueError:  # Python's own limit on the digits of a number
         raise JsonError("not valid JSON: a number of thousands of digits") from None
 
 

@@ -1,7 +1,7 @@
-"""Marks on the functions that take a run's time, and profiles that read the marks.
+"""Marks on the functions that take a run's time, and profiles that add up the times of marked calls.
 
-While no profile is taken a mark costs one comparison. Marks are not ranges of `torch.profiler`: those cost ten times as
-much, and starting that profiler takes seconds.
+A mark costs one comparison while no profile is taken. The marks are not ranges of `torch.profiler`, which cost ten
+times as much and need seconds to start.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ CATEGORIES = ("products", "attention", "selection", "cache", "norms", "activatio
 
 @dataclass
 class Profile:
-    """The profile of a run. `seconds` has each of `CATEGORIES`.
+    """The profile of a run. `seconds` has the time of each of `CATEGORIES`, `calls` the number of marked calls.
 
-    Nested marked calls count for their own category alone. `read_bytes` are the keys and values that attention was
-    given, each chosen chunk once a KV head and call, and the summaries and low-dim keys that were compared.
-    `attention_flops` are four times D for each pair of a query and a key that it sees, without a selection's scores.
+    The time of a marked call inside another one counts for the inner category alone. `read_bytes` counts the keys and
+    values that attention was given, each chosen chunk once a KV head and call, and the summaries and low-dim keys that
+    a selection compared. `attention_flops` is 4 · D for each pair of a query and a key that the query sees, where D is
+    the head dimension. The scores of a selection are not counted.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
@@ -40,12 +41,12 @@ class Profile:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the run."""
+        """The seconds of the whole run."""
         return sum(self.seconds.values())
 
 
 class _Clock:
-    """Books the time since the last change for the category that is current. Only one thread counts."""
+    """Books the time since the last change for the category that is current, in the thread that takes the profile."""
 
     def __init__(self, profile: Profile, n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> None:
         self.profile, self.n_kv_heads, self.chunk_size, self.wait = profile, n_kv_heads, chunk_size, wait
@@ -61,36 +62,32 @@ class _Clock:
         self.current, self.since = category, now
         return before
 
+    @contextmanager
+    def section(self, category: str) -> Iterator[None]:
+        """Book the time inside `with` for `category`."""
+        before = self.change(category)
+        try:
+            yield
+        finally:
+            self.change(before)
 
-_clock: _Clock | None = None  # of the profile that is taken
-_COUNTING = "counting"  # time that is booked nowhere
+
+_clock: _Clock | None = None  # the clock of the profile that is being taken
+_COUNTING = "counting"  # a category whose time is not booked
 _NOTHING = nullcontext()
 
 
-class _Section:
-    """Time that is booked for a category."""
-
-    def __init__(self, clock: _Clock, category: str) -> None:
-        self.clock, self.category = clock, category
-
-    def __enter__(self) -> None:
-        self.before = self.clock.change(self.category)
-
-    def __exit__(self, *error: object) -> None:
-        self.clock.change(self.before)
-
-
-def section(category: str) -> AbstractContextManager[object]:
-    """Book the time inside `with` for `category`, while this thread takes a profile."""
+def section(category: str) -> AbstractContextManager[None]:
+    """Book the time inside `with` for `category`, if this thread is taking a profile."""
     clock = _clock
-    return _NOTHING if clock is None or clock.thread != threading.get_ident() else _Section(clock, category)
+    return _NOTHING if clock is None or clock.thread != threading.get_ident() else clock.section(category)
 
 
-Count = Callable[..., None]  # of a clock, a marked function's result, and its arguments
+Count = Callable[..., None]  # a function of a clock, a marked function's result, and its arguments
 
 
 def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a function: its time is booked for `category`, and `count` counts its work, while a profile is taken."""
+    """Mark a function: while a profile is taken, book its time for `category`, and count its work by `count`."""
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -99,10 +96,10 @@ def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]
             if clock is None or clock.thread != threading.get_ident():
                 return function(*args, **kwargs)
             clock.profile.calls += 1
-            with _Section(clock, category):
+            with clock.section(category):
                 out = function(*args, **kwargs)
             if count is not None:
-                with _Section(clock, _COUNTING):
+                with clock.section(_COUNTING):
                     count(clock, out, *args, **kwargs)
             return out
 
@@ -113,7 +110,7 @@ def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]
 
 @contextmanager
 def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Iterator[Profile]:
-    """Profile this thread's work inside `with`, in the place of an outer profile. `wait` waits for the devices."""
+    """Profile this thread's work inside `with`; an outer profile pauses. `wait` waits for the devices."""
     global _clock
     profile, outer = Profile(), _clock
     _clock = clock = _Clock(profile, n_kv_heads, chunk_size, wait)
@@ -128,14 +125,14 @@ def count_dense(
     clock: _Clock, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None,
     turn: object = None,
 ) -> None:  # fmt: skip
-    """Count a call of `Attention.dense`."""
+    """Count the reads and operations of a call of `Attention.dense`."""
     n_heads, n_queries, dim = q.shape
     clock.profile.read_bytes += k.nbytes + v.nbytes
     clock.profile.attention_flops += 4.0 * n_heads * dim * n_pairs(n_queries, k.shape[1], causal, window)
 
 
 def count_routed(clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, *_: Any) -> None:
-    """Count a call of `Attention.routed`: a chunk that several heads of a KV head chose is read once."""
+    """Count the reads and operations of a call of `Attention.routed`, which reads a chunk once a KV head."""
     chosen = chunk_ids.unflatten(0, (clock.n_kv_heads, -1)).flatten(1)  # [G, choices]
     n_different = sum(len(ids[ids >= 0].unique()) for ids in chosen)
     clock.profile.read_bytes += n_different * 2 * clock.chunk_size * q.shape[-1] * q.itemsize
@@ -143,14 +140,14 @@ def count_routed(clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, ch
 
 
 def count_compared(clock: _Clock, out: Tensor, *_: Any) -> None:
-    """Count what a method keeps and compares."""
+    """Count the bytes of the method's state that a call returned."""
     clock.profile.read_bytes += out.nbytes
 
 
 def n_pairs(n_queries: int, n_keys: int, causal: bool, window: int | None = None) -> int:
-    """Return the number of pairs of a query and a visible key; the last query sees the last key.
+    """Return the number of pairs of a query and a key that the query sees. The last query is at the last key.
 
-    Example: 2 queries over 5 keys make 10 pairs, causal ones 9, with a window of 3 six.
+    Example: 2 queries over 5 keys have 10 pairs; 9 pairs if causal, and 6 with a window of 3.
     """
     if not causal:
         return n_queries * n_keys

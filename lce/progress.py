@@ -9,27 +9,29 @@ from typing import NoReturn
 
 from lce.errors import UsageError, shown
 
-Progress = Callable[[int, int], None]  # tokens done, tokens in all; an exception ends the call
-StageProgress = Callable[[str, int, int], None]  # the stage, units done, units in all
+Progress = Callable[
+    [int, int], None
+]  # a function of tokens done and tokens in all; an exception that it raises ends the call
+StageProgress = Callable[[str, int, int], None]  # a function of the stage, units done and units in all
 
 _silent = False
 
 
 def silence(silent: bool = True) -> None:
-    """Print no more notices: `--quiet`."""
+    """Switch notices off, or on again."""
     global _silent
     _silent = silent
 
 
 def notice(text: str) -> None:
-    """Print one line on stderr about what a run spends its time on."""
+    """Print one line on stderr that says what takes time."""
     if not _silent:
         print(f"lce: {text}", file=sys.stderr)
 
 
 @contextmanager
 def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -> Iterator[Progress]:
-    """Return the callback that a user's `progress=` asks for: for True a bar on stderr, in Jupyter a widget."""
+    """Yield the callback for a user's `progress=`. For True it draws a bar on stderr, in Jupyter a widget."""
     check_progress(progress)
     if progress is not True:
         yield progress or (lambda done, total: None)
@@ -49,7 +51,7 @@ def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -
 
 
 def stages(progress: StageProgress | bool | None) -> StageProgress:
-    """Return a callback for work in stages, like `reported`: one bar after another."""
+    """Return the callback for a user's `progress=` of work in stages. For True it draws a bar for each stage."""
     check_progress(progress)
     if progress is not True:
         return progress or (lambda stage, done, total: None)

@@ -11,11 +11,11 @@ from lce.errors import UsageError, shown
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:B|([KMGT])(?:i?B)?)?", re.IGNORECASE)
 _COUNT = re.compile(r"([0-9]{1,100})\s*([KMG]?)", re.IGNORECASE)
-MOST = 1 << 60  # nothing that is counted is more
+MOST = 1 << 60  # larger counts are refused as mistakes
 
 
 def in_bytes(size: object, what: str) -> int:
-    """Read a size in bytes: `8 << 30`, "8GiB", "8GB" or "8G", all the same. Else raises `UsageError` about `what`."""
+    """Read a size in bytes: `8 << 30`, "8GiB", "8GB" and "8G" are equal. Raises `UsageError`, with the name `what`."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(Fraction(match[1]) * _factor(match[2]))
@@ -26,7 +26,7 @@ def in_bytes(size: object, what: str) -> int:
 
 
 def count(value: object, what: str, least: int = 1, most: int = MOST) -> int:
-    """Read a number of things from `least` to `most`: `4096`, "4096" or "4k". Else raises `UsageError` about `what`."""
+    """Read a number from `least` to `most`: `4096`, "4096" and "4k" are equal. Raises `UsageError`, named `what`."""
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
     number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
     if number is None:
@@ -44,7 +44,7 @@ def _factor(letter: str | None) -> int:
 
 
 def _whole(value: object) -> int | None:
-    """Return a whole number of any kind, NumPy's too, but no truth value and no text; else None."""
+    """Return a whole number of any type, such as NumPy's, as an int. Return None for a truth value or another value."""
     if isinstance(value, bool | str):
         return None
     try:
@@ -54,13 +54,13 @@ def _whole(value: object) -> int | None:
 
 
 def size_text(n_bytes: int) -> str:
-    """Return the bytes in the largest unit that they fill: `size_text(1536)` is "1.5 KiB"."""
+    """Return bytes as text, in the largest unit that is not more: `size_text(1536)` is "1.5 KiB"."""
     power = _power(n_bytes)
     return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"
 
 
 def enough_text(n_bytes: int) -> str:
-    """Return the least size that is `n_bytes` or more, as an option takes it: `enough_text(1537)` is "1.6KiB"."""
+    """Return a size for an option, rounded up to a tenth of its unit: `enough_text(1537)` is "1.6KiB"."""
     power = _power(n_bytes)
     tenths = -(-10 * n_bytes // 1024**power)
     if tenths == 10 * 1024 and power + 1 < len(UNITS):
@@ -69,5 +69,5 @@ def enough_text(n_bytes: int) -> str:
 
 
 def _power(n_bytes: int) -> int:
-    """Return the index in `UNITS` of the largest unit that the bytes fill."""
+    """Return the index in `UNITS` of the largest unit that is not more than `n_bytes`."""
     return min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)

@@ -1,6 +1,6 @@
-"""The machine: free memory and disk, processor cores, and how the allocator and waiting threads behave.
+"""The machine: free memory and disk, processor cores, and settings of the allocator and of waiting threads.
 
-Imports no torch before it is used: `wait_passively` must be called before torch is loaded.
+Importing this module does not import torch, because `wait_passively` must be called before torch is loaded.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # version 1 of control groups writes about 2^63 for no limit
-_MEMORY_FILES = {  # by the version of control groups: the limit, the usage, and what statistics begin with
+UNLIMITED = 1 << 60  # a larger memory limit is none: version 1 of control groups writes about 2^63 for no limit
+_MEMORY_FILES = {  # by the version of control groups: files of limit and usage, and the prefix of names in memory.stat
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
 
-TRIM_THRESHOLD = 512 << 20  # bytes of freed memory that glibc keeps at the end of its heap, at most
-MMAP_THRESHOLD = 32 << 20  # larger allocations are mappings of their own, returned to the system when freed
+TRIM_THRESHOLD = 512 << 20  # the most bytes of freed memory that glibc keeps at the end of its heap
+MMAP_THRESHOLD = 32 << 20  # glibc gives a larger allocation its own mapping, and returns the mapping when it is freed
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
-_threaded: set[int] = set()  # ids of this process or its ancestors that used several threads
+_threaded: set[int] = set()  # ids of those among this process and its ancestors that have used several threads
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated on a device, PyTorch's unused ones included; None if unknown."""
+    """Return the bytes that can be allocated on a device, with those that PyTorch holds unused; None if unknown."""
     if device.type == "cuda":
         import torch
 
@@ -50,7 +50,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def free_host_memory() -> int | None:
-    """Return the bytes that the system calls available, within the limits of control groups; None if unknown."""
+    """Return the available bytes of memory, within the limits of control groups; None if unknown."""
     limits, available = [*_groups()], _numbers(MEMINFO).get("MemAvailable:")
     if available is not None:
         limits.append(available * 1024)
@@ -61,7 +61,7 @@ def free_host_memory() -> int | None:
 
 
 def free_disk(folder: Path) -> int | None:
-    """Return the bytes that can be written in a folder, which need not exist yet; None if unknown."""
+    """Return the free bytes of the disk of a folder, which need not exist yet; None if unknown."""
     try:
         return shutil.disk_usage(_existing(folder)).free
     except OSError:
@@ -69,7 +69,7 @@ def free_disk(folder: Path) -> int | None:
 
 
 def disk_name(folder: Path) -> str:
-    """Return a name for the disk of a folder, which need not exist yet: folders on one disk have one name."""
+    """Return a name for the disk of a folder, which need not exist yet. All folders on one disk give the same name."""
     try:
         return f"disk {os.stat(_existing(folder)).st_dev}"
     except OSError:
@@ -77,7 +77,7 @@ def disk_name(folder: Path) -> str:
 
 
 def memory_name(device: torch.device) -> str:
-    """Return a name for the memory of a device, one for all ways to write the device."""
+    """Return a name for the memory of a device. `cuda` gives the name of the current GPU."""
     if str(device) != "cuda":
         return str(device)
     import torch
@@ -86,7 +86,7 @@ def memory_name(device: torch.device) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists. Raises OSError where a file stands in the way."""
+    """Return the folder, or the nearest parent that exists. Raises `OSError` if that is no folder."""
     folder = folder.absolute()
     found = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     if not found.is_dir():
@@ -95,7 +95,7 @@ def _existing(folder: Path) -> Path:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process can keep busy: its affinity, within the quotas of its control groups."""
+    """Return how many cores this process can use: those of its affinity, within the quotas of its control groups."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # only Linux has it
@@ -104,7 +104,7 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int | None:
-    """Return how many threads to use: torch's default, at most `usable_cores`; None if the environment sets them."""
+    """Return a number of threads: torch's default, at most `usable_cores`; None if the environment sets a number."""
     if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         return None
     import torch
@@ -113,21 +113,21 @@ def default_threads() -> int | None:
 
 
 def wait_passively() -> None:
-    """Make threads that wait for others sleep soon instead of spinning; call it before torch is loaded.
+    """Make threads that wait for others sleep soon instead of spinning. Call this before torch is loaded.
 
-    OpenMP threads that wait for the slowest one spin, on a busy machine even on the core that the slowest one needs.
-    Some 20 microseconds of spinning remain: kernels of a decode step follow each other within that, and to wake a
-    thread takes longer. A setting that the environment has already is left alone.
+    OpenMP threads that wait for the slowest thread spin, on a busy machine even on the core that this thread needs.
+    They still spin for about 20 microseconds, because the kernels of a decode step follow each other faster than a
+    thread wakes up. Changes nothing if the environment has such a setting already.
     """
     if not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
 
 
 def uses_threads() -> None:
-    """Record that this process computes with several threads; call it before such work.
+    """Record that this process computes with several threads. Call this before such work.
 
-    OpenMP's threads do not survive a fork, and a child that needs them hangs. So this raises `UsageError` in a process
-    forked after its parent called it, unless the process computes with one thread.
+    OpenMP's threads do not survive a fork, and a forked process that needs them hangs. So this function raises
+    `UsageError` in a process whose parent called it before the fork, unless the process computes with one thread.
     """
     import torch
 
@@ -144,7 +144,7 @@ def uses_threads() -> None:
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the most bytes that this process has had: resident in memory, and allocated on a GPU if it uses one."""
+    """Return the most bytes that this process has had in memory (`process`) and allocated on GPUs (`gpu`), if any."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     torch = sys.modules.get("torch")
@@ -154,7 +154,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def _groups() -> Iterator[int]:
-    """Yield the memory left under each limit of this process's control groups."""
+    """Yield the bytes of memory left under each limit of this process' control groups."""
     for folder, version in _folders("memory"):
         limit, usage, prefix = _MEMORY_FILES[version]
         bound, used = (_text(folder / name).strip() for name in (limit, usage))
@@ -165,7 +165,7 @@ def _groups() -> Iterator[int]:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the processor cores under each limit of this process's control groups."""
+    """Yield the number of cores under each limit of this process' control groups, which may be a fraction."""
     for folder, version in _folders("cpu"):
         if version == 2:
             words = _text(folder / "cpu.max").split()
@@ -176,7 +176,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _folders(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folders with a controller's limits for this process, parents too, and their control groups' version."""
+    """Yield the folders, parents too, with a controller's limits for this process, and the control groups' version."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
@@ -188,7 +188,7 @@ def _folders(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers in a file whose lines are a name and a number, by name."""
+    """Return by name the numbers in a file whose lines are a name and a number."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -201,11 +201,11 @@ def _text(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the buffers of one layer for the next. Does nothing without glibc.
+    """Make glibc reuse the memory of one layer's activations for the next layer. Does nothing without glibc.
 
-    Every layer frees some megabytes of activations and allocates as much again. By default glibc returns them to the
-    kernel each time, and the page faults slow a prefill down, on virtual machines most of all. The process keeps at
-    most `TRIM_THRESHOLD` bytes; allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still returned.
+    Each layer frees some megabytes of activations and allocates as many again. By default glibc returns them to the
+    system each time, and the page faults slow a prefill down, most of all on virtual machines. The process now keeps up
+    to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still returned.
     """
     mallopt = _glibc("mallopt")
     if mallopt is not None:
@@ -214,7 +214,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return unused memory that `keep_freed_memory` kept to the kernel. Does nothing without glibc."""
+    """Give freed memory that `keep_freed_memory` kept back to the system. Does nothing without glibc."""
     malloc_trim = _glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

@@ -15,19 +15,15 @@ from lce.sizes import UNITS, count, enough_text, in_bytes, size_text
     [
         (0, 0),
         (8 << 30, 8 << 30),
-        ("0", 0),
-        ("512", 512),
         ("512B", 512),
         ("1KiB", 1024),
         ("8GiB", 8 << 30),
         (" 512 MiB ", 512 << 20),
         ("1.5 kib", 1536),
         ("0.5TIB", 1 << 39),
-        ("007MiB", 7 << 20),
         ("0.3B", 0),
         ("8G", 8 << 30),
         ("8gb", 8 << 30),
-        ("512m", 512 << 20),
         ("1k", 1024),
     ],
 )
@@ -49,14 +45,7 @@ def test_other_values_are_refused(size: object) -> None:
 
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (8 << 30, "8.0 GiB"),
-        (5 << 50, "5120.0 TiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (8 << 30, "8.0 GiB"), (5 << 50, "5120.0 TiB")],
 )
 def test_bytes_as_text(n_bytes: int, text: str) -> None:
     assert size_text(n_bytes) == text

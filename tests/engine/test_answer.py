@@ -35,9 +35,7 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 def could_begin(text: str, stops: Sequence[str]) -> str:
     """The longest end of the text that a stop string begins with."""
     return max(
-        (text[at:] for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)),
-        key=len,
-        default="",
+        (text[at:] for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)), key=len, default=""
     )
 
 

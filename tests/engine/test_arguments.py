@@ -184,12 +184,27 @@ def test_token_ids_come_in_any_sequence(face: Face, kind: Callable[[list[int]], 
         (torch.tensor([[1, 2]]), r"of shape \[1, 2\]; expected text, or token ids: whole numbers of one dimension"),
         ({5: 6}, "the prompt is a dict"),
         ({5, 6}, "the prompt is a set"),
+        ([5, 300], "token id 300 is not in the model's vocabulary; expected 0 to 299"),
+        ([-1], "token id -1"),
+        ([5, 10**30], "token id 1000000"),
+        ([5.0], "the prompt is a list; expected text or token ids"),
+        ([None], "the prompt is a list"),
+        (None, "the prompt is a NoneType"),
+        ([], "the prompt is empty; expected some text"),
+        ("", "the prompt is empty"),
+        (torch.tensor([3, 4]).to("meta"), "expected a dense one"),
+        (torch.tensor([3, 0, 4]).to_sparse(), "expected a dense one"),
     ],
 )
-def test_a_prompt_of_another_kind_is_refused(face: Face, prompt: Any, message: str) -> None:
-    for call in (face.engine.generate, face.engine.stream, face.engine.prefill, face.engine.logits, face.engine.trace):
+def test_a_prompt_that_cannot_be_is_refused(face: Face, prompt: Any, message: str) -> None:
+    engine = face.engine
+    for call in (engine.generate, engine.stream, engine.prefill, engine.logits, engine.trace):
         with pytest.raises(lce.UsageError, match=message):
             call(prompt)
+    if "empty" not in message:
+        with pytest.raises(lce.UsageError, match=message):
+            engine.generate(prompt, context=face.context)
+    assert len(face.context) == 20
 
 
 def test_a_list_of_prompts_is_told_from_a_list_of_ids() -> None:

