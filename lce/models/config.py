@@ -55,6 +55,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _REMEDY = "correct the file or download the checkpoint again"
 
 
+@dataclass(frozen=True)
 class Fields:
     """A JSON object in a file, read by key. A wrong value raises ModelError.
 
@@ -62,10 +63,9 @@ class Fields:
     gives the limits of a key that only one family reads. `where` names the file in messages.
     """
 
-    def __init__(self, where: str, values: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
-        self.where = where
-        self.values = values
-        self.defaults = defaults or {}
+    where: str
+    values: Mapping[str, object]
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
         """Return the error for the value under `key`."""
@@ -77,8 +77,7 @@ class Fields:
         return ModelError(f"{self.where}: {key} {got}; expected {expected}; {remedy}")
 
     def optional_integer(self, key: str) -> int | None:
-        value = self.values.get(key, self.defaults.get(key))
-        return None if value is None else self._in_range(key, value, int)
+        return None if self.values.get(key, self.defaults.get(key)) is None else self.integer(key)
 
     def integer(self, key: str, within: tuple[int, int] | None = None) -> int:
         value: int = self._in_range(key, self._filled(key), int, within)
@@ -100,7 +99,7 @@ class Fields:
 
     def _in_range(self, key: str, value: Any, kind: type, within: tuple[float, float] | None = None) -> Any:
         low, high = within or _RANGES[key]
-        if type(value) not in (int, kind) or not low <= value <= high:  # exact types: a bool is an int too
+        if type(value) not in (int, kind) or not low <= value <= high:  # `type`, because a bool is an instance of int
             raise self.refusal(key, f"a {'whole ' if kind is int else ''}number from {low} to {high}")
         return value
 

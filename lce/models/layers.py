@@ -1,7 +1,7 @@
-"""The base of all families: the model around its layers, and a layer's weights with operations.
+"""The base classes of all families: the model around its layers, and a layer with its weights and operations.
 
 A family declares its weights in two tables, one for the model and one for each layer. An entry maps our name to the
-published one and to the shape, written in the words of `Model.weights`:
+published name and to the shape, written in the words that `Model.weights` knows:
 
     "q": ("self_attn.q_proj.weight", "query hidden")        the query heads' rows, [H * D, hidden]
 """
@@ -18,13 +18,13 @@ from lce.models.config import Fields, ModelConfig, check_layer_types
 from lce.models.products import linear, rows_of
 from lce.weights.packed import Scheme, all_schemes
 
-# The attention hook: (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, to [H, T, D].
+# The attention hook takes (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, and returns [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 WeightTable = Mapping[str, tuple[str, str]]
 
 
 class Layer:
-    """One decoder layer: its weights by our names, and the operations that a family builds its layer from."""
+    """One decoder layer. It has its weights by our names, and the operations that families build their layers from."""
 
     def __init__(self, index: int, config: ModelConfig, weights: Mapping[str, Any]) -> None:
         self.index = index
@@ -36,34 +36,30 @@ class Layer:
         self.device = next(w.device for w in self.w.values() if isinstance(w, Tensor))
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        """Turn hidden states `[T, hidden]` into those after this layer; may overwrite `x`."""
+        """Return the hidden states after this layer, `[T, hidden]`. May overwrite `x [T, hidden]`."""
         raise NotImplementedError
 
     def project(
         self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
     ) -> Tensor:
-        """Multiply `x [T, in]` with a matrix, plus its bias if it has one, as `linear` does; `norm` names a weight."""
-        w = self.w
-        scale = None if norm is None else w[norm]
-        return linear(x, w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
+        """Multiply `x [T, in]` with the matrix `name`, plus its bias, as `linear` does. `norm` names a weight."""
+        scale = None if norm is None else self.w[norm]
+        return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
 
     def heads(self, x: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Project `x [T, hidden]`, normalised, to `q [H, T, D]`, `k v [G, T, D]`: views of one product."""
-        config = self.config
+        """Normalise `x [T, hidden]` and project it to `q [H, T, D]` and `k v [G, T, D]`, which are views."""
+        config, dim = self.config, self.config.head_dim
         joined = self.project("qkv", x, norm=norm)
-        if len(x) == 1:
-            rows = joined.view(-1, 1, config.head_dim)
-        else:
-            rows = joined.view(len(x), -1, config.head_dim).transpose(0, 1)
+        rows = joined.view(-1, 1, dim) if len(x) == 1 else joined.view(len(x), -1, dim).transpose(0, 1)
         q, k, v = rows.split_with_sizes((config.n_heads, config.n_kv_heads, config.n_kv_heads))
         return q, k, v
 
 
 class Model:
-    """Embedding, layers, norm, head. A family derives from this class and declares the attributes below.
+    """A model: embedding, layers, norm, head. A family derives from this class and declares the attributes below.
 
-    `defaults` holds transformers' values for keys that a config.json of this family may leave out. Layers may be on
-    several devices: hidden states are copied where the next layer is on another one.
+    `defaults` holds transformers' values for the keys that a config.json of this family may leave out. Layers may be on
+    several devices. Then hidden states are copied before a layer that is on another device than the layer before it.
     """
 
     model_type: ClassVar[str]
@@ -72,7 +68,7 @@ class Model:
     layer: ClassVar[type[Layer]]
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
-    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # matrices stacked in one tensor, by its name
+    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # a joined matrix's name to the matrices stacked in it
     unused: ClassVar[tuple[str, ...]] = ()  # patterns of published names that no model of the family uses
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
@@ -85,9 +81,9 @@ class Model:
         self.borders = {i: devices[i] for i in range(1, len(devices)) if devices[i] != devices[i - 1]}
 
     def __call__(self, ids: Tensor, indices: Tensor, attend: Attend) -> Tensor:
-        """Turn token ids `[T]` at `indices [T]` of their texts into the last layer's hidden states `[T, hidden]`.
+        """Return the last layer's hidden states `[T, hidden]` for token ids `[T]` at `indices [T]` in their texts.
 
-        The tokens may be of several texts. No shape and no branch depends on the values of either tensor.
+        The tokens may belong to several texts. No shape and no branch depends on the values of the two tensors.
         """
         x = rows_of(self.embed, ids, self.final_norm.dtype)
         borders = self.borders
@@ -111,16 +107,16 @@ class Model:
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
-        """Add to `config` what this family reads in its own way; the shared keys are already in it."""
+        """Return `config` with the fields that this family reads in its own way; shared keys are already read."""
         return config
 
     @classmethod
     def weights(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the published name and the shape of every weight, by our names.
 
-        A product in `config.biases` has a bias beside its weight: `q_bias`, published as `self_attn.q_proj.bias`.
-        `stored` are the names in the checkpoint. A stored head is used even if the config ties the head to the
-        embedding, as in transformers.
+        A weight in `config.biases` has a bias: `q` has `q_bias`, published as `self_attn.q_proj.bias`. `stored` are the
+        names in the checkpoint. As in transformers, a stored head is used even if the config ties the head to the
+        embedding.
         """
         sizes = {
             "vocab": config.vocab_size,
@@ -147,31 +143,29 @@ class Model:
 
     @classmethod
     def layer_of(cls, name: str, config: ModelConfig) -> int:
-        """Return the layer whose device has a weight, by our name: 0 for the embedding, the last for the head."""
+        """Return the layer on whose device a weight is: 0 for the embedding, the last one for norm and head."""
         index, dot, _ = name.partition(".")
-        if dot:
-            return int(index)
-        return 0 if name == "embed" else config.n_layers - 1
+        return int(index) if dot else 0 if name == "embed" else config.n_layers - 1
 
     @classmethod
     def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Return, for every layer, the names of the joined matrices and biases by the name of the whole."""
+        """Return the names of the matrices, or biases, that each joined matrix or bias is made of, by its name."""
         found = {}
         for whole, parts in cls.joins.items():
-            kinds = ("", "_bias") if parts[0] in config.biases else ("",)
             assert len({part in config.biases for part in parts}) == 1, f"some of {parts} have a bias"
-            for kind in kinds:
+            for kind in ("", "_bias") if parts[0] in config.biases else ("",):
                 for i in range(config.n_layers):
                     found[f"{i}.{whole}{kind}"] = tuple(f"{i}.{part}{kind}" for part in parts)
         return found
 
     @classmethod
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
-        """Return the published names of the matrices that are rounded, with their schemes.
+        """Return the scheme of each matrix that is rounded, by the matrix's published name.
 
-        Embeddings and the head have 8 bits: few bytes of a model, and much of the error.
+        Embedding and head are rounded to 8 bits: they are few of a model's bytes, and would cause much of the error.
         """
-        table = cls.weights(config, stored)
-        matrices = {name: published for name, (published, shape) in table.items() if len(shape) == 2}
-        for_tokens = all_schemes()["int8"]
-        return {published: for_tokens if name in ("embed", "head") else scheme for name, published in matrices.items()}
+        return {
+            published: all_schemes()["int8"] if name in ("embed", "head") else scheme
+            for name, (published, shape) in cls.weights(config, stored).items()
+            if len(shape) == 2
+        }

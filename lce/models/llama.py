@@ -13,7 +13,7 @@ from lce.models.registry import family
 
 
 class LlamaLayer(Layer):
-    """Attention, then the gated MLP. Each reads the normalised hidden states and adds its result to them."""
+    """Attention, then the gated MLP. Both take normalised hidden states, and add their results to the hidden states."""
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         self.project("o", merge_heads(self.attention(x, attend)), onto=x)
@@ -27,7 +27,7 @@ class LlamaLayer(Layer):
 
 @family("llama", "LlamaForCausalLM")
 class Llama(Model):
-    """Root-mean-square norms, RoPE, grouped-query attention, a gated MLP; biases only where the config adds them."""
+    """A model with root-mean-square norms, RoPE, grouped-query attention and a gated MLP; the config may add biases."""
 
     defaults = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
     layer = LlamaLayer
@@ -48,7 +48,7 @@ class Llama(Model):
         "down": ("mlp.down_proj.weight", "hidden inner"),
     }
     joins = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-    unused = ("*.rotary_emb.inv_freq",)  # old checkpoints store the frequencies; ours come from the config
+    unused = ("*.rotary_emb.inv_freq",)  # frequencies in old checkpoints; lce computes them
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI, 2025): Mistral's architecture with YaRN, and a query scale that grows with the index."""
+"""Ministral 3 (Mistral AI, 2025): Mistral's architecture with YaRN, and queries that grow with their index."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from lce.models.registry import family
 
 @family("ministral3", "Ministral3ForCausalLM")
 class Ministral3(Mistral):
-    """Query i is multiplied by `1 + beta * ln(1 + floor(i / L))`, where L is the window before YaRN's scaling.
+    """Mistral whose query i is multiplied by `1 + beta * ln(1 + floor(i / L))`.
 
-    As in Llama 4, the factor keeps softmax sharp over long texts. `i` is the query's index in the text; the position
-    at which a method places the query does not matter, and neither does another RoPE scaling chosen by the user.
+    L is the window before YaRN's scaling. As in Llama 4, the factor keeps softmax sharp over long texts. `i` is the
+    query's index in the text. The factor does not depend on the position at which a method places the query, nor on the
+    RoPE scaling that a user chooses.
     """
 
     defaults = {
@@ -56,6 +57,6 @@ class Ministral3(Mistral):
         return super().__call__(ids, indices, attend_scaled)
 
     def query_scale(self, indices: Tensor) -> Tensor:
-        """Return the factor of each query: indices `[T]` to `[T, 1]`, float64."""
+        """Return the factors `[T, 1]`, float64, of queries at `indices [T]`."""
         spans = indices // int(self.config.extra["query_length"])
         return 1 + self.config.extra["query_beta"] * (1 + spans).to(torch.float64).log()[:, None]

@@ -1,4 +1,4 @@
-"""Mistral 7B and Nemo (Jiang et al., 2023): Llama's architecture without biases, with a sliding window in some."""
+"""Mistral 7B and Nemo (Jiang et al., 2023): Llama's architecture without biases; some models have a sliding window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lce.models.registry import family
 
 @family("mistral", "MistralForCausalLM")
 class Mistral(Llama):
-    """Llama with a sliding window. A config that does not mention the window has one of 4096; null means none."""
+    """Llama with a sliding window: 4096 tokens if the config does not have the key, no window if its value is null."""
 
     defaults = {
         "max_position_embeddings": 131072,

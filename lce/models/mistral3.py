@@ -1,4 +1,4 @@
-"""Mistral 3: the layout of an image-and-text checkpoint. Mistral Small 3.1 and Ministral 3 are published in it."""
+"""Mistral 3: the layout of image-and-text checkpoints such as Mistral Small 3.1 and Ministral 3."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lce.models.config import Fields, ModelConfig
 from lce.models.layers import Model
 from lce.models.registry import family, family_of
 
-# Keys beside `text_config` that describe the weights of both models.
+# These keys beside `text_config` describe the weights of the text model and of the image encoder.
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 
 
 @family("mistral3", "Mistral3ForConditionalGeneration")
 class Mistral3(Model):
-    """Reads the config of the text model, whose family `text_config` names; that family builds the model.
+    """The layout of a text model with an image encoder, whose weights are not used.
 
-    The image encoder's weights are unused.
+    `read` returns the config of the text model. The family that `text_config` names builds the model.
     """
 
     @classmethod

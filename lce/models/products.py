@@ -1,7 +1,7 @@
-"""The one door to the kernels that the layers of a model are made of: products with weights, norms, gates, turns.
+"""Products with weights, norms, gates and rotary angles: the only module of models that chooses between kernels.
 
-Each function takes the kernel that the tensors allow, and PyTorch's operators where there is none. Nothing else in
-this room asks which kernel or device will run.
+Each function calls the kernel that can take the tensors, or else PyTorch's operators. Nothing else in this package
+depends on kernels or devices.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lce.kernels.cuda import launching
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked
 
-SHARED_ROWS = MOST_ROWS  # rows of several texts that share a product and keep the bits that each has alone
-SCRATCH = 64 << 20  # bytes of unpacked rows that a product of many rows takes at a time
-_thread = threading.local()
-# An operator that is not part of PyTorch's public interface.
+SHARED_ROWS = MOST_ROWS  # The most rows of several texts in one product that give each row the bits it has alone.
+SCRATCH = 64 << 20  # The most bytes of rows that a product of many rows unpacks at once.
+_thread = threading.local()  # has as `memory` the thread's scratch for unpacked rows
+# Whether PyTorch has this operator, which is not part of its public interface.
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -35,10 +35,10 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
-    With `norm [in]` x is normalised first, as `rms_norm` does. `gated` takes SiLU of the first half of the result times
-    the second: `[T, out / 2]`. With `onto` the result is added to that tensor, in place. A few rows take a kernel that
-    reads the weights at the speed of memory, and rounds once at the end; on a GPU it is one launch. On a CPU each of up
-    to `MOST_ROWS` rows has the bits that it has alone.
+    With `norm [in]`, `x` is first normalised by `rms_norm`. With `gated`, the result is SiLU of its first half times
+    its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in place. For few rows one kernel
+    does everything, reads the weights at the speed of memory, and rounds once. On a CPU each of up to `MOST_ROWS` rows
+    has the bits that the row has alone.
     """
     few = len(x) <= MOST_ROWS
     if not isinstance(weight, Tensor):
@@ -61,22 +61,22 @@ def linear(
 
 
 def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
-    """Return whether the kernel takes these tensors as they lie."""
+    """Return whether the kernel can take these tensors: of one dtype, contiguous, without gradients."""
     if x.dtype not in STORED or weight.dtype is not x.dtype or x.requires_grad or weight.requires_grad:
         return False
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
 
 
 def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows `ids [T]` of a matrix, `[T, in]`; packed rows are unpacked to `dtype`."""
+    """Return the rows `ids [T]` of a matrix, `[T, in]`. Packed rows are unpacked to `dtype`."""
     return F.embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
 
 def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
-    """Multiply in float32 on a CPU by oneDNN, which PyTorch uses only for narrower dtypes; unpack packed weights.
+    """Multiply many rows. Packed weights are unpacked first.
 
-    On AMD processors oneDNN is about twice as fast as the MKL routine behind `torch.nn.functional.linear`, and as
-    exact.
+    In float32 on a CPU oneDNN multiplies. On AMD processors it is about twice as fast as the MKL routine that PyTorch
+    calls for this dtype, and as exact.
     """
     if isinstance(weight, Stacked):
         return torch.cat([_product_of_many(x, *part) for part in weight.with_biases(bias)], dim=1)
@@ -89,7 +89,7 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Unpack up to `SCRATCH` bytes of rows at a time. The thread keeps the memory, so that its pages stay mapped."""
+    """Unpack up to `SCRATCH` bytes of rows at a time, in memory that the thread keeps: allocating it takes time."""
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
     needed, memory = block * size * x.element_size(), getattr(_thread, "memory", None)
@@ -141,14 +141,15 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def merge_heads(out: Tensor) -> Tensor:
-    """Put the heads' outputs `[H, T, D]` side by side, `[T, H · D]`; a view for one token."""
+    """Return the heads' outputs `[H, T, D]` side by side, `[T, H · D]`. The result for one token is a view."""
     n = out.shape[1]
     return out.reshape(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of `positions · frequencies [D/2]` (float64), times `scale`: `[*positions.shape, D/2]`
-    each.
+    """Return `scale` times the cosines and sines of the angles, `[*positions.shape, D/2]` each.
+
+    The angles are each position times `frequencies [D/2]`, which are float64.
     """
     if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
         from lce.kernels.cuda import elementwise as on_gpu

@@ -26,9 +26,10 @@ class Qwen2(Llama):
 
 
 def sliding_window(fields: Fields) -> int | None:
-    """Return the sliding window of all layers, or None. Raises ModelError if only some of the layers have it.
+    """Return the sliding window of all layers, or None. Raises ModelError if only some layers have a window.
 
-    In the published models the first `max_window_layers` layers attend everything; `layer_types` overrides that.
+    In the published models the first `max_window_layers` layers attend to all tokens. A list of `layer_types` takes
+    precedence.
     """
     window = fields.optional_integer("sliding_window")
     if window is None or not fields.flag("use_sliding_window"):
@@ -39,7 +40,6 @@ def sliding_window(fields: Fields) -> int | None:
     n_full = fields.integer("max_window_layers", within=(0, 2**20))
     if 0 < n_full < n_layers:
         expected = f"0 or at least num_hidden_layers, {n_layers}: one kind of attention in all layers"
-        raise fields.refusal(
-            "max_window_layers", expected, "set use_sliding_window to false, or use another checkpoint"
-        )
+        remedy = "set use_sliding_window to false, or use another checkpoint"
+        raise fields.refusal("max_window_layers", expected, remedy)
     return window if n_full == 0 else None

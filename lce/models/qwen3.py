@@ -23,7 +23,7 @@ class Qwen3Layer(LlamaLayer):
 
 @family("qwen3", "Qwen3ForCausalLM")
 class Qwen3(Llama):
-    """The norm of queries and keys is over the D channels of a head, before RoPE; all heads share its weight."""
+    """Llama with a norm of queries and keys, over the D channels of a head, before RoPE. All heads share its weight."""
 
     defaults = Qwen2.defaults | {"head_dim": 128}
     layer = Qwen3Layer

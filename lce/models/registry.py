@@ -1,7 +1,7 @@
 """The model families by name.
 
-A family is one file of this package. Its class registers itself with a decorator under the two names by which a
-config.json refers to it: `model_type`, and the class in `architectures`. Adding a family takes one new file.
+A family is one file of this package. The decorator of its class registers the two names that a config.json has for the
+family: its `model_type`, and the class in `architectures`. Adding a family takes one new file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ F = TypeVar("F", bound="type[Model]")
 
 
 def family(model_type: str, architecture: str) -> Callable[[F], F]:
-    """Decorate a class: make a family known by its `model_type` and by the name in `architectures`."""
+    """Decorate the class of a family that a config.json names by this `model_type` and this architecture."""
 
     def enter(cls: F) -> F:
         assert model_type not in _FAMILIES, f"two families are called {model_type}"
@@ -36,9 +36,11 @@ def family(model_type: str, architecture: str) -> Callable[[F], F]:
     return enter
 
 
+@functools.cache
 def families() -> Mapping[str, type[Model]]:
     """Return all families by `model_type`, in alphabetical order."""
-    _import_all()
+    for module in pkgutil.iter_modules(lce.models.__path__):
+        importlib.import_module(f"{lce.models.__name__}.{module.name}")
     return dict(sorted(_FAMILIES.items()))
 
 
@@ -55,10 +57,10 @@ def model_class(config: ModelConfig) -> type[Model]:
 
 
 def family_of(fields: Fields) -> type[Model]:
-    """Return the family that a config names in `architectures`, in `model_type`, or in both, if they agree.
+    """Return the family that a config names in `architectures` or `model_type`. If both are given they must agree.
 
-    An unknown name gets the list of the supported ones and no nearest match: weights of a family whose name is similar
-    (mixtral, mistral) are not interchangeable.
+    The error for an unknown name lists the supported names and suggests none of them: weights of families with similar
+    names (mixtral, mistral) are not interchangeable.
     """
     by_type = families()
     by_architecture = {cls.architecture: cls for cls in by_type.values()}
@@ -72,9 +74,3 @@ def family_of(fields: Fields) -> type[Model]:
     if model_type not in (None, found.model_type):
         raise fields.refusal("model_type", f"{found.model_type!r}, as architectures says {found.architecture}")
     return found
-
-
-@functools.cache
-def _import_all() -> None:
-    for module in pkgutil.iter_modules(lce.models.__path__):
-        importlib.import_module(f"{lce.models.__name__}.{module.name}")

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) and the scalings that stretch it.
 
-Angles are computed in float64, and only their cosines and sines are cast: at position 1,000,000 a float32 angle is
-already off by several hundredths.
+Angles are computed in float64, because at position 1,000,000 a float32 angle has an error of several hundredths. Only
+their cosines and sines are cast to the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from lce.models.products import turns
 
 
 class Rope:
-    """The frequencies of one context, and the factor that YaRN puts on the rotated vectors.
+    """The frequencies of one context, and the factor by which YaRN multiplies rotated vectors.
 
-    Only `dynamic` uses `length`, announced when the context starts, so that the base never changes under cached keys.
+    Only `dynamic` scaling depends on `length`, the context's length. It is announced when the context starts and then
+    fixed, because cached keys are rotated with its frequencies.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:
@@ -27,7 +28,9 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _yarn_scale(config)
-        self._uploaded: dict[torch.device, Tensor] = {}  # once a device: uploads wait for the device
+        self._uploaded: dict[
+            torch.device, Tensor
+        ] = {}  # copies on other devices, made once: a copy waits for the device
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Return cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device."""
@@ -51,7 +54,7 @@ def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -
             return _ntk_theta(config.theta, stretch, head_dim) ** exponents
         case "yarn":
             kept = 1 - _yarn_ramp(config, head_dim, trained)
-        case "llama3":  # long wavelengths interpolated, short ones kept, a smooth step between
+        case "llama3":  # long wavelengths are interpolated, short ones kept, others a weighted mean of both
             turns = trained * base / (2 * math.pi)
             smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
             kept = smooth.clamp(0, 1)
@@ -62,14 +65,14 @@ def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -
 
 
 def _ntk_theta(theta: float, factor: float, head_dim: int) -> float:
-    """Return the NTK-aware base (bloc97, 2023): the slowest frequency is interpolated, the fastest left alone."""
+    """Return the NTK-aware base (bloc97, 2023). It interpolates the slowest frequency and keeps the fastest."""
     return float(theta * factor ** (head_dim / (head_dim - 2)))
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
-    """Return YaRN's ramp (Peng et al., 2023): 1 where a frequency is slow and interpolated, 0 where it is kept."""
+    """Return YaRN's ramp `[D/2]` (Peng et al., 2023): 1 for slow, interpolated frequencies, 0 for kept ones."""
 
-    def dimension_of(cycles: float) -> float:  # the pair that makes this many cycles over the trained window
+    def dimension_of(cycles: float) -> float:  # the index of the frequency with this many cycles in the trained window
         return head_dim * math.log(trained / (cycles * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
@@ -80,7 +83,7 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
 
 
 def _yarn_scale(config: RopeConfig) -> float:
-    """Return YaRN's factor on the rotated vectors, by which it scales the logits; 1 for the other kinds."""
+    """Return the factor by which YaRN multiplies rotated queries and keys; 1 for the other kinds."""
 
     def mscale(weight: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0

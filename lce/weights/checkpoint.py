@@ -1,8 +1,8 @@
 """A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-Weights are read into memory of our own and converted on the way: peak memory is the model in its final dtype and 64 MiB
-at most. Changes to a file after loading have no effect; a file that changes between the check of its header and the end
-of loading is refused.
+Weights are converted while they are read: peak memory is the model in its final dtype and at most 64 MiB. No file is
+mapped, so changes to a file after loading have no effect. A file that changes between the check of its header and the
+end of loading is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme, Stacked
 from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, pread, read_folder, stamp_of
 
 _CPU = torch.device("cpu")
-_SAMPLE = 4096  # bytes of each tensor's beginning, middle and end in the fingerprint
+_SAMPLE = 4096  # The fingerprint covers so many bytes of each tensor's beginning, middle and end.
 
 
 @dataclass
@@ -78,9 +78,9 @@ class _Target:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint folder, and the `stamps` of the files when their headers were read.
+    """The tensors of a checkpoint folder, and the files' `stamps`, taken when their headers were read.
 
-    `manifest` describes quantised weights.
+    `manifest` describes quantised weights; it is None for other checkpoints.
     """
 
     folder: Path
@@ -143,7 +143,7 @@ class Checkpoint:
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
 
     def _allocate(self, targets: Collection[_Target]) -> None:
-        """Allocate the parts of all targets. Raises `CapacityError` unless there is memory to read them."""
+        """Allocate the parts of all targets. Raises `CapacityError` if they need more than the free memory."""
         staged = max((target.staged for target in targets), default=0)
         for device in {target.device for target in targets}:
             own = [target for target in targets if target.device == device]
@@ -160,7 +160,7 @@ class Checkpoint:
                 target.parts = {part: next(memory) for part in target.sizes}
 
     def _read(self, files: Mapping[Path, int], targets: Collection[_Target]) -> None:
-        """Read what needs no rounding; then each matrix to be rounded, all of them into the same memory."""
+        """Read the targets that are not rounded. Then read and round the others, one by one in the same memory."""
         outs: dict[str, Tensor] = {}
         for target in targets:
             for part, whole in {} if target.staged else target.parts.items():
@@ -198,7 +198,7 @@ class Checkpoint:
             yield files
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype of most stored bytes; for quantised weights, the dtype before rounding."""
+        """Return the dtype that most bytes are stored in; for quantised weights, the dtype before rounding."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes = {kind: sum(x.stop - x.start for x in self.tensors.values() if x.dtype == kind) for kind in DTYPES}

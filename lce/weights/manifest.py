@@ -1,6 +1,6 @@
-"""The manifest of a file of packed matrices, in the file's metadata.
+"""The manifest of a quantised file, in the file's metadata.
 
-A matrix `NAME` of such a file is the tensors `NAME.PART` that its scheme names: `NAME.codes`, `NAME.scales`.
+A packed matrix `NAME` is stored as several tensors, which its scheme names: `NAME.codes` and `NAME.scales`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from lce.weights.packed import Scheme, all_schemes
 from lce.weights.safetensors_file import MOST_VALUES, NAMES, TensorInfo
 
 FORMAT = 1
-METADATA = "lce.quantised"  # the key of the manifest in the file's metadata
+METADATA = "lce.quantised"  # the manifest's key in the file's metadata
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The manifest of a quantised file.
 
-    `weights` is the requested scheme, `matrices` the scheme and shape of each matrix. `dtype` and `source` are the
-    dtype and the fingerprint of the source checkpoint. `samples` is the fingerprint of the file's own tensors.
+    `weights` is the scheme that the user chose; `matrices` has the scheme and shape of each packed matrix. `dtype` and
+    `source` are the dtype and the fingerprint of the source checkpoint. `samples` is the fingerprint of the file's own
+    tensors. `lce` is the version that wrote the file.
     """
 
     weights: str
@@ -45,12 +46,12 @@ class Manifest:
         return {name: all_schemes()[scheme] for name, (scheme, _) in self.matrices.items()}
 
     def text(self) -> str:
-        """Write the manifest as JSON, for the file's metadata."""
+        """Return the manifest as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str, file: Path, tensors: Mapping[str, TensorInfo]) -> Self:
-        """Read the manifest in a file's metadata. Raises ModelError if damaged or in conflict with the tensors."""
+        """Read the manifest in a file's metadata. Raises ModelError if it is damaged or contradicts the tensors."""
         try:
             raw = parse_json(text.encode(), most=MOST_VALUES, unique=True)
             if raw["format"] != FORMAT:

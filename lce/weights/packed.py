@@ -1,6 +1,7 @@
-"""Packed matrices: weights that stay in their quantised blocks and are multiplied as they lie.
+"""Packed matrices: weights that are stored in quantised blocks and multiplied without unpacking.
 
-A quantised type is one file of this package: a `Scheme`, entered by `register`, and the matrix that the scheme makes.
+A quantised type is one file of this package. The file has a `Scheme`, entered by `register`, and the scheme's
+`PackedMatrix`.
 """
 
 from __future__ import annotations
@@ -21,54 +22,54 @@ from lce.errors import UsageError, nearest, shown
 from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.products import product
 
-ROW_BLOCK = 16  # rows of a packed matrix that lie together
+ROW_BLOCK = 16  # Packed matrices are stored in blocks of so many rows.
 _SCHEMES: dict[str, Scheme] = {}
 
 
 class PackedMatrix(Protocol):
-    """A matrix `[out, in]` of packed weights on the CPU. A loaded matrix is never written."""
+    """A matrix `[out, in]` of packed weights on the CPU. A loaded matrix never changes."""
 
     shape: tuple[int, int]
     parts: Mapping[str, Tensor]  # the stored tensors
 
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
-        """Multiply `x [T, in]`, contiguous, with the matrix transposed, for a few rows.
+        """Multiply a few contiguous rows `x [T, in]` with the transposed matrix: `[T, out]`.
 
-        `around` is what `lce.kernels.cpu.products.product` takes as well: `norm`, `eps`, `gated`, `onto`. The bits of a
-        result row do not depend on the other rows.
+        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gated`, `onto`. The bits of a result
+        row do not depend on the other rows.
         """
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
-        """Fill `out [rows, in]`, of any dtype, with the rows from `first` on, a multiple of `ROW_BLOCK`; return it."""
+        """Fill `out [rows, in]`, of any dtype, with rows from `first` on, a multiple of `ROW_BLOCK`. Return `out`."""
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Unpack the rows `ids [T]`: `[T, in]`."""
+        """Return the rows `ids [T]`, unpacked to `dtype`: `[T, in]`."""
 
 
 class Scheme(ABC):
-    """A format of packed weights: the first dimension of each stored tensor counts blocks of `ROW_BLOCK` rows."""
+    """A format of packed weights. The first dimension of each stored tensor counts blocks of `ROW_BLOCK` rows."""
 
     name: str
 
     @abstractmethod
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the name, shape and dtype of each stored tensor of a matrix `shape`."""
+        """Return the name, shape and dtype of each stored tensor, for a matrix of this shape."""
 
     @abstractmethod
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
-        """Return the matrix that these tensors hold."""
+        """Return the matrix whose stored tensors are `parts`."""
 
     @abstractmethod
     def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Round `weight [out, in]`, contiguous, into these tensors."""
+        """Round a contiguous `weight [out, in]`, and write it to the stored tensors `parts`."""
 
     def n_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a matrix in memory and on disk."""
+        """Return the bytes that a matrix of this shape takes in memory and on disk."""
         return sum(math.prod(part) * dtype.itemsize for part, dtype in self.parts(shape).values())
 
 
 def register(scheme: Scheme) -> None:
-    """Make a scheme known by its name."""
+    """Enter a scheme under its name."""
     assert scheme.name not in _SCHEMES, f"two schemes are called {scheme.name}"
     _SCHEMES[scheme.name] = scheme
 
@@ -82,7 +83,7 @@ def all_schemes() -> Mapping[str, Scheme]:
 
 
 def scheme_of(name: object) -> Scheme | None:
-    """Return the scheme that a user names; None for "auto", the weights as they are stored. Raises `UsageError`."""
+    """Return the scheme that a user names, None for "auto" (weights as stored). Raises `UsageError` for others."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return None
     if not isinstance(name, str) or name not in all_schemes():
@@ -91,7 +92,7 @@ def scheme_of(name: object) -> Scheme | None:
 
 
 class Stacked:
-    """Matrices of one width, one beneath the other, whose types may differ."""
+    """A matrix made of several matrices, one beneath the other, of one width and perhaps different types."""
 
     def __init__(self, parts: Sequence[Tensor | PackedMatrix]) -> None:
         self.parts = tuple(parts)

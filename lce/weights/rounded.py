@@ -1,7 +1,7 @@
-"""Matrices rounded to 8 and 4 bits, as `lce.kernels.cpu.quantised` lays them out.
+"""Matrices rounded to 8 and 4 bits, in the layout of `lce.kernels.cpu.quantised`.
 
-int8   a scale for 128 inputs of a row, 8.1 bits a weight
-int4   a scale and a zero for 32 inputs of a row, 4.75 bits a weight, fitted by least squares
+int8   each 128 weights of a row share a scale: 8.1 bits a weight
+int4   each 32 weights of a row share a scale and a zero, fitted by least squares: 4.75 bits a weight
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lce.weights.packed import PackedMatrix, Scheme, register
 
 
 class RoundedMatrix:
-    """A matrix `[out, in]` of codes, scales and, in 4 bits, zeros."""
+    """A matrix `[out, in]` that is stored as codes, scales and, for 4 bits, zeros."""
 
     def __init__(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> None:
         self.shape = shape[0], shape[1]
@@ -40,7 +40,7 @@ class RoundedMatrix:
 
 @dataclass(frozen=True)
 class Rounded(Scheme):
-    """Weights rounded to `bits` bits."""
+    """The scheme of weights that are rounded to `bits` bits."""
 
     name: str
     bits: int

@@ -1,12 +1,11 @@
-"""Safetensors files: those of a folder, their headers, checked in full, and tensors, read into memory of our own.
+"""Safetensors files: finds the files of a folder, checks their headers in full, and reads tensors into memory.
 
-A file is eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data,
-which the tensors must tile exactly: no overlap, no hole, nothing left over. A file that passes can be read without
-further checks. The header is bounded before it is parsed, far above any published one, so that a hostile file takes
-neither time nor memory.
+A file has eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data.
+The tensors must fill the data exactly: no overlap, no hole, nothing left over. Tensors of a checked file are read
+without further checks. The header's size is limited before the header is parsed, so that a hostile file takes little
+time and memory. The limit is far above the size of any published header.
 
-No file is mapped: a file that is cut short or overwritten later has no effect, and one that is cut short while it is
-read is an error, never a signal.
+No file is mapped. A file that is cut short while it is read is an error, never a signal.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from lce.errors import CapacityError, ModelError, shown
 from lce.files import JsonError, named, open_regular, parse_json, read_file
 from lce.sizes import size_text
 
-LARGEST_HEADER = 8 << 20  # bytes; the largest published headers are below 1 MiB
-MOST_TENSORS = 50_000  # tensors of a checkpoint; the largest models of our families have about 1,200
-MOST_VALUES = 12 * MOST_TENSORS  # JSON values and names in a header: the entry of a matrix has 12
+LARGEST_HEADER = 8 << 20  # The most bytes of a header. The largest published headers are below 1 MiB.
+MOST_TENSORS = 50_000  # The most tensors of a checkpoint. The largest models of our families have about 1,200.
+MOST_VALUES = 12 * MOST_TENSORS  # The most JSON values and names in a header. The entry of a matrix has 12.
 
 ITEM_SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
@@ -42,18 +41,18 @@ ITEM_SIZES = {
 }
 _MOST_SHARDS = 4096
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
-_LARGEST_SIZE = 2**48  # numbers along one dimension
+_LARGEST_SIZE = 2**48  # The largest size of one dimension.
 _MOST_DIMENSIONS = 64
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # with dtypes of quantised weights
+STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # also the dtypes of quantised weights
 NAMES = {dtype: name for name, dtype in STORED.items()}
 
-PIECE = 8 << 20  # bytes of one read: long enough for disks, and still in the processor's cache when it is checked
-READERS = 4  # threads: a disk answers several requests faster than one
-_ALIGNED = 64  # bytes: tensors in memory begin at multiples of this
+PIECE = 8 << 20  # The bytes of one read. Disks are fast at it, and it is still in the cache when it is checked.
+READERS = 4  # The number of threads that read: a disk answers several requests faster than one.
+_ALIGNED = 64  # Tensors in memory begin at multiples of so many bytes.
 
-# By the stored and the loaded dtype: the bits of the least positive number that is infinite once it is loaded.
+# Key: the stored and the loaded dtype. Value: the bits of the least positive stored number that is loaded as infinity.
 _TOO_LARGE = {
     ("F32", torch.float32): 0x7F80_0000,
     ("F32", torch.bfloat16): 0x7F7F_8000,  # rounds to infinity
@@ -66,7 +65,7 @@ _TOO_LARGE = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's place: bytes `start` to `stop` of `file`, counted from the beginning of the file."""
+    """A stored tensor: bytes `start` to `stop` of `file`, counted from the beginning of the file."""
 
     file: Path
     dtype: str
@@ -83,11 +82,11 @@ class Damaged(ModelError):
 
 
 def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]], dict[str, str]]:
-    """Find the weights of a checkpoint: return the tensors, the files' stamps, and the metadata of a single file.
+    """Find a folder's weights. Return the tensors, the files' stamps, and the metadata if there is one file.
 
-    As in transformers, `model.safetensors` comes first, then `model.safetensors.index.json` with its shards, then a
-    single other `*.safetensors`; `model*` comes before Mistral's own `consolidated*`, which has other names. Raises
-    ModelError if weights are missing, damaged or not safetensors.
+    As in transformers, `model.safetensors` is taken first, else `model.safetensors.index.json` with its shards, else a
+    single other `*.safetensors` file. `model*` is preferred to Mistral's own `consolidated*`, which names tensors in
+    another way. Raises ModelError if weights are missing, damaged or not safetensors.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not os.path.lexists(whole) and os.path.lexists(index):
@@ -127,7 +126,7 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Pat
     shards = sorted(set(weight_map.values()))
     if len(shards) > _MOST_SHARDS:
         raise Damaged(index, f"{len(shards)} shards; expected at most {_MOST_SHARDS}")
-    for shard in shards:  # a name without a path; the file may be a link, as in the cache of Hugging Face
+    for shard in shards:  # only a name, no path; the file may be a link, as in Hugging Face's cache
         if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
             remedy = "use a checkpoint from a source you trust"
             raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
@@ -151,7 +150,7 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Pat
 
 
 def few(names: Sequence[str], quoted: bool = True) -> str:
-    """Return the first of some names for messages, and how many more there are."""
+    """Return the first three names, for messages, and the number of the other names."""
     first = ", ".join(shown(name) if quoted else name for name in names[:3])
     return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -193,7 +192,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tupl
 
 
 def parse_object(raw: bytes, path: Path) -> dict[str, object]:
-    """Parse the JSON object in `raw`. Raises ModelError for anything else, and for a name that appears twice."""
+    """Parse a JSON object. Raises ModelError for other bytes, and for an object that has a name twice."""
     try:
         value = parse_json(raw, most=MOST_VALUES, unique=True)
     except JsonError as error:
@@ -245,15 +244,15 @@ def _are_sizes(value: object) -> bool:
 
 
 def stamp_of(descriptor: int) -> tuple[int, ...]:
-    """Return an open file's identity, which changes when the file is written, truncated or replaced."""
+    """Return an open file's stamp, which changes when the file is written, truncated or replaced."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Allocate tensors of these shapes and dtypes. On the CPU they lie one behind the other in one block of huge pages.
+    """Allocate tensors of these shapes and dtypes. On the CPU all of them are in one block of huge pages.
 
-    The block is returned to the system when its last tensor is gone. Raises `CapacityError` where memory runs out.
+    The system gets the block back when its last tensor is gone. Raises `CapacityError` if there is too little memory.
     """
     lengths = [dtype.itemsize * math.prod(shape) for shape, dtype in sizes]
     try:
@@ -262,7 +261,7 @@ def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.d
         starts = [0, *accumulate(-(-n // _ALIGNED) * _ALIGNED for n in lengths)]
         memory = mmap.mmap(-1, starts[-1] or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages
+            with suppress(OSError):  # the system may have no huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         block, places = torch.frombuffer(memory, dtype=torch.uint8), zip(sizes, starts, lengths, strict=False)
         return [block[start : start + n].view(dtype).view(tuple(shape)) for (shape, dtype), start, n in places]
@@ -272,15 +271,15 @@ def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.d
 
 
 def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Mapping[Path, int]) -> None:
-    """Read stored tensors by name from open files, in the order in which they lie on the disk.
+    """Read stored tensors from open files into the tensors `outs` of the same names, in the order of the files.
 
-    A contiguous tensor of `outs` may be a part of a larger one, have another dtype, and be on another device. Peak
-    memory beside `outs`: `2 * READERS` pieces, if numbers are converted. Time: that of the disk; from the page cache
-    some 0.2 s for 1.5 GiB. Raises ModelError for a file that ends too early or cannot be read, and for a number that is
-    NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
+    A tensor of `outs` must be contiguous. It may be a part of a larger tensor, have another dtype than the stored
+    tensor, and be on any device. Peak memory beside `outs` is `2 * READERS` pieces, if numbers are converted. Reading
+    1.5 GiB from the page cache takes some 0.2 s. Raises ModelError for a file that ends too early or cannot be read,
+    and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
     """
     pinned = any(out.is_cuda for out in outs.values())
-    # The system gives this memory when it is first written. A piece takes the stage of an already delivered one.
+    # A piece that is converted is first read into a stage, in turn: at most `2 * READERS` pieces wait for delivery.
     stages = cycle(torch.empty(2 * READERS, PIECE, dtype=torch.uint8, pin_memory=pinned))
     reading: deque[tuple[Future[None], Tensor, Tensor]] = deque()
 
@@ -312,9 +311,10 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
 
 
 def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descriptor: int, offset: int) -> None:
-    """Read a piece of a stored tensor. Raises ModelError for a number that is not finite in `dtype`.
+    """Read a piece of a stored tensor into `raw`. Raises ModelError for a number that is not finite in `dtype`.
 
-    As whole numbers, positive floats are in order, and so are the negative ones from the first bit on.
+    The bits of floats, read as integers, grow with the floats' absolute values: signed integers compare the positive
+    floats, unsigned integers the negative floats.
     """
     array = raw.view(torch.uint8).numpy()
     _read_into(memoryview(array), descriptor, offset, info.file)  # type: ignore[arg-type]

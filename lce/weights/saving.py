@@ -1,4 +1,4 @@
-"""Writes a quantised checkpoint as one safetensors file. Peak memory: two copies of a matrix."""
+"""Writes a quantised checkpoint as one safetensors file. Peak memory is two copies of the largest matrix."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def save_quantised(
     checkpoint: Checkpoint, path: Path, shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme],
     weights: str, version: str, progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    """Write the tensors `shapes` of a checkpoint to `path`, those of `schemes` rounded, the others as they are stored.
+    """Write a checkpoint's tensors to `path`: matrices in `schemes` are rounded, other tensors are copied.
 
-    The file appears whole or not at all. Time: that of reading and rounding. `progress` is called with bytes read.
+    `shapes` has the shape of each tensor to write. `weights` is the scheme's name and `version` the version of lce, for
+    the manifest. The file appears whole or not at all. `progress` is called with the bytes read and all bytes.
     """
     if checkpoint.manifest:
         raise ModelError(f"{named(checkpoint.folder)} is quantised already; give the checkpoint that it was made of")
@@ -60,7 +61,7 @@ def save_quantised(
 
 
 def _header(entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], manifest: Manifest) -> bytes:
-    """Return the header of a file whose tensors lie in the order of `entries`."""
+    """Return the header of a file that has the tensors of `entries` in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: manifest.text()}}
     start = 0
     for name, (shape, dtype) in entries.items():

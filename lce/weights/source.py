@@ -1,4 +1,4 @@
-"""Sources of models: the config, the tokenizer and the weights, read on demand."""
+"""Sources of models. A source reads a model's config, tokenizer and weights on demand."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
-LARGEST_CONFIG = 4 << 20  # bytes; published files have a few thousand
+LARGEST_CONFIG = 4 << 20  # The most bytes of a config. Published files have a few thousand.
 
 
 @dataclass(frozen=True)
 class Source:
     """A folder with config.json, safetensors files and the files of a tokenizer. Other sources derive from this class.
 
-    Each part raises `ModelError` if missing or damaged. `path` is what a user names.
+    Reading a part that is missing or damaged raises `ModelError`. `path` is the path that a user gives.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Source:
         return Tokenizer.from_folder(self.path, vocab_size)
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the model by name. The file need not exist."""
+        """Return the path of the model's file with this name. The file need not exist."""
         return self.path / name
 
 
