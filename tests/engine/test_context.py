@@ -250,7 +250,7 @@ def test_a_failure_in_the_progress_callback_leaves_the_context_as_it_was(engine:
             if done >= min(last * BLOCK, total):
                 raise Interrupted
 
-        for call in ("prefill", "generate"):
+        for call in ("prefill", "generate", "score"):
             context = engine.prefill(start)
             with pytest.raises(Interrupted):
                 getattr(engine, call)(rest, context=context, progress=progress)

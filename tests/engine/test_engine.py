@@ -195,8 +195,9 @@ def test_logits_that_are_not_finite_are_refused_and_the_block_is_discarded(
             call(question, context=context)
         assert context.token_ids == tokens(20)
         assert torch.equal(context.logits, before)
-    with pytest.raises(lce.ModelError, match="not finite after token 3:"):
-        engine.logits(question)
+    for call in (engine.logits, engine.score):
+        with pytest.raises(lce.ModelError, match="not finite after token 3:"):
+            call(question)
 
 
 # Memory

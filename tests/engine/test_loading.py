@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import lce
+from lce.engine.loading import SizeOptions
 from lce.errors import DataError, ModelError, UsageError
 from lce.methods import LongHeads
 from lce.weights.checkpoint import Checkpoint
@@ -39,9 +40,14 @@ TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
         ({"rope": "none", "rope_factor": 4}, "rope_factor=4 has no scaling"),
     ],
 )
-def test_options_of_load_that_cannot_be_are_refused(tiny_model: Path, values: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_are_refused(tiny_model: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(lce.UsageError, match=message):
         lce.load(tiny_model, **values)
+    if values.keys() <= SizeOptions.__annotations__.keys() | {"method"}:
+        with pytest.raises(lce.UsageError, match=message):
+            lce.plan(tiny_model, tokens=1, **values)
+    with pytest.raises(lce.UsageError, match="tokens is 0"):
+        lce.plan(tiny_model, tokens=0)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -109,15 +115,6 @@ def test_esa_is_planned_as_if_it_had_its_maps() -> None:
     need = lce.plan("demo", "esa", tokens=3000).tiers["device"]
     held = lce.load("demo", "esa").prefill(tokens(3000)).cache.bytes_by_tier["device"]
     assert held <= need.keys_and_values + need.besides <= held * 1.6
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [({"tokens": 0}, "tokens is 0"), ({"block": 0}, "block is 0"), ({"method": "ful"}, "did you mean 'full'")],
-)
-def test_options_of_plan_that_cannot_be_are_refused(values: dict[str, Any], message: str, tiny_model: Path) -> None:
-    with pytest.raises(lce.UsageError, match=message):
-        lce.plan(tiny_model, **{"tokens": 1, **values})
 
 
 def test_methods_are_those_that_load_makes(tiny_model: Path) -> None:

@@ -62,25 +62,27 @@ def test_other_threads_are_not_timed(tiny_model: Path) -> None:
     assert (profile.calls, profile.read_bytes) == (0, 0)
 
 
-def test_a_decode_step_of_full_reads_all_keys_and_values(tiny_model: Path) -> None:
-    engine = lce.load(tiny_model)
-    context = engine.prefill(tokens(29))
-    with lce.profiled(engine) as profile:
-        engine.prefill([5], context=context)
-    assert profile.read_bytes == 30 * TOKEN_BYTES
-    assert profile.attention_flops == LAYERS * 4 * HEADS * DIM * 30
-
-
-def test_a_chosen_chunk_counts_once_a_kv_head(tiny_model: Path) -> None:
-    """With `share=layer` all heads choose the same chunks: two of 8 tokens, beside the own one."""
-    engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8, chunks=3, share="layer"))
+@pytest.mark.parametrize(
+    ("method", "n_attended", "n_summaries"),
+    [
+        (lce.methods.Full(), 67, 0),
+        (
+            lce.methods.LongHeads(chunk_size=8, chunks=3, share="layer"),
+            3 + 2 * 8,
+            8,
+        ),  # own chunk, and two for all heads
+    ],
+    ids=["full", "longheads"],
+)
+def test_a_decode_step_reads_what_it_attends(
+    tiny_model: Path, method: lce.Method, n_attended: int, n_summaries: int
+) -> None:
+    engine = lce.load(tiny_model, method)
     context = engine.prefill(tokens(66))
     with lce.profiled(engine) as profile:
         engine.prefill([5], context=context)
-    own, chosen = 3, 2 * 8
-    summaries = LAYERS * HEADS * DIM * 4 * 8  # eight complete chunks
-    assert profile.read_bytes == (own + chosen) * TOKEN_BYTES + summaries
-    assert profile.attention_flops == LAYERS * 4 * HEADS * DIM * (own + chosen)
+    assert profile.read_bytes == n_attended * TOKEN_BYTES + n_summaries * LAYERS * HEADS * DIM * 4
+    assert profile.attention_flops == LAYERS * 4 * HEADS * DIM * n_attended
 
 
 @pytest.mark.parametrize("n_queries", [1, 2, 5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,25 +16,14 @@ from tests.checkpoints import tokens
 
 # Logits on a grid, so that no two that differ are closer than float32 can tell; ties are frequent.
 LOGITS = st.lists(st.integers(-200, 200), min_size=1, max_size=30).map(lambda grid: torch.tensor(grid) / 16.0)
-TEMPERATURE = st.sampled_from([0.25, 1.0, 4.0])
 
 
-def plain(logits: Tensor, temperature: float) -> Tensor:
-    return (logits.double() / temperature).softmax(-1)
-
-
-@given(
-    logits=LOGITS,
-    temperature=TEMPERATURE,
-    top_k=st.integers(0, 35),
-    top_p=st.floats(0.01, 1.0),
-    min_p=st.floats(0.0, 1.0),
-)
+@given(LOGITS, st.sampled_from([0.25, 1.0, 4.0]), st.integers(0, 35), st.floats(0.01, 1.0), st.floats(0.0, 1.0))
 @settings(max_examples=200, deadline=None)
 def test_any_cuts_leave_a_distribution(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    before, untouched = plain(logits, temperature), logits.clone()
+    before, untouched = (logits.double() / temperature).softmax(-1), logits.clone()
     after = probabilities_of(logits, Sampling(temperature, top_k, top_p, min_p)).double()
     assert torch.equal(logits, untouched)
     kept = after > 0
@@ -47,22 +35,13 @@ def test_any_cuts_leave_a_distribution(
     torch.testing.assert_close(after[kept], before[kept] / before[kept].sum(), rtol=1e-3, atol=1e-6)
 
 
-@given(logits=LOGITS, top_p=st.floats(0.01, 0.999))
-@settings(deadline=None)
-def test_top_p_keeps_the_fewest_that_suffice(logits: Tensor, top_p: float) -> None:
-    before = plain(logits, 1.0)
-    kept = probabilities_of(logits, Sampling(temperature=1.0, top_p=top_p)) > 0
-    mass = before[kept].sum().item()
-    assert mass >= top_p - 1e-5
-    assert mass - before[kept].min().item() < top_p + 1e-5, "one less would have sufficed"
-
-
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 20.0])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999999])
-def test_top_p_is_that_of_a_full_sort(spread: float, top_p: float) -> None:
+@pytest.mark.parametrize("n", [1, 30, 20_000])
+def test_top_p_is_that_of_a_full_sort(n: int, spread: float, top_p: float) -> None:
     """Bit by bit, for even and for peaked distributions, with ties: logits are rounded to sixteenths."""
     random = torch.Generator().manual_seed(1)
-    logits = (torch.randn(20_000, generator=random) * spread * 16).round() / 16
+    logits = (torch.randn(n, generator=random) * spread * 16).round() / 16
     probabilities = (logits - logits.max()).softmax(-1)
     ranked, order = probabilities.sort(descending=True, stable=True)
     probabilities[order[ranked.cumsum(0) - ranked >= top_p]] = 0
@@ -201,30 +180,9 @@ def test_scores_behind_a_context_that_was_cut(engine: lce.Engine) -> None:
     assert equal(engine.score(IDS[100:], context=context), slow(engine, IDS, 100))
 
 
-def test_an_error_leaves_the_context_as_it_was(engine: lce.Engine) -> None:
-    context = engine.prefill(IDS[:50])
-    expected = engine.score(IDS[50:], context=context.fork())
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.score(IDS[50:], context=context, progress=stop)
-    assert context.token_ids == IDS[:50]
-    assert torch.equal(engine.score(IDS[50:], context=context).logprobs, expected.logprobs)
-
-
 def test_what_cannot_be_scored_is_refused(engine: lce.Engine) -> None:
     with pytest.raises(lce.UsageError, match="first is 151; expected 150 or less"):
         engine.score(IDS, first=151)
     with pytest.raises(lce.UsageError, match="first is 0"):
         engine.score(IDS, first=0)
     assert len(engine.score([], context=engine.prefill(IDS[:5]))) == 0
-
-
-def test_logits_that_are_no_numbers_are_refused(tiny_model: Path) -> None:
-    engine = lce.load(tiny_model, block=32)
-    engine.model.head = engine.model.head.clone()
-    engine.model.head[7] = torch.nan
-    with pytest.raises(lce.ModelError, match="after token 31"):
-        engine.score(IDS)
