@@ -31,7 +31,7 @@ from lce.cache.disk import Disk
 from lce.cache.kv import UNROUNDED, KVCache
 from lce.cache.layer import KVBuffer, LayerCache
 from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.manifest import REMEDY, Check, Header, Manifest, contradiction
+from lce.cache.manifest import REMEDY, Check, Manifest, contradiction
 from lce.cache.movers import Numbers
 from lce.cache.row_file import Descriptor, FiledChecks, RowFile, raw_bytes, write_all
 from lce.cache.tier import Nowhere, Pages, Tier
@@ -158,23 +158,17 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
     try:
         header = headers.read_header(descriptor, path)
         identify(header.manifest)
-        found = _rows_layout(header, layout)
+        found = layout.file(header.manifest.capacity)
+        same_pages = header.manifest.pages == headers.page_facts(layout) and header.start == found.rows_start
+        if not same_pages or any(header.entries.get(name) != entry for name, entry in row_entries(found).items()):
+            raise contradiction(path)
+        if found.small_start > header.file_bytes:
+            raise DataError(f"{named(path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
         small = headers.read_small(header, layout, check, row_entries(found), found.small_start)
         return Snapshot(header.manifest, small, ContextRows(descriptor, named(path), found, writable=False))
     except BaseException:
         descriptor.close()
         raise
-
-
-def _rows_layout(header: Header, layout: CacheLayout) -> FileLayout:
-    """Return the rows' offsets. Raises `DataError` unless header and file size agree with `layout`."""
-    found = layout.file(header.manifest.capacity)
-    same_pages = header.manifest.pages == headers.page_facts(layout) and header.start == found.rows_start
-    if not same_pages or any(header.entries.get(name) != entry for name, entry in row_entries(found).items()):
-        raise contradiction(header.path)
-    if found.small_start > header.file_bytes:
-        raise DataError(f"{named(header.path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
-    return found
 
 
 @torch.inference_mode()  # reading may fill pools made in inference mode

@@ -214,29 +214,19 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any]) -> dict[str,
     for name, entry in sorted(header.entries.items()):
         if name in rows:
             continue
-        small = _small(entry, header.start)
-        if small is None or small.start != at:
+        facts = entry if isinstance(entry, dict) else {}
+        dtype, shape = KINDS.get(str(facts.get("dtype"))), facts.get("shape")
+        sizes = shape if isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS else [-1]
+        if dtype is None or not all(type(x) is int and x >= 0 for x in sizes):
             raise contradiction(header.path)
-        found[name], at = small, small.stop
+        tensor, first = FileTensor(dtype, tuple(sizes), at, math.prod(sizes) * dtype.itemsize), at - header.start
+        if entry != {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [first, first + tensor.n_bytes]}:
+            raise contradiction(header.path)
+        found[name], at = tensor, at + tensor.n_bytes
     if at != header.file_bytes:
         fault = "is cut short" if at > header.file_bytes else "has bytes that belong to nothing"
         raise DataError(f"{named(header.path)}: the file {fault}; it is damaged or incomplete: {REMEDY}")
     return found
-
-
-def _small(entry: object, data_start: int) -> FileTensor | None:
-    """Return the tensor that a header's entry describes, or None if the entry is invalid."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        return None
-    kind, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-    sizes = [*shape, *span] if isinstance(shape, list) and isinstance(span, list) else [-1]
-    if not isinstance(kind, str) or kind not in KINDS or not all(type(x) is int and x >= 0 for x in sizes):
-        return None
-    if len(span) != 2 or len(shape) > _MOST_DIMENSIONS:
-        return None
-    if span[1] - span[0] != math.prod(shape) * KINDS[kind].itemsize:
-        return None
-    return FileTensor(KINDS[kind], tuple(shape), data_start + span[0], data_start + span[1])
 
 
 def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:

@@ -25,16 +25,12 @@ NOTHING: Held = (None, 0)
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file: its dtype, its shape, and its bytes `start` to `stop`."""
+    """A tensor in a file: its dtype, its shape, its first byte, and its size."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    stop: int
-
-    @property
-    def n_bytes(self) -> int:
-        return self.stop - self.start
+    n_bytes: int
 
 
 class MethodState(ABC):

@@ -72,14 +72,13 @@ class Streamed(Mover):
         self.stream = torch.cuda.Stream(device)
         self._arrivals: dict[int, torch.cuda.Event] = {}
 
-    def _await(self, event: torch.cuda.Event) -> None:
-        """Make later reads wait for an event."""
-        raise NotImplementedError
-
     def wait(self, slots: Numbers) -> None:
         waited, arrivals = slots.tolist() if self._arrivals else [], self._arrivals
         for event in {id(event): event for slot in waited if (event := arrivals.get(slot))}.values():
-            self._await(event)
+            if self.asynchronous:
+                torch.cuda.current_stream(self.device).wait_event(event)
+            else:
+                event.synchronize()
         for slot in waited:  # once all were waited for: an interruption may come between
             arrivals.pop(slot, None)
 
@@ -122,11 +121,10 @@ class Cuda(Streamed):
                 x.index_copy_(0, index, new)
             self._note(slots)
 
-    def _await(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
-
     def upload(self, x: Tensor) -> Tensor:
-        return pinned(x).to(self.device, non_blocking=True)
+        if not (x.is_contiguous() and x.is_pinned()):
+            x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+        return x.to(self.device, non_blocking=True)
 
 
 class Pinned(Streamed):
@@ -156,16 +154,6 @@ class Pinned(Streamed):
                 for x, new in zip(held, pages, strict=True):
                     x[rows].copy_(new[part], non_blocking=True)
             self._note(slots)
-
-    def _await(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
-
-
-def pinned(x: Tensor) -> Tensor:
-    """Return a host tensor in contiguous page-locked memory; `x` itself if already so."""
-    if x.is_contiguous() and x.is_pinned():
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:

@@ -10,7 +10,7 @@ is one for the whole process, which starts with the first `Fetch`, so never on a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lce.cache.formats import Parts
 from lce.cache.layout import CacheLayout
-from lce.cache.movers import Cuda, Mover, Numbers, Pinned, Unpack, same
+from lce.cache.movers import Cuda, Mover, Numbers, Pinned
 from lce.cache.tier import HOST, UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
@@ -94,11 +94,11 @@ class Pool(Tier):
     def bring(self, pages: Pages) -> Numbers:
         """Bring at most `capacity` pages into slots; return the slots. The pages stay until the next request."""
         slots, missing = self._request(pages)
-        missing = missing[self.below.order(pages.at(missing))]
-        for some in slices(len(missing), AT_ONCE // self.page_bytes):
-            part = missing[some]
-            found = self.below.read(pages.at(part))
-            slots[part] = self._fill(pages.at(part), found, self._unpacked)
+        if len(missing):
+            missing = missing[self.below.order(pages.at(missing))]
+            slots[missing] = self._vacate(len(missing))
+            self._load(pages.at(missing), slots[missing], self.slots.slabs)
+            self.arrived(pages.at(missing), slots[missing])
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
@@ -118,10 +118,14 @@ class Pool(Tier):
 
         def work() -> None:
             with torch.inference_mode():  # the mode is per thread
-                for some in slices(len(slots), AT_ONCE // self.page_bytes):
-                    self.mover.put(slabs, slots[some], self.below.read(missing.at(some)), after, self._unpacked)
+                self._load(missing, slots, slabs, after)
 
         return Fetch(work), missing, slots
+
+    def _load(self, pages: Pages, slots: Numbers, slabs: Sequence[Parts], after: object = None) -> None:
+        """Copy pages from the tier below to slots, after the work marked by `after`: see `Mover.put`."""
+        for some in slices(len(slots), AT_ONCE // self.page_bytes):
+            self.mover.put(slabs, slots[some], self.below.read(pages.at(some)), after, self._unpacked)
 
     def arrived(self, pages: Pages, slots: Numbers) -> None:
         """Enter pages that were put into slots in the index."""
@@ -176,9 +180,7 @@ class Pool(Tier):
     def copy_down(self, target: Tier, held_by: Tier) -> None:
         """Write to `target` the pages here that `held_by` does not have."""
         held = self._holding(np.arange(self.n_slots))
-        held = held[~held_by.holds(self._pages(held))]
-        for some in slices(len(held), AT_ONCE // self.page_bytes):
-            self._hand_down(held[some], target)
+        self._hand_down(held[~held_by.holds(self._pages(held))], target)
 
     def release(self, slots: Numbers) -> None:
         """Mark the pages in these slots as the next to leave."""
@@ -187,8 +189,10 @@ class Pool(Tier):
 
     def _hand_down(self, slots: Numbers, target: Tier) -> None:
         """Write the pages in these slots to another tier: one below, or the same tier of another stack."""
-        parts = self.take(slots)
-        target.write(self._pages(slots), *(parts if isinstance(target, type(self)) else self._packed(*parts)))
+        for some in slices(len(slots), AT_ONCE // self.page_bytes):
+            parts = self.take(slots[some])
+            parts = parts if isinstance(target, type(self)) else self._packed(*parts)
+            target.write(self._pages(slots[some]), *parts)
 
     def _packed(self, *parts: Tensor) -> Parts:
         """Return pages of this pool as tiers below have them."""
@@ -210,20 +214,17 @@ class Pool(Tier):
     def _pages(self, slots: Numbers) -> Pages:
         return Pages(self.slots.group[slots], self.slots.chunk[slots])
 
-    def _fill(self, pages: Pages, parts: Parts, unpack: Unpack = same) -> Numbers:
-        """Put pages into vacated slots; return the slots. Pages are in the pool once the index has them, at the end."""
+    def _fill(self, pages: Pages, parts: Parts) -> None:
+        """Put pages into vacated slots. Pages are in the pool once the index has them, at the end."""
         slots = self._vacate(len(pages.group))
-        self.mover.put(self.slots.slabs, slots, parts, unpack=unpack)
+        self.mover.put(self.slots.slabs, slots, parts)
         self.arrived(pages, slots)
-        return slots
 
     def _vacate(self, n: int) -> Numbers:
         """Free `n` slots and return them; dirty pages move down first."""
         slots = self._victims(n)
         held = self._holding(slots)
-        dirty = held[~self.below.holds(self._pages(held))]
-        if len(dirty):
-            self._hand_down(dirty, self.below)
+        self._hand_down(held[~self.below.holds(self._pages(held))], self.below)
         self._drop(held)
         return slots
 

@@ -199,7 +199,7 @@ def test_a_disk_that_accepts_or_flushes_nothing(tmp_path: Path, monkeypatch: pyt
         patch.setattr(os, "pwrite", lambda *_: 0)
         patch.setattr(os, "fsync", failing(errno.EIO))
         with pytest.raises(CapacityError, match="accepted no bytes"):
-            file.write(0, some(10, 1))
+            put(file, 0, some(10, 1))
         with pytest.raises(CapacityError, match="Input/output error"):
             file.flush()
     assert torch.equal(everything(file), some(10))
