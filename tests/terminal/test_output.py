@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import sys
 import time
 import warnings
@@ -11,13 +10,11 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lce.engine.answer import Generation, Piece
 from lce.engine.stream import CancelFlag, Stream
 from lce.errors import WindowWarning
-from lce.terminal.output import FIRST_LINE_S, NEXT_LINE_S, Output, ProgressLines
+from lce.terminal.output import Output, ProgressLines
 
 
 def pieces(n: int, *, broken: bool = False) -> Stream:
@@ -112,17 +109,6 @@ def test_long_work_writes_a_line_now_and_then() -> None:
         (7.0, "samples 1 of 50"), (18.0, "samples 1 of 50"), (28.0, "samples 2 of 50, 0.048 a/s, 1,008 s left"),
     ]  # fmt: skip
     assert told("reading", "", [(1.0, 1), (6.0, 2), (7.0, 3)], 3) == [(6.0, "reading 2 of 3, 5 s left")]
-
-
-@given(st.lists(st.tuples(st.floats(0, 60), st.integers(0, 10**9)), max_size=200), st.integers(1, 10**9))
-def test_lines_keep_their_distance(steps: list[tuple[float, int]], total: int) -> None:
-    """Whatever is reported whenever: nothing in the first seconds, then a line in ten, and none at the end."""
-    seconds = itertools.accumulate(wait for wait, _ in steps)
-    calls = [(second, done) for second, (_, done) in zip(seconds, steps, strict=True)]
-    said = told("x", " y", calls, total)
-    ends = {second for second, done in calls if done < total}
-    assert all(second >= FIRST_LINE_S and second in ends for second, _ in said)
-    assert all(b - a >= NEXT_LINE_S for (a, _), (b, _) in itertools.pairwise(said))
 
 
 def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(

@@ -42,13 +42,6 @@ def test_a_run_and_its_recording(live: Live) -> None:
     (run,) = state["recording"]["runs"]
     assert (run["off"], len(run["generated"])) == ([[0, 1]], 2)
     assert len(state["recording"]["marks"]) == 3
-    assert "recording" not in live.state(known=1)
-    folder, name = run["segments"][0]["src"].removeprefix("data/").split("/")
-    text = live.script(folder, 0, 0)
-    assert name == "0-0.js"
-    assert text is not None
-    assert text.startswith('lceSegment(0,0,"')
-    assert [live.script(*wrong) for wrong in (("0" * 16, 0, 0), (folder, 1, 0), (folder, 0, 999))] == [None] * 3
 
 
 def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
