@@ -18,9 +18,9 @@ from lce.system import wait_passively
 from lce.terminal import figures, inspecting, operations, options
 from lce.terminal.bench import show_bench
 from lce.terminal.chat import ChatLoop, chat_prompt_options
-from lce.terminal.contexts import MethodOption, ask, ends
 from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
+from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
@@ -62,7 +62,7 @@ cli.add_command(evaluation)
 @options.target_options(
     "save", "Keep the text and the answer as a context, to continue with --context.", required=False
 )
-@options.max_tokens_option
+@flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.COUNT, default=256)
 @options.method_or_context_options
 @options.sampling_options
 @options.loading_options
@@ -82,10 +82,17 @@ def generate(
     """
     engine, context = method.load(model, context_file, loading)
     with output.noting(), output.bar("prefill", " tok") as bar:
-        stream, keep = ask(engine, prompt, context, progress=bar, **how)
+        asked: lce.Context | lce.Conversation
+        if isinstance(prompt, str):
+            ids = engine.tokenizer.encode(prompt, bos=None if context is None else False)
+            asked = engine.new_context(len(ids) + how["max_tokens"]) if context is None else context
+            stream = engine.stream(ids, context=asked, progress=bar, **how)
+        else:
+            asked = engine.conversation(context=context)
+            stream = asked.stream(prompt, progress=bar, **how)
         output.generation(stream)
     if save is not None:
-        keep(save)
+        asked.save(save)
     output.object({**figures.generation_object(stream.result, engine.method), "context": save})
     output.figures(figures.generation_line(stream.result.stats))
 

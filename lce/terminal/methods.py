@@ -1,4 +1,4 @@
-"""Makes the methods that `--method` and `-o` name on a command line, and checks whether texts fit under each."""
+"""Makes the methods that a command line names: one, several, all that serve the model, or that of a context file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,49 @@ from lce.errors import CapacityError, LceError, UsageError, nearest
 from lce.terminal.output import note
 
 ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodOption:
+    """The method and the knobs of a command line. `method` is None if the command line names no method."""
+
+    method: str | None
+    knobs: Mapping[str, str]
+
+    def load(
+        self, model: str, context_file: str | None, loading: Mapping[str, Any]
+    ) -> tuple[lce.Engine, lce.Context | None]:
+        """Return an engine and the context of a context file; for no file, an engine for new texts, and None.
+
+        The engine has the options of the file, overridden by those of the command line; for new texts the default
+        method is `full`. Raises an error for options that contradict the file.
+        """
+        if context_file is None:
+            name = "full" if self.method is None else self.method
+            return lce.load(model, lce.methods.make(name, self.knobs), **loading), None
+        from lce.engine.info import describe
+
+        context = describe(context_file)
+        name = context.method if self.method is None else self.method
+        knobs = {**(context.knobs if name == context.method else {}), **self.knobs}
+        engine = lce.load(model, lce.methods.make(name, knobs), **continued(context, loading))
+        return engine, engine.open_context(context_file)
+
+
+def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
+    own: dict[str, Any] = {"window": context.window, "dtype": context.dtype, "weights": context.weights or "auto"}
+    own["kv_dtype"] = "int8" if context.kv_dtype == "int8" else "auto"
+    if loading.get("rope") is None and loading.get("rope_factor") is None:
+        own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
+    return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
+
+
+def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
+    """Return the first and the last `n_tokens` tokens of a context as text, decoded by the model that read them."""
+    engine, opened = MethodOption(None, {}).load(model, str(context.path), {})
+    ids = opened.token_ids if opened is not None else []
+    return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])
 
 
 def methods_of(

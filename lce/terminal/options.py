@@ -21,9 +21,8 @@ from lce.errors import LceError, UsageError
 from lce.files import check_folder, check_target, named
 from lce.sizes import count
 from lce.system import default_threads
-from lce.terminal.contexts import MethodOption
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import methods_of
+from lce.terminal.methods import MethodOption, methods_of
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
@@ -181,7 +180,6 @@ def flag(usage: str, help: str, **how: Any) -> Decorator:
 
 
 model_option = flag("--model -m PATH|demo", "Folder of a safetensors checkpoint.", required=True)
-max_tokens_option = flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=COUNT, default=256)
 context_option = flag(
     "--context -c FILE", "Continue this file of `lce prefill`; it does not change.", dest="context_file"
 )

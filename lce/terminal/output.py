@@ -137,16 +137,14 @@ class Output:
 
         A line break follows the text, even if the generation is interrupted.
         """
-        written = False
+        ends_line = False
         try:
             for piece in stream:
                 if not self.json:
                     sys.stdout.write(piece.text)
                     sys.stdout.flush()
-                    written = True
-        except BaseException:
-            if written:
-                sys.stdout.write("\n")
-            raise
-        if not self.json:
-            click.echo()
+                    ends_line = True
+            ends_line = not self.json
+        finally:
+            if ends_line:
+                click.echo()

@@ -10,7 +10,7 @@ import pytest
 
 import lce
 from lce.engine.info import describe
-from lce.terminal.contexts import continued
+from lce.terminal.methods import continued
 from tests.command import PROMPT, assert_error, run
 
 SETTINGS: list[tuple[str, ...]] = [

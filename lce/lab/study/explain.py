@@ -35,7 +35,7 @@ SIGNAL = 2**-9  # The rotating pair adds at most this to a logit: a thousand tim
 SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # The signal is multiplied by these factors in turn until no choice changes.
 # No frequency is a whole multiple of another, so that a distance beyond REACH is not mistaken for a shorter one.
 FREQUENCIES = tuple(8.7**-n for n in range(5))
-REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # The largest distance that can be measured: below half a slowest period.
+REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # Larger distances cannot be measured: half of the slowest period is near.
 PATTERNS = 4  # The number of sets of phases: no two keys have similar phases in all sets.
 TOLERANCE = 0.02  # The largest error of `exp(i w d)`: rounding makes 0.001, a wrong distance 0.06 or more.
 
@@ -217,7 +217,7 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
     nearest = (bench.attended * i).argmax(dim=-1)
     turned = (turned - turned[i, nearest][:, None]).masked_fill(~bench.attended[..., None], 0.0)
     distance = torch.full(turned.shape[:2], -1)
-    anchor = i - nearest  # the distance of the nearest key: first that in the text, then as other rows shift it
+    anchor = i - nearest  # the distance at which each query is taken to see its nearest key: at first that in the text
     unread = torch.ones_like(i, dtype=torch.bool)
     while unread.any():
         found, miss = _read(turned + _code(anchor)[:, None])

@@ -1,6 +1,6 @@
-"""Runs the requests of a page: one prompt at a time, checked, bounded, in its own thread, cancellable at any time.
+"""Runs the requests of a page, one prompt at a time, in a thread that can be cancelled at any time.
 
-`lce.lab.study.live_server` is the HTTP side. No content of a request is trusted.
+`lce.lab.study.live_server` is the HTTP side. No content of a request is trusted: all is checked and bounded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cancelled(Exception):
 def requested(body: Any) -> tuple[RecordingRequest, Method]:
     """Return the request and the method of a page's JSON. Raises `UsageError` for anything invalid.
 
-    The length of the prompt, the places of the marks and the heads need the model and are not checked.
+    What needs the model is not checked: the length of the prompt, the places of the marks, and the heads.
     """
     if not isinstance(body, dict):
         raise UsageError(f"the request is {shown(body)}; expected an object")
@@ -126,7 +126,7 @@ class Live:
         return number
 
     def _run(self, request: RecordingRequest, method: Method, number: int) -> None:
-        """Make the recording of a request; success, failure or cancellation becomes the state."""
+        """Make the recording of a request, and set the state to done, failed or cancelled."""
 
         def tell(stage: str, done: int, total: int) -> None:
             self._state = {"state": "running", "id": number, "stage": stage, "done": done, "total": total}

@@ -1,4 +1,4 @@
-"""Serves the page with an engine on loopback: `lce inspect --live`.
+"""Serves the page of `lce inspect --live`, with an engine behind it, on loopback.
 
 Only this machine can reach the server, and only with the address, which contains a random token. Other web pages have
 no access: the Host header is checked (DNS rebinding), POST needs our own Origin, and no header lets another origin read
@@ -6,7 +6,7 @@ an answer. Requests are bounded in size, and a silent connection is closed. An i
 one line of JSON, `{"error": "…"}`.
 
     GET  /TOKEN/                    the page
-    GET  /TOKEN/about               the model, the methods and their knobs, the limits
+    GET  /TOKEN/about               the model, the methods and their knobs, the most new tokens
     GET  /TOKEN/state?known=ID      progress; the finished recording, unless known
     GET  /TOKEN/data/KEY/R-S.js     segment S of run R
     POST /TOKEN/run, /TOKEN/cancel
@@ -56,7 +56,7 @@ class LiveServer(ThreadingTCPServer):
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"port {port} cannot be used: {reason}; give another --port, or 0 for any") from None
         self.port = int(self.server_address[1])
-        self.names = f"{HOST}:{self.port}", f"localhost:{self.port}"  # the valid Host headers
+        self.names = f"{HOST}:{self.port}", f"localhost:{self.port}"  # the valid values of the Host header
         self.address = f"http://{HOST}:{self.port}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:

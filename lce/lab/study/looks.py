@@ -1,7 +1,8 @@
 """Compares the choices of some queries with their true attention, and says why a head misses: the looks of a recording.
 
-The looks are computed after the run, when the cache has the keys of the whole text. Queries are processed in slices, so
-that the memory of their weights over all keys is bounded.
+A choice is what a method selects: a chunk, page, block or token. True attention is full attention, and a head's own
+attention is that of the method. Looks are computed after the run, when the cache has the keys of the whole text, and in
+slices of queries, which bounds the memory of their weights over all keys.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class _Row:
         return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add this layer to a look at the query. The heads are `choosers` groups, each of which chooses together.
+        """Add this layer to a look at the query. The heads are `choosers` groups, and the heads of a group choose alike.
 
         If `compares`, the method's own attention is computed and compared with the true attention.
         """
@@ -192,7 +193,7 @@ class _Row:
         return [[number, *rest] for rest in zip(rounded(mass), best.tolist(), rounded(attended), strict=True)]
 
     def _count_bytes(self, counts: dict[str, float]) -> None:
-        """Add the bytes of keys and values that the query reads in this layer; heads of a group read a token once."""
+        """Add the bytes of keys and values that the query reads in this layer; heads that share keys read them once."""
         seen, layer, n = self.seen, self.layer, self.weights.shape[1]
         full = n * layer.step.n_kv_heads
         attended = int(self.attended.unflatten(0, (layer.step.n_kv_heads, -1)).any(1).sum())

@@ -56,7 +56,7 @@ class RunObserver:
         self.n_prompt, self.looked, self.off, self.check = n_prompt, sorted(looked), tuple(off), check
         self.choices = RunChoices(most_bytes)
         self.layers: dict[int, SeenLayer] = {}
-        self._pieces: dict[Any, list[Piece]] = {}  # by query and spans, which several layers share
+        self._pieces: dict[Any, list[Piece]] = {}  # of each query and spans: layers with the same spans share them
 
     def rows(self, step: Step) -> Tensor:
         """Return the looked-at queries of the step's block, counted from the block's first query."""

@@ -53,7 +53,7 @@ class RunChoices:
         self.blocks.append(Block(start, stop))
 
     def add(self, layer: int, chosen: Tensor | None, spans: list[Spans] | None, n_kv_heads: int = 1) -> None:
-        """Add a layer's choices in the block, `[H, T, K]` with -1 for none, and its always attended spans."""
+        """Add a layer's choices in the current block, `[H, T, K]` with -1 for none, and its always attended spans."""
         block = self.blocks[-1]
         block.spans[layer] = next((known for known in block.spans.values() if known == spans), spans)
         if chosen is not None and chosen.shape[-1]:
@@ -61,7 +61,7 @@ class RunChoices:
             self.count(block.choices[layer].nbytes)
 
     def count(self, n_bytes: int) -> None:
-        """Add bytes to those kept of the run. Raises `CapacityError` above `most_bytes`."""
+        """Count bytes that are kept of the run. Raises `CapacityError` for more than `most_bytes` in all."""
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             raise CapacityError(
