@@ -35,7 +35,7 @@ SIGNAL = 2**-9  # The rotating pair adds at most this to a logit: a thousand tim
 SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # The signal is multiplied by these factors in turn until no choice changes.
 # No frequency is a whole multiple of another, so that a distance beyond REACH is not mistaken for a shorter one.
 FREQUENCIES = tuple(8.7**-n for n in range(5))
-REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # Larger distances cannot be measured: half of the slowest period is near.
+REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # The largest measurable distance is below half of the slowest period.
 PATTERNS = 4  # The number of sets of phases: no two keys have similar phases in all sets.
 TOLERANCE = 0.02  # The largest error of `exp(i w d)`: rounding makes 0.001, a wrong distance 0.06 or more.
 

@@ -104,7 +104,7 @@ class _Row:
         return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add this layer to a look at the query. The heads are `choosers` groups, and the heads of a group choose alike.
+        """Add this layer to a look at the query. The heads are `choosers` groups that each choose together.
 
         If `compares`, the method's own attention is computed and compared with the true attention.
         """
