@@ -26,9 +26,9 @@ from lce.profiling import count_dense, count_routed, timed
 
 
 class Attention(ABC):
-    """Attention by one backend. A backend defines `attend`, and overrides what its kernels do faster.
+    """Attention by one backend. A backend defines `attend`, and overrides the methods that its kernels do faster.
 
-    Partial results have their log-sum-exps: `out [H, T, D]`, `lse [H, T]` (float32, natural logarithm).
+    Every result is an output and its log-sum-exp: `out [H, T, D]`, `lse [H, T]` (float32, natural logarithm).
     """
 
     name: ClassVar[str]
@@ -66,7 +66,7 @@ class Attention(ABC):
         """Attend the same keys by all T queries of a head.
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
-        with `window` no query sees a key `window` or more tokens before it. With a turn `[T, D/2]` queries are rotated
+        with `window` no query sees a key `window` or more tokens before it. With `turn [T, D/2]` queries are rotated
         first. Time: O(H · T · N · D). Keys are never repeated for the query heads that share them.
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
@@ -77,7 +77,7 @@ class Attention(ABC):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Attend as `dense` does, for N ≥ 1 keys, and N ≥ T if causal."""
+        """Attend as `dense` does, for at least one query and one key, and N ≥ T if causal."""
 
     @timed("attention", count_routed)
     def routed(
@@ -85,14 +85,14 @@ class Attention(ABC):
     ) -> Attended:
         """Attend a separate list of whole chunks for each query of each head.
 
-        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. Query t is turned by
-        `turns[t, s]`, `[T, K, D/2]`, for slot s of its list; `[T, 1, D/2]` if one turn serves all slots. `tiles` hold
-        the chunks, in one or more rounds. Returns `out [H, T, D]`, `lse [H, T]`.
+        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of its list,
+        query t is rotated by `turns[t, s]`: `turns` is `[T, K, D/2]`, or `[T, 1, D/2]` if one turn serves all slots.
+        `tiles` hold the chunks, in one or more rounds. Returns `out [H, T, D]`, `lse [H, T]`.
 
-        Like a mixture-of-experts dispatch, with tiles as experts: all queries that chose a tile are gathered for one
-        call, so a tile's keys are read once. Time: O(H · T · K · L · D) and a sort of H·T·K numbers. Bytes: H·T·K·D
-        numbers of partial results; the rotated queries are never held at once. `memory`, if given, is flat and holds
-        the partial results: new memory is slow.
+        As in a mixture-of-experts dispatch, with tiles as experts, all queries that chose a tile are gathered for one
+        call, so that a tile's keys are read once. Time: O(H · T · K · L · D) and a sort of H·T·K numbers. Bytes:
+        H·T·K·D numbers of partial results, not all rotated queries. Partial results are written to `memory`, if given:
+        a flat tensor, used again because new memory is slow.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries: SlotQueries | None = None
@@ -106,14 +106,15 @@ class Attention(ABC):
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return whether a kernel can `decode` such keys: plain operators copy all keys for every query head."""
+        """Return whether a kernel can `decode` such keys; plain operators would copy all keys for every query head."""
         return type(self).decode is not Attention.decode
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         """Attend runs of tokens by the query of a decode step; only the device knows the runs' bounds.
 
-        `q [H, 1, D]`, unrotated, `k v [G, N, D]`, all rows that the runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
-        Plain operators of fixed shapes. Time and bytes: O(H · S · most · D), the keys copied for every query head.
+        `q [H, 1, D]`, unrotated, and `k v [G, N, D]`, the rows that runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
+        By default plain operators of fixed shapes copy the keys for every query head: time and bytes are
+        O(H · S · most · D).
         """
         (n_heads, _, dim), n_kv_heads, n_runs = q.shape, len(k), runs.first.shape[-1]
         offset = torch.arange(runs.most, device=q.device)
@@ -131,7 +132,7 @@ class Attention(ABC):
         return (weights[:, None] @ values).to(q.dtype), lse
 
     def skips_unseen(self, out: Tensor) -> bool:
-        """Return whether `merge_slots` never reads a partial result in `out` whose lse is -inf."""
+        """Return whether `merge_slots` never reads a partial result in `out` whose log-sum-exp is -inf."""
         return False
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
@@ -141,11 +142,11 @@ class Attention(ABC):
         return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Attend tile number `tile[a]` of `k v [E, L, D]` by row a of the queries; -1 for none.
+        """Attend tile number `tile[a]` of `k v [E, L, D]` by row a of the queries; `tile [A]` is -1 for none.
 
-        Writes results to the same rows of `into`, `out [A, D]`, `lse [A]`; rows without a tile stay unchanged.
+        The result of a row is written to the same row of `into`: `out [A, D]`, `lse [A]`. Rows without a tile stay.
         """
-        # Stable, so that a tile's rows stand in the same order wherever its keys are.
+        # A stable sort: the order of a tile's rows does not depend on where the tile's keys are.
         sorted_tiles, order = tile.masked_fill(tile < 0, len(k)).sort(stable=True)
         counts = torch.zeros(len(k) + 1, dtype=torch.int64, device=k.device)
         counts = counts.scatter_add_(0, sorted_tiles, torch.ones_like(sorted_tiles))[:-1]
@@ -154,22 +155,22 @@ class Attention(ABC):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """Attend tiles by unlike numbers of rows: `order [A]` are the rows by tile, `counts [E]` how many each has.
+        """Attend each tile by its own number of rows: `order [A]` are rows sorted by tile, `counts [E]` the numbers.
 
-        Rows without a tile come last in `order`. Tiles are served in classes of similar load, padded by a quarter at
-        most, so that some dozen batched calls serve them all and each tile is read once. Time: O(A · L · D). Bytes:
-        queries and keys at work, some `AT_ONCE` bytes.
+        Rows without a tile come last in `order`. Tiles with similar numbers of rows share a batched call, padded by a
+        quarter at most, so that some dozen calls attend all tiles and each tile is read once. Time: O(A · L · D).
+        Bytes: some `AT_ONCE` bytes of queries and keys.
         """
         (out, lse), starts = into, counts.cumsum(0) - counts
         step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
-        load = -(-counts // step) * step  # 1, 1.25, 1.5 or 1.75 times a power of two; up to 4 as they are
+        load = -(-counts // step) * step  # rounded up to 1, 1.25, 1.5 or 1.75 times a power of two; up to 4 exact
         for size in load.unique().tolist():
             if not size:
                 continue
             columns = torch.arange(size, device=k.device)
             at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * k.element_size()))
             for some in (load == size).nonzero().squeeze(1).split(at_once):
-                # Padding repeats a tile's last row: it writes the same result to the same row.
+                # Padding repeats a tile's last row, whose result is written to its place more than once.
                 rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()
                 q = queries.take(rows).view(len(some), size, -1)
                 part = self.attend_tiles(q, k.index_select(0, some), v.index_select(0, some))
@@ -179,8 +180,9 @@ class Attention(ABC):
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Attend E tiles `k v [E, L, D]` by T queries each, `q [E, T, D]`.
 
-        The bits of a tile's result must not depend on the other tiles or the number of threads: memory budgets decide
-        which tiles come together. PyTorch may take another routine for one problem, so no tile is alone on the CPU.
+        The bits of a tile's result must not depend on the other tiles or the number of threads, because memory budgets
+        decide which tiles share a call. PyTorch may take another routine for a single problem, so on the CPU a single
+        tile is attended twice in one call.
         """
         if len(q) > 1 or q.is_cuda:
             return self.attend(q, k, v, causal=False)

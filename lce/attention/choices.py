@@ -16,9 +16,9 @@ from lce.kernels.cuda import launching
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
     """Return the n best of each query's chunks before its own: `[C, T, min(n, M)]`, ascending, -1 behind the last.
 
-    `scores [C, T, M]`. Row t is the query at index `start + t`, its own chunk `(start + t) // size`; `start` may be
-    one int64 on the device. `forced [T, M]` (bool) are taken first; a score of -inf is never taken unless it is forced.
-    Time: O(C · T · M).
+    Row t of `scores [C, T, M]` is the query at index `start + t`, whose own chunk is `(start + t) // size`. `start` is
+    a number, or one int64 on the device. The chunks `forced [T, M]` (bool) are taken first; other chunks whose score is
+    -inf are never taken. Time: O(C · T · M).
     """
     if compiled_for(scores) and not isinstance(start, Tensor):
         return on_cpu.best_chunks(scores.contiguous(), forced, n, start, size)
@@ -36,9 +36,9 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
 
 
 def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
-    """Return the indices `[n]` of the largest scores `[M]`, ascending; of equal ones the first. Time: O(M · eps).
+    """Return the indices `[n]` of the largest scores `[M]`, ascending; among equal scores the first. Time: O(M · eps).
 
-    A token's score is the largest of those at most `eps` away.
+    Each score is first replaced by the largest score at most `eps` places away.
     """
     if compiled_for(scores):
         return on_cpu.best_tokens(scores.float().contiguous(), n, eps)
@@ -52,9 +52,9 @@ def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 def best_runs(
     q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **options: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """Choose chunks by a query `q [H, D]` as `lce.kernels.cuda.choices.best_runs` does: first tokens and counts.
+    """Return the runs that `lce.kernels.cuda.choices.best_runs` chooses by a query `q [H, D]`: first tokens and counts.
 
-    None if no kernel takes these tensors.
+    None: no kernel takes these tensors.
     """
     if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
         return None
@@ -66,8 +66,8 @@ def best_runs(
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return chosen chunks `[C, K]`, -1 for none, as runs of tokens: first tokens and counts, `[C, K]` each.
 
-    With the query's index `at [1]` its own chunk, up to the query, is one more, last run. `like` is a tensor of the
-    dtype and device of the keys.
+    If the query's index `at [1]` is given, a last run is the query's own chunk up to the query. `like` has the dtype
+    and device of the keys.
     """
     if launching.runs_on(like):
         from lce.kernels.cuda import choices

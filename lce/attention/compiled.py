@@ -21,10 +21,7 @@ class Compiled(Torch):
     speed = 2
 
     def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
-        """Return the module whose kernels take these tensors, or None.
-
-        On a CPU, of one known dtype, with contiguous vectors.
-        """
+        """Return the module whose kernels take these tensors, or None. All vectors must be contiguous, of one dtype."""
         if q.dtype not in STORED:
             return None
         fits = all(x.dtype is q.dtype and x.is_cpu and x.stride(-1) == 1 for x in (q, *others))
@@ -40,7 +37,7 @@ class Compiled(Torch):
         return found
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Attend tiles as separate problems: no result depends on other tiles."""
+        """Attend tiles as separate problems, so that no result depends on other tiles."""
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:

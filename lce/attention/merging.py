@@ -13,7 +13,7 @@ from lce.kernels.cpu.numbers import STORED
 from lce.kernels.cuda import launching
 from lce.profiling import timed
 
-Attended = tuple[Tensor, Tensor]  # out [..., T, D] and its log-sum-exp lse [..., T], float32, natural logarithm
+Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., T] (float32, natural logarithm)
 
 
 @timed("attention")
@@ -24,9 +24,9 @@ def merge(parts: Sequence[Attended]) -> Tensor:
 
 @timed("attention")
 def combine(parts: Sequence[Attended]) -> Attended:
-    """Merge partial attentions over disjoint keys: one softmax over all of them, and its log-sum-exp.
+    """Merge parts over different keys into the result of one softmax over all keys.
 
-    Each part `out [..., T, D]`, `lse [..., T]`; a part that saw no key has lse -inf. Time: O(parts · T · D).
+    Each part is `out [..., T, D]`, `lse [..., T]`; a query that saw no key has lse -inf. Time: O(parts · T · D).
     """
     if len(parts) == 1:
         return parts[0]
@@ -47,7 +47,7 @@ def combine(parts: Sequence[Attended]) -> Attended:
 
 
 def join(parts: Sequence[Attended], dim: int) -> Attended:
-    """Join partial attentions of different queries, or heads, along a dimension."""
+    """Join the results of different queries, or of different heads, along a dimension."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts], dim=dim), torch.cat([lse for _, lse in parts], dim=dim)

@@ -1,4 +1,4 @@
-"""Scores for choosing: products of queries with low-dim keys, summaries and bounds."""
+"""Scores by which methods choose: products of queries with low-dim keys, summaries and bounds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few
 from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 from lce.kernels.cuda import launching
 
-SCORES_AT_ONCE = 1 << 24  # bounds the scores of a slice of queries: 64 MiB in float32
-IN_CACHES = 1 << 22  # scores that CPU kernels compute at a time, in memory that stays in the caches
-TOKENS_AT_ONCE = 4096  # tokens per product with low-dim keys: on CPUs a longer product runs at a quarter of the speed
-FEW_OF_MANY = 8  # dimensions per direction from which a GPU iterates instead of using `eigh`
+SCORES_AT_ONCE = 1 << 24  # the largest number of scores of a slice of queries: 64 MiB in float32
+IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
+TOKENS_AT_ONCE = (
+    4096  # the tokens of one product with low-dim keys; on CPUs longer products have a quarter of the speed
+)
+FEW_OF_MANY = 8  # with so many dimensions for each wanted direction, or more, a GPU iterates in the place of `eigh`
 
 
 def scores_at_once(x: Tensor) -> int:
-    """Return how many scores to compute at a time from tensors like `x`."""
+    """Return the number of scores to compute at a time from tensors like `x`."""
     return IN_CACHES if compiled_for(x) else SCORES_AT_ONCE
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Multiply `a [S, T, D]` by `b [S, D, M]` for scores: `[S, T, M]`.
 
-    On CUDA products of half-precision tensors are float32, without conversion first: half-precision scores overflow or
-    tie.
+    On CUDA half-precision tensors give float32 products, because half-precision scores overflow or tie.
     """
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
@@ -37,9 +38,9 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
-    """Multiply `q [S, T, D]` with `vectors [S, M, D]`: `[S, T, M]`, float32 on CUDA, and for few queries on CPUs.
+    """Return the products `[S, T, M]` of `q [S, T, D]` with `vectors [S, M, D]`: float32 on CUDA.
 
-    For few queries the vectors are read once.
+    For few queries the vectors are read once, and products are float32 on CPUs too.
     """
     if q.shape[1] <= MOST_ROWS:
         if compiled_for(vectors):
@@ -52,9 +53,9 @@ def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
 
 
 def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
-    """Return an upper bound of `q · k` for keys within bounds: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H, T, M]`.
+    """Return an upper bound of `q · k` for the keys of M pages: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H, T, M]`.
 
-    `q [H, T, D]`; `bounds [G, M, 2, D]`: the minimum and the maximum of each channel of M pages.
+    `q [H, T, D]` are queries. `bounds [G, M, 2, D]` are the minimum and the maximum of each channel of a page's keys.
     """
     if q.shape[1] <= MOST_ROWS and launching.runs_on(bounds):
         from lce.kernels.cuda import choices
@@ -67,9 +68,10 @@ def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
 
 
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
-    """Multiply `q [t, R]` with `k [M, R]`: a view `[t, M]` of scores stored token by token.
+    """Return the products of `q [t, R]` with `k [M, R]`: a view `[t, M]` of scores that are stored token by token.
 
-    For one query scores are float32. `into [t·M]`, or longer, may be overwritten with the product: new memory is slow.
+    For one query scores are float32. The scores are written to `into`, if given: `t·M` numbers or more, used again
+    because new memory is slow.
     """
     if len(q) == 1 or not compiled_for(k):
         return dot_products(q[None], k[None])[0]
@@ -81,7 +83,7 @@ def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 def best_below_top(scores: Tensor) -> Tensor:
-    """Return each token's best score below a query's top: `[t, M]` to `[M]`, `max_c (s[c, m] - max_m' s[c, m'])`."""
+    """Return `max_c (s[c, m] - max_m' s[c, m'])` for scores `s [t, M]`: `[M]`, at most 0, and 0 for a best token."""
     if compiled_for(scores) and scores.T.is_contiguous():
         return compiled_best_below_top(scores.T)
     scores = scores.float()
@@ -89,15 +91,15 @@ def best_below_top(scores: Tensor) -> Tensor:
 
 
 def spread(scores: Tensor, eps: int) -> Tensor:
-    """Replace each score `[M]` by the largest of those at most `eps` away."""
+    """Replace each of the scores `[M]` by the largest score at most `eps` places away."""
     return max_pool1d(scores[None], 2 * eps + 1, stride=1, padding=eps)[0] if eps else scores
 
 
 def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
-    """Sum the causal attention weights of each key over all queries: `[H, N]`, float32.
+    """Return the causal attention weights of each key, summed over all queries: `[H, N]`, float32.
 
-    `q [H, T, D]`, `k [G, N, D]`, both placed, the last query at the last key; no query sees a key `window` or more
-    tokens before it. Weights are computed again from the logits and `lse [H, T]`. Time: O(H · T · N · D).
+    `q [H, T, D]` and `k [G, N, D]` are rotated; the last query sees the last key, and no query sees a key `window` or
+    more tokens before it. Weights are computed again from the logits and `lse [H, T]`. Time: O(H · T · N · D).
     """
     (n_heads, n_queries, dim), n_keys, compiled = q.shape, k.shape[1], compiled_for(k)
     total = q.new_zeros(n_heads, n_keys, dtype=torch.float32)
@@ -117,9 +119,9 @@ def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
 
 
 def principal_directions(scatter: Tensor, n: int) -> Tensor:
-    """Return the eigenvectors `[F, n]` of the n largest eigenvalues of `scatter [F, F]`, symmetric, ascending.
+    """Return the eigenvectors `[F, n]` of the n largest eigenvalues of the symmetric `scatter [F, F]`, ascending.
 
-    On GPUs few directions of many are found by iteration, O(F² · n): all of them would take a second or more.
+    On GPUs a small share of the directions is found by iteration, O(F² · n), because `eigh` takes a second or more.
     """
     if scatter.is_cuda and len(scatter) >= FEW_OF_MANY * n:
         return leading(scatter, n)
@@ -128,7 +130,7 @@ def principal_directions(scatter: Tensor, n: int) -> Tensor:
 
 
 def leading(x: Tensor, n: int) -> Tensor:
-    """Return eigenvectors as `principal_directions` does, of `x` in float64, by subspace iteration (Rutishauser, 1970).
+    """Return `principal_directions` of the float64 matrix `x`, by subspace iteration (Rutishauser, 1970).
 
     Vectors of nearly equal eigenvalues may be mixed.
     """

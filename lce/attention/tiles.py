@@ -10,15 +10,15 @@ from torch import Tensor
 
 from lce.attention.turn import Turn, rotate
 
-AT_ONCE = 4 << 20  # bytes of queries and keys gathered for one batched call: about the size of the caches
+AT_ONCE = 4 << 20  # the bytes of queries and keys gathered for one batched call: about the size of the caches
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles `k v [E, L, D]`, flat, and an index from KV head and chunk to tile.
+    """Tiles `k v [E, L, D]`: each is one chunk's keys and values of one KV head, L tokens.
 
-    A tile is one chunk's keys and values of one KV head. `index [G, chunks]` holds the number of each chunk's tile, -1
-    for a chunk that is in another round. Tiles lie in a layer's buffer or in a pool's slots.
+    `index [G, chunks]` is the number of each chunk's tile, or -1 for a chunk that is in another round. Tiles are views
+    of a layer's buffer or of a pool's slots.
 
     Example: a buffer `[G, 4·L, D]` is 4·G tiles; chunk c of KV head g is tile `4g + c`.
     """
@@ -44,12 +44,12 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Runs:
-    """S runs of tokens for the query of a decode step, as numbers on the device, each with a turn.
+    """S runs of neighbouring tokens for the query of a decode step, as numbers on the device, and each run's turn.
 
     Run s of head c is the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`, seen by the query turned by
-    `turns[turn[s]]`: `turn [S]`, int64, `turns [n, D/2]`. `first count [C, S]` are int64; C is 1 (all heads alike), G
-    (one for each KV head) or H. A run with count 0 is empty. No count exceeds `most`, which the host knows. Shapes do
-    not depend on the text's length, so a step can be recorded once and replayed.
+    `turns[turn[s]]`, where `turn [S]` is int64 and `turns` is `[n, D/2]`. `first count [C, S]` are int64; C is 1 (all
+    heads see the same runs), G or H. A run with count 0 is empty. No count exceeds `most`, which the host knows. Shapes
+    do not depend on the text's length, so a step can be recorded once and replayed.
 
     Example: chunk 3 of 256 tokens, and 17 tokens of chunk 5: `first [[768, 1280]]`, `count [[256, 17]]`, `most 256`.
     """
@@ -62,24 +62,21 @@ class Runs:
 
 
 class SlotQueries:
-    """Queries `q [H, T, D]` turned for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` turned by `turns[t, s]`.
+    """Queries `q [H, T, D]` rotated for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` rotated by `turns[t, s]`.
 
-    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` if one turn serves all slots. Rows are rotated when taken. If all rows
-    fit in `AT_ONCE` bytes, or all slots are alike, rows are rotated once. Bytes: one copy of the queries, not K.
+    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` if one turn serves all slots. A row is rotated when it is taken, so that
+    K rotated copies are never held. If all rows fit in `AT_ONCE` bytes, or one turn serves all slots, all rows are
+    rotated together.
 
-    `n_sharing` is how many query heads share a KV head, and so a tile; None: any number of them. No query chooses a
-    chunk twice, so no tile has more rows than `most_rows`.
+    `n_sharing` query heads share a KV head and its tiles (None: any number of heads may). No query chooses a chunk
+    twice, so a tile has at most `most_rows` rows.
     """
 
     def __init__(self, q: Tensor, turns: Turn, n_slots: int, n_sharing: int | None = None) -> None:
         self.q, self.turns, self.n_slots = q, turns, n_slots
         self.most_rows = q.shape[1] * (n_sharing or q.shape[0])
         self.n_turned = turns.cos.shape[1]
-
-    @cached_property
-    def _once(self) -> bool:
-        """Whether all rows are rotated at once."""
-        return self.n_turned == 1 or self.q.numel() * self.n_slots * self.q.element_size() <= AT_ONCE
+        self._once = self.n_turned == 1 or q.numel() * n_slots * q.element_size() <= AT_ONCE  # all rows are rotated
 
     @cached_property
     def _vectors(self) -> Tensor:
@@ -87,7 +84,7 @@ class SlotQueries:
         return rotate(self.q[:, :, None], self.turns).view(-1, dim) if self._once else self.q.reshape(-1, dim)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the rows of these numbers, `[n]` to `[n, D]`. Time and bytes: O(n · D)."""
+        """Return the rows of these numbers `[n]`, rotated: `[n, D]`. Time and bytes: O(n · D)."""
         if not self._once:
             flat = Turn(*(x.flatten(0, 1) for x in self.turns))
             turn_rows = rows % len(flat.cos)  # t·K + s

@@ -1,4 +1,4 @@
-"""PyTorch's own flash kernels, on CPUs and on CUDA."""
+"""PyTorch's flash kernels, on CPUs and on CUDA."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lce.attention.scores import SCORES_AT_ONCE
 from lce.attention.tiles import SlotQueries
 from lce.attention.turn import Turn, rotate
 
-FEW_ROWS = 4  # a tile with at most this many rows takes plain batched products
-MOST_BLOCKS = 65_535  # CUDA's limit along the second and third axis of a grid
+FEW_ROWS = 4  # the largest number of rows for which a tile takes plain batched products
+MOST_BLOCKS = 65_535  # the largest size of a CUDA grid along its second and third axis
 
 
 class Torch(Attention):
@@ -40,7 +40,7 @@ class Torch(Attention):
         window = window if causal and window is not None and window < n_keys else None
         if not causal or (
             n_queries == 1 and window is None
-        ):  # all queries see all keys: heads that share keys become rows
+        ):  # all queries see all keys, so heads that share keys become rows
             out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
         first = n_keys - n_queries
@@ -56,9 +56,9 @@ class Torch(Attention):
         return combine([self.attend(q, k[:, :first], v[:, :first], causal=False), part])
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-        """Attend as `attend` does on CUDA, without a copy of the keys.
+        """Attend `k v [G, N, D]` by rotated queries `[H, T, D]` on CUDA, without a copy of the keys.
 
-        All heads form one problem, so that with few queries the kernel splits the keys among more blocks.
+        All heads form one problem, so that for few queries the kernel splits the keys among more thread blocks.
         """
         n_queries, n_sharing = q.shape[1], len(q) // len(k)
         at_once = MOST_BLOCKS // n_sharing
@@ -74,9 +74,9 @@ class Torch(Attention):
         return out[0].transpose(0, 1), lse[0]
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
-        """Call PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, any strides but the last.
+        """Call PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, with any strides.
 
-        Returns `out [B, T, H, D]`, `lse [B, H, T]`. Causal means that the last query sees the last key.
+        Returns `out [B, T, H, D]`, `lse [B, H, T]`. Causal: the last query sees the last key.
         """
         left = -1 if window is None else window - 1
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -86,10 +86,10 @@ class Torch(Attention):
         return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Attend tiles; few rows take plain batched products on the CPU.
+        """Attend tiles; on the CPU, tiles of few rows take plain batched products.
 
-        The bits of the flash kernel's products of one to three rows depend on the thread, whose scratch space has its
-        own alignment. In half precision plain products are faster, too.
+        The bits of the flash kernel's products of one to three rows depend on the alignment of a thread's memory. In
+        half precision plain products are also faster.
         """
         if q.is_cuda or len(q) == 1 or q.shape[1] > FEW_ROWS:
             return super().attend_tiles(q, k, v)
@@ -101,7 +101,7 @@ class Torch(Attention):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """On CUDA, call the variable-length kernel once, without copying keys or waiting for the device.
+        """Attend by one call of CUDA's variable-length kernel, without copying keys or waiting for the device.
 
         Bytes: three copies of the queries.
         """
@@ -112,7 +112,7 @@ class Torch(Attention):
         if not n_rows:
             return
         n_busy = min(n_tiles, n_rows)
-        if n_busy < n_tiles:  # tiles with rows, ascending, then one past the last, without rows
+        if n_busy < n_tiles:  # the tiles with rows, ascending; `n_tiles` fills the rest
             tiles = torch.nonzero_static(counts, size=n_busy, fill_value=n_tiles).squeeze(1)
             counts = torch.nn.functional.pad(counts, (0, 1)).index_select(0, tiles)
         else:
@@ -141,11 +141,11 @@ def flash_takes(x: Tensor) -> bool:
 def flash_ragged(
     q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, first_keys: Tensor, n_keys: Tensor, most_queries: int
 ) -> Attended:
-    """Attend ragged problems: problem p has the queries `q_bounds[p] .. q_bounds[p + 1] - 1` of `q [A, D]`.
+    """Attend P problems of different sizes; problem p has queries `q_bounds[p] .. q_bounds[p + 1] - 1` of `q [A, D]`.
 
-    Its keys are the `n_keys[p]` rows from `first_keys[p]` on of `k v [E, L, D]`, flat; L at most. The numbers are int32
-    on the device: `q_bounds` and `first_keys` one more than there are problems. No problem has more than `most_queries`
-    queries. Results of queries of no problem are undefined.
+    Problem p's keys are `n_keys[p]` rows, L at most, of the E·L rows of `k v [E, L, D]`, from row `first_keys[p]` on.
+    The numbers are int32 on the device: `q_bounds first_keys [P + 1]`, `n_keys [P]`. A problem has at most
+    `most_queries` queries. The results of queries in no problem are undefined.
     """
     flat = (_dense_last(x).flatten(0, 1)[:, None] for x in (k, v))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -170,11 +170,11 @@ def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | N
 
 
 def _dense_last(x: Tensor) -> Tensor:
-    """Return `x`, contiguous along the last dimension."""
+    """Return `x`, or a copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Attended:
-    """Call PyTorch's CPU flash kernel: `[B, heads, T, D]`, top-left causal; lse is a strided view."""
+    """Call PyTorch's CPU flash kernel: `q [B, heads, T, D]`, `k v [B, heads, N, D]`; causal from the first key on."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     return out, lse.float().contiguous()

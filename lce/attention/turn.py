@@ -1,4 +1,4 @@
-"""A turn: the rotation that puts a vector at a position, as cosines and sines (RoPE, Su et al., 2021)."""
+"""A turn: the rotation of a vector to a position, as cosines and sines (RoPE, Su et al., 2021)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None) -> None:
     """Write `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any.
 
-    `at` may be one int64 on the device, so that a step which is recorded once runs at any position.
+    `at` may be one int64 on the device, so that a step can be recorded once and replayed at any position.
     """
     dtype = into_k.dtype
     alike = k.dtype is dtype is v.dtype

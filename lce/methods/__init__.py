@@ -1,7 +1,7 @@
 """The attention methods, one file each, and the names needed to write and run them.
 
-Every file of this folder is imported, so a new method is one new file, and its class is `lce.methods.ITS_NAME` at once.
-A line below is for type checkers.
+Every file of this folder is imported, so the class of a new method in a new file is `lce.methods.ITS_NAME` at once. The
+import lines below tell type checkers about the classes of lce.
 """
 
 import importlib

@@ -23,15 +23,15 @@ from lce.methods.step import Step
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-NONE_SEEN = -2  # both bounds of an empty span, which no neighbour's bounds continue
+NONE_SEEN = -2  # stands for both bounds of an empty span, so that the span continues no neighbour's
 
 
 @dataclass(frozen=True)
 class DenseCall:
-    """One call of `Attention.dense`: queries `first..last-1`, counted from the block's first, and a span of keys.
+    """One call of `Attention.dense`: queries `first..last-1`, counted from the block's first, attend a span of keys.
 
-    `causal` and `window` are arguments of `dense`. Queries and keys are cut into `n_chunks` chunks of one size, each
-    causal.
+    `causal` and `window` are the arguments of `dense`. If `n_chunks` is above 1, queries and keys are cut into chunks
+    of one size, and each query attends the keys of its own chunk causally.
     """
 
     first: int
@@ -56,7 +56,7 @@ class DenseCall:
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part in one pass: the turn that puts the queries at `query_at`, and the calls that serve its spans.
+    """A part of one pass, the turn that rotates queries to its `query_at`, and the calls that attend its spans.
 
     `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position a slot. A chosen part has no calls.
     """
@@ -120,7 +120,9 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
         i, parts = block_parts(method, cache.index, step)
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
-            at, here = block_parts(method, cache.index, step, step.positions(q.device))  # an upload would wait
+            at, here = block_parts(
+                method, cache.index, step, step.positions(q.device)
+            )  # uploading `query_at` would wait for the device
         for part, same in zip(parts, here, strict=True):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
             if calls or part.keys == CHOSEN:
@@ -160,7 +162,7 @@ def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -
 
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
-    """Attend one span of keys, in the pieces of `cache.segments` if it is long."""
+    """Attend one span of keys, and a long one in the pieces that `cache.segments` yields."""
     start, stop, dense = call.start, call.stop, step.attention.dense
     q, turn = q[:, call.first : call.last], placed.turn.at(slice(call.first, call.last))
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
@@ -175,7 +177,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
         out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in found)
         return out, lse
     segment, cuts = cache.layout.segment, [(start, stop)]
-    own = max(start, stop - q.shape[1]) if call.causal else stop  # a causal piece holds the block's own tokens
+    own = max(start, stop - q.shape[1]) if call.causal else stop  # one causal piece has all of the block's own tokens
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))
         cuts[-1] = (cuts[-1][0], stop)
@@ -228,9 +230,9 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
-    """Keep the block's keys `k [G, T, D]`, given unrotated, also rotated to their absolute positions.
+    """Rotate the block's unrotated keys `k [G, T, D]` to their absolute positions, and keep them as recent keys.
 
-    Earlier keys that a truncation removed are made again from the unrotated keys in the cache.
+    Recent keys that a truncation removed are made again from the unrotated keys in the cache.
     """
     recent = cache.kept(RecentRows, RECENT)
     if step.at is not None:

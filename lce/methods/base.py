@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 def resolved(knob: T | None) -> T:
-    """Return the value of a knob that `Method.resolve` fills in."""
+    """Return a knob's value, which is not None after `Method.resolve`."""
     assert knob is not None, "resolved before use"
     return knob
 
 
 def says_for(method: object, hook: str, *others: str) -> bool:
-    """Return whether `hook` still agrees with `others`: no subclass of its class overrides one of them."""
+    """Return whether `hook` still describes what `others` do: no subclass of the class with `hook` overrides these."""
 
     def depth(name: str) -> int:
         return next(i for i, parent in enumerate(type(method).__mro__) if name in vars(parent))
@@ -52,7 +52,7 @@ def is_like(x: FileTensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 def knob(default: T, meaning: str, *, least: int | None = None, is_share: bool = False, kw_only: bool = False) -> T:
     """Declare a knob of a method: a dataclass field with its meaning in a few words, and its range.
 
-    `least` is the smallest value. A share is above 0, at most 1. None is in every range.
+    `least` is the smallest value in the range. `is_share` bounds the value: above 0, at most 1. None is never refused.
     """
     facts = {"meaning": meaning, "least": least, "is_share": is_share}
     return field(default=default, kw_only=kw_only, metadata=facts)
@@ -60,19 +60,16 @@ def knob(default: T, meaning: str, *, least: int | None = None, is_share: bool =
 
 @dataclass(frozen=True)
 class Example:
-    """A setting small enough for a picture of a method's idea: knobs, a window, and a block of queries.
-
-    `block` None is the method's own.
-    """
+    """A setting small enough for a picture of a method's idea: knobs, a window, and a number of queries in a block."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     window: int = 12
-    block: int | None = None
+    block: int | None = None  # None: the method's own
 
 
 @dataclass(frozen=True)
 class Method:
-    """An attention strategy. Its fields are its knobs, declared by `knob`; `None` means derived from the window.
+    """An attention strategy. Its fields are its knobs, declared by `knob`; None means derived from the window.
 
     `presets` are named settings of knobs, such as those of a
     paper's experiments: `-o preset=NAME` sets them first. `example` is the default of `lce explain`.
@@ -86,8 +83,8 @@ class Method:
     name: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     example: ClassVar[Example] = Example()
-    analysis: ClassVar[bool] = False  # for study only: no message recommends the method
-    notes_choices: ClassVar[bool] = True  # whether the method calls `step.note` with its choices
+    analysis: ClassVar[bool] = False  # whether the method is for study only, and never recommended by a message
+    notes_choices: ClassVar[bool] = True  # whether the method calls `step.note`
     hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -97,22 +94,22 @@ class Method:
 
     @property
     def label(self) -> str:
-        """The method's name in errors: its registered name, or its class's."""
+        """The method's name in error messages: the registered name, or the class's."""
         return self.name or type(self).__name__
 
     def for_model(self, model: ModelFacts) -> Self:
-        """Return this method with settings from the model's files; called once, before `resolve`."""
+        """Return this method with the settings that the model's files give. Called once, before `resolve`."""
         return self
 
     def resolve(self, window: int) -> Self:
-        """Return this method with every `None` filled in for a model that can be trusted on `window` positions.
+        """Return this method without None in knobs that the window decides, for a model trained on `window` positions.
 
         Raises `UsageError` for knobs that cannot work.
         """
         return self.filled()
 
     def filled(self, **defaults: Any) -> Self:
-        """Return this method with these values for knobs that are None. Raises `UsageError` for a knob out of range."""
+        """Return this method with values for knobs that are None. Raises `UsageError` for a knob out of its range."""
         made = replace(self, **{knob: value for knob, value in defaults.items() if getattr(self, knob) is None})
         for each in fields(made):
             value, least = getattr(made, each.name), each.metadata.get("least")
@@ -124,7 +121,7 @@ class Method:
 
     @property
     def block(self) -> int:
-        """Tokens best prefilled in one step."""
+        """The number of tokens that are best prefilled in one step."""
         return 512
 
     @property
@@ -134,13 +131,13 @@ class Method:
 
     @property
     def choices(self) -> tuple[int, int]:
-        """`(first, size)`: choice c in calls of `step.note` means the `size` tokens from `first + c·size` on."""
+        """`(first, size)`: choice number c, as given to `step.note`, is the `size` tokens from `first + c·size` on."""
         return 0, self.access.chunk_size
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the longest text that the resolved method reads without a warning; None: any length.
+        """Return the length of the longest text that the resolved method reads without a warning; None: any length.
 
-        `window` counts the positions that the model can be trusted on, RoPE scaling included.
+        `window` is the number of positions that the model can be trusted on, with RoPE scaling.
         """
         return None
 
@@ -151,20 +148,20 @@ class Method:
 
     @property
     def n_recent(self) -> int:
-        """How many tokens before a block have their keys kept at absolute positions too, for `exact` parts."""
+        """The number of tokens before a block whose keys are also kept at absolute positions, for `exact` parts."""
         return 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return the method's empty state for a layer, by names of the method's own; `layout` has the sizes."""
+        """Return the method's empty state for a layer, by names that the method chooses; `layout` has the sizes."""
         if not self.n_recent:
             return {}
         return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        """Return whether tensors `kept`, by the names of `state`, can be a layer's state after `n_tokens` tokens.
+        """Return whether the tensors `kept`, by the names of `state`, can be a layer's state after `n_tokens` tokens.
 
-        Called for context files, which are not trusted. `MethodState` classes check their own tensors; a method checks
-        shapes that would broadcast, and consistency between states. An empty state has no tensor.
+        Called for context files, which are not trusted. `MethodState` classes check their own tensors. A method checks
+        shapes that would broadcast, and that its states fit each other. An empty state has no tensor.
         """
         shape = (layout.n_kv_heads, layout.head_dim)
         return not self.n_recent or (RECENT in kept and kept[RECENT].shape[::2] == shape)
@@ -174,7 +171,7 @@ class Method:
         return indices
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
-        """Yield the parts of queries `i [T]`: their indices, ascending from the block's first.
+        """Yield the parts of the queries of tokens `i [T]`, ascending from the block's first token.
 
         In recorded steps `i` is on the device, so which parts are yielded must not depend on the numbers in `i`.
         Example: `yield Part(keys=(0, i + 1), query_at=i)` is full attention.
@@ -182,7 +179,7 @@ class Method:
         raise NotImplementedError(f"{self.label} declares no parts; define parts_of, or attend")
 
     def layer_kind(self, layer: int) -> str:
-        """Return a word that is equal for layers with equal parts."""
+        """Return a word for a layer; layers with the same word have the same parts."""
         return ""
 
     def query_scale(self, i: Tensor, window: int) -> Tensor | None:
@@ -190,7 +187,7 @@ class Method:
         return None
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
-        """Write the block's unrotated keys and its values `[G, T, D]` to the cache."""
+        """Write the block's unrotated keys and the values, `[G, T, D]` each, to the cache."""
         cache.write(k, v, step.key_turn(self.key_positions, k), step.at)
         if RECENT in cache.state:
             keep_recent(k, cache, step)
@@ -198,27 +195,27 @@ class Method:
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Update the method's state from the block's unrotated queries `[H, T, D]`; called before `attend`.
 
-        Also called in recorded steps, where nothing may depend on `step.start`.
+        Also called in recorded steps, which do not know `step.start`.
         """
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Return the outputs `[H, T, D]` of the block's unrotated queries `[H, T, D]`; `keep` has been called."""
+        """Return the outputs `[H, T, D]` of the block's unrotated queries `[H, T, D]`. Called after `keep`."""
         self.keep_queries(q, cache, step)
         return attend_parts(self, scaled(self, q, step), cache, step)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend the spans of a part by unrotated queries `[H, T, D]`; None: another part attends them."""
+        """Attend the spans of a part by unrotated queries `[H, T, D]`; None: another part attends these spans."""
         return attend_spans(q, placed, cache, step)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Choose keys for unrotated queries `[H, T, D]` and attend them; None: no choice yet."""
+        """Choose keys for unrotated queries `[H, T, D]` and attend them; None: there is nothing to choose from yet."""
         raise NotImplementedError(f"{self.label} has a part of chosen keys; define attend_chosen")
 
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Attend as `attend` does, for one token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
 
-        The step is recorded once and replayed for later tokens: shapes depend on `step.bound` alone. All tokens are in
-        the cache's buffer (`LayerCache.whole`).
+        The step is recorded once and replayed for later tokens, so shapes depend on `step.bound` alone. All tokens are
+        in the cache's buffer (`LayerCache.whole`).
         """
         self.keep_queries(q, cache, step)
         return decode_parts(self, scaled(self, q, step), cache, step)
@@ -226,14 +223,14 @@ class Method:
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Attend chosen keys, under `turn`, and the spans `others` by a token's unrotated query `[H, 1, D]`.
+        """Attend chosen keys, seen under `turn`, and the spans `others` by a token's unrotated query `[H, 1, D]`.
 
-        Optional: without this hook decode steps are not recorded.
+        Decode steps of a method without this hook are not recorded.
         """
         raise OnDevice("decode_chosen")
 
     def bound(self, stop: int) -> int | None:
-        """Return `DeviceStep.bound`, the longest text, for a recorded step that makes a text of `stop` tokens.
+        """Return the `DeviceStep.bound` of a recorded step after which the text has `stop` tokens.
 
         None: this step is not recorded, because it does work that most steps do not.
         """
@@ -256,17 +253,17 @@ class Method:
         return cost_of_spans(self, block) + self.choice_cost(block) if self.declares else None
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of choosing and of attending the chosen keys. Example: `block.tokens(self.top_k)`."""
+        """Return the cost of choosing keys and of attending the chosen keys. Example: `block.tokens(self.top_k)`."""
         return Cost(0)
 
     @property
     def counted(self) -> bool:
-        """Whether `cost` is accurate: no subclass of the class that declares the parts overrides a hook."""
+        """Whether `cost` is accurate: no subclass of the class with the parts overrides how they are attended."""
         agrees = says_for(self, "parts_of", "attend", "keep") and says_for(self, "choice_cost", "attend_chosen")
         return self.declares and agrees
 
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        """Return the paper's figures of cost for a model of these sizes."""
+        """Return the figures of cost that the method's paper states, for a model of these sizes."""
         return ()
 
 
@@ -276,8 +273,8 @@ class LocalMethod(Method):
     Keys are cached unrotated; the last `n_recent` are also kept at their absolute positions.
     """
 
-    local: int | None  # a knob of each derived class, as is `sinks` where there are some
-    sinks = 0
+    local: int | None  # each derived class declares this knob
+    sinks = 0  # a knob of some derived classes
 
     @property
     def n_local(self) -> int:

@@ -4,7 +4,7 @@ The cost of spans follows from a method's parts. A method states the cost of cho
 in `Method.choice_cost`, with the functions of `QueryBlock`.
 
 Only products count: of queries with keys, of softmax weights with values, and for choosing. Rotations, norms, softmaxes
-and the search for the largest scores are left out: they grow with the queries or the scores, without the factor D.
+and the search for the largest scores do not count, because their cost lacks the factor D.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Cost:
     """The cost of a block of queries in one layer, without products with the model's weights.
 
-    Multiply-adds: `attention`, of queries with keys and of softmax weights with values. `scores`, of queries with the
-    method's state, for choosing. `summaries`, to make the summaries of chunks. `low_dim`, of maps to low-dim queries
+    Multiply-adds: `attention` of queries with keys and of softmax weights with values, `scores` of queries with the
+    method's state for choosing, `summaries` to make the summaries of chunks, `low_dim` of the maps to low-dim queries
     and keys. None: not counted.
 
-    Reads: `rows_read`, the tokens of all KV heads whose keys and values the block sees, each once; an upper bound if
-    heads choose independently. `state_read`, numbers of the method's state.
+    Reads: `rows_read` counts the tokens of all KV heads whose keys and values the block sees, each once; it is an upper
+    bound if heads choose independently. `state_read` counts the numbers of the method's state that are read.
     """
 
     attention: int | None
@@ -67,7 +67,7 @@ class QueryBlock:
     head_dim: int
     n_layers: int = 1
     layer: int = 0
-    sliding_window: int | None = None  # the checkpoint's
+    sliding_window: int | None = None  # of the checkpoint
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -82,9 +82,10 @@ class QueryBlock:
         return self.seen(len(self) * n, n)
 
     def chunks(self, size: int, most: int, *, together: bool = False) -> Cost:
-        """Count, for each query of each head, `most` of the chunks before its own, or all if fewer.
+        """Count, for each query of each head, `most` of the chunks before the query's own, or all if there are fewer.
 
-        `together`: the query heads of a KV head see the same chunks. Reads are an upper bound: all choices differ.
+        With `together` the query heads of a KV head see the same chunks. Reads are an upper bound, as if all choices
+        differed.
         """
 
         def before(n: int) -> int:
@@ -95,7 +96,7 @@ class QueryBlock:
         return self.seen(size * chosen, size * min(n_lists * chosen, (self.stop - 1) // size))
 
     def seen(self, pairs: int, n_tokens: int) -> Cost:
-        """Count `pairs` pairs of a query and a key in each head, with `n_tokens` different keys."""
+        """Count `pairs` pairs of a query and a key in each head, for `n_tokens` different keys in all."""
         return Cost(2 * self.n_heads * self.head_dim * pairs, rows_read=self.n_kv_heads * n_tokens)
 
 
@@ -123,6 +124,6 @@ class PaperFigure:
     """A figure of cost that a method's paper states, computed for a model."""
 
     text: str
-    where: str  # in the paper
+    where: str  # the equation or section of the paper
     value: float
-    is_share: bool = False  # to be read as a percentage
+    is_share: bool = False  # whether the value is printed as a percentage

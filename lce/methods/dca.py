@@ -1,4 +1,4 @@
-"""Dual Chunk Attention: every key, at positions that repeat from chunk to chunk."""
+"""Dual Chunk Attention: each query attends every key, at positions that repeat from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lce.methods.step import ModelFacts
 class DualChunk(Method):
     """Dual Chunk Attention (An et al., 2024, "Training-Free Long-Context Scaling of Large Language Models").
 
-    With `s = chunk_size`, a key sits at `j mod s` (Eq. 2). The query sits at `i mod s` for its own chunk (Eq. 3-4,
-    "intra"), at `min(s + i mod s, far)` for the previous one (Eq. 6-7, "successive"), so that neighbours keep their
-    true distance across the border, and at `far` for all older ones (Eq. 5, "inter"). `far` is `W - 1`, so that no
-    distance exceeds it. The three are dense parts of one softmax (Eq. 8).
+    With `s = chunk_size`, key j is at position `j mod s` (Eq. 2). Query i is at `i mod s` for its own chunk (Eq. 3-4,
+    "intra"), at `min(s + i mod s, far)` for the previous chunk (Eq. 6-7, "successive"), so that neighbours keep their
+    true distance across the border, and at `far` for all older chunks (Eq. 5, "inter"). `far` is `W - 1`, the largest
+    distance in the window. The three are dense parts of one softmax (Eq. 8).
 
     Example: `s=6, W=10`; query 11 is at 5 for keys 6..11 (at 0..5), and at 9 for keys 0..5.
 
-    `parts` is the paper's ablation (Figure 4): `intra` alone, or with it all earlier chunks from `far`
-    (`intra+inter`). `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`,
-    as the released code does and the paper's results do not.
+    `parts` is the paper's ablation (Figure 4): `intra` alone, or `intra+inter`, which sees all earlier chunks from
+    `far`. `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`, as the
+    released code does; the paper's results do not have this factor.
 
     Keys are cached at `j mod s` and are not rotated again. Time: O(N · D) a token and head, that of full attention.
     """
@@ -44,7 +44,7 @@ class DualChunk(Method):
     example: ClassVar = Example({"chunk_size": 8})
 
     def for_model(self, model: ModelFacts) -> Self:
-        """Take both sizes from Qwen's `dual_chunk_attention_config`, if there is one."""
+        """Return this method with `chunk_size` and `far` from Qwen's `dual_chunk_attention_config`, if there is one."""
         found = model.config.dual_chunk(model.source.path) if self.chunk_size is None else None
         return self if found is None else self.filled(chunk_size=found[0], far=found[1])
 
@@ -53,7 +53,7 @@ class DualChunk(Method):
         size = resolved(made.chunk_size)
         if size > window:
             raise UsageError(f"{self.label}: chunk_size is {size}; expected at most the window, {window}")
-        if resolved(made.far) < size - 1:  # a nearer query would stand before keys of its past
+        if resolved(made.far) < size - 1:  # from a smaller position a query would see earlier keys ahead of itself
             raise UsageError(f"{self.label}: far is {made.far}; expected {size - 1} or more")
         return made
 

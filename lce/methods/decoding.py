@@ -1,7 +1,7 @@
-"""The recorded decode step: a method's parts as runs of tokens whose bounds are on the device.
+"""The recorded decode step: attends a method's parts as runs of tokens whose bounds are on the device.
 
-A `DeviceStep` reads its token's index on the device, so shapes may depend only on a bound of the text's length. A span
-is cut into as many runs as the longest span within the bound needs; runs beyond the span's end are empty.
+A `DeviceStep` reads its token's index on the device, so shapes depend only on a bound of the text's length. A span is
+cut into as many runs as the span can need within the bound; runs beyond the span's end are empty.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from lce.methods.step import DeviceStep
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-RUN = 1024  # the most tokens in a run
-LEAST_BOUND = 1024
-EVALUATED_AT_ONCE = 1 << 16  # queries for which parts are evaluated together
+RUN = 1024  # the largest number of tokens in a run
+LEAST_BOUND = 1024  # the smallest bound that a step is recorded for
+EVALUATED_AT_ONCE = 1 << 16  # the number of queries whose parts are evaluated in one call
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `first..stop-1`, `[1]` int64 on the device, at most `most` of them, seen under `turn [1, D/2]`."""
+    """Tokens `first..stop-1`, seen by the query under `turn [1, D/2]`.
+
+    `first` and `stop` are `[1]` int64 on the device. The span has at most `most` tokens, a number that the host knows.
+    """
 
     first: Tensor
     stop: Tensor
@@ -83,10 +86,10 @@ def device_parts(
 
 
 def _limits(method: Method, layer: int, step: DeviceStep) -> list[list[int]]:
-    """Return, for each part, the largest of three numbers over all tokens i up to the bound.
+    """Return three numbers for each part: `[size, before, beyond]`, the largest for any query i within the bound.
 
-    The numbers are the tokens of the span, the places that its start is before token 0, and those that it reaches
-    beyond i.
+    `size` counts the span's tokens. The span starts `before` tokens before token 0, and stops `beyond` tokens after
+    `i + 1`. All numbers of a part of chosen keys are 0 or less.
     """
     found = []
     for i in torch.arange(step.bound).split(EVALUATED_AT_ONCE):
@@ -115,7 +118,7 @@ def runs_of(spans: Sequence[Span]) -> Runs:
 
 
 def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
-    """Attend spans of tokens by the recent keys, whose values are in the buffer."""
+    """Attend spans of tokens whose keys are the recent keys and whose values are in the cache's buffer."""
     recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
     keys, before = recent.buffer, recent.first
     n = min(keys.shape[1], values.shape[1] - before)

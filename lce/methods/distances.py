@@ -14,8 +14,8 @@ from lce.methods.step import Step
 def spans(method: Method, layer: int, step: Step) -> Tensor | None:
     """Return the spans of tokens that each query of the block always attends: `[T, S, 2]`, on the host.
 
-    Each query has S spans, tokens `start..stop-1`; an empty one has `stop <= start`. The spans and the choices given to
-    `step.note` are all tokens that a query attends. None: the method declares no parts, or does not note its choices.
+    Each query has S spans, tokens `start..stop-1`; an empty span has `stop <= start`. A query attends the tokens of its
+    spans and of the choices given to `step.note`. None: the method declares no parts, or does not note its choices.
     """
     if not method.declares:
         return None
@@ -32,10 +32,7 @@ def always(method: Method, layer: int, step: Step) -> Tensor | None:
 
 
 def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int]]] | None:
-    """Return the spans that each query of the block always attends: `[[start, stop], …]`, in order, none empty.
-
-    Adjacent spans are joined. None: see `spans`.
-    """
+    """Return `spans` as a list for each query, `[[start, stop], …]`: in order, none empty, adjacent spans joined."""
     found, joined = spans(method, layer, step), []
     if found is None:
         return None
@@ -53,7 +50,7 @@ def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int
 def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
     """Return the distance at which queries `index [T]` of the block see tokens `[n]` of their spans: `[T, n]`.
 
-    On the host. Tokens that a query does not attend get -1. None: the method declares no parts.
+    The result is on the host, -1 for tokens that a query does not attend. None: the method declares no parts.
     """
     if not method.declares:
         return None
@@ -71,7 +68,7 @@ def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> T
     """Return the least and the largest distance at which the block's queries see each choice: `[H, T, K, 2]`.
 
     `chosen [H, T, K]` is as in calls of `step.note`. The distances of a choice's tokens fall by 1 from token to token,
-    or are all equal. None: the method declares no parts, or none of them is chosen.
+    or are all equal. None: the method declares no part of chosen keys.
     """
     parts = block_parts(method, layer, step)[1] if method.declares else []
     part = next((part for part in parts if part.keys == CHOSEN), None)

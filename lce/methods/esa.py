@@ -1,4 +1,4 @@
-"""ESA: the tokens that matter to a block of queries, found among low-dimensional keys."""
+"""ESA: a block of queries chooses tokens together, by low-dimensional keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lce.methods.step import ModelFacts, Step
 from lce.methods.top_p import top_p_knob
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
-MAPS_FILE = "esa_maps.safetensors"  # file of learned maps beside a model
+MAPS_FILE = "esa_maps.safetensors"  # the name of the file of learned maps in a model's folder
 
 
 @register("esa")
@@ -52,20 +52,21 @@ class ESA(JointSelection):
     attend the first `sinks` tokens and the `top_k` best of the tokens between. One softmax covers both.
 
     The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`: the logit that the far part would give, summed over
-    query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4), and then its maximum
-    over `m ± eps`, which selects the neighbours of a good token too (Eq. 8; the paper's main results have eps = 3).
+    query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4). Then `F(m)` becomes the
+    maximum over `m ± eps`, so that the neighbours of a good token are selected too (Eq. 8; eps = 3 in the paper's main
+    results).
 
     `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A + a)·(k B + b)` with `low_dim` numbers
-    a token (Eq. 5-7), with maps learned on text by `lce calibrate`; `maps` is their file, by default the one beside the
-    model. Maps are learned for one `far`, window and RoPE scaling, and refused under others. `pca`: as `(q A)·(k A)`,
-    with the principal components of the prompt's first keys.
+    a token (Eq. 5-7), by maps that `lce calibrate` learns on text; `maps` is their file, by default the one in the
+    model's folder. Maps are learned for one `far`, window and RoPE scaling, and refused for others. `pca`: as
+    `(q A)·(k A)`, with the principal components of the prompt's first keys.
 
     `heads` is the paper's ablation (Table 6): with `max`, `f(m;c) = max_h q_h · k_h`, which no low-dim key can give.
-    With `top_p`, no more of the `top_k` tokens are chosen than reach that share of the mass of the middle, `F / H`
-    taken as a token's logit.
+    With `top_p`, no more of the `top_k` tokens are chosen than reach that share of the mass of the tokens between,
+    where `F / H` counts as a token's logit.
 
     Cost: a block of T queries is scored against M tokens in O(T · M · R) (exactly: O(T · M · H · D)), and attends
-    `sinks + top_k + local + T` keys; R numbers more a token and layer.
+    `sinks + top_k + local + T` keys. The state is R numbers for each token and layer.
     """
 
     sinks: int = knob(128, "first tokens, always attended", least=0)
@@ -73,7 +74,7 @@ class ESA(JointSelection):
     top_k: int | None = knob(
         None, "tokens between that a block of queries chooses; none is a quarter of the window", least=1
     )
-    eps: int = knob(3, "a token scores as the best one at most so many away", least=0)
+    eps: int = knob(3, "a token's score becomes the best score at most so many tokens away", least=0)
     low_dim: int = knob(128, "numbers in a low-dimensional key", least=1)
     compress: Literal["calibrated", "pca", "none"] = knob(
         "calibrated", "where low-dimensional keys come from: learned maps, PCA of the prompt, or nowhere"
@@ -92,7 +93,7 @@ class ESA(JointSelection):
         if self.compress != "calibrated":
             return self
         if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # the same bytes of state
+            return replace(self, compress="pca", maps=None)  # whose state has the same size
         if model.rope.kind == "dynamic":
             raise UsageError(
                 f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
@@ -113,7 +114,7 @@ class ESA(JointSelection):
         return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
     def sized(self, window: int) -> Self:
-        """Return this method resolved, but for its maps."""
+        """Return this method resolved, without a check of its maps."""
         made = super().resolve(window)
         if made.heads == "max" and made.compress != "none":
             raise UsageError(
@@ -130,7 +131,7 @@ class ESA(JointSelection):
 
     @property
     def block(self) -> int:
-        return max(1, min(512, self.n_local // 2))  # the farthest local key is `local + block` away
+        return max(1, min(512, self.n_local // 2))  # bounds the distance of the farthest local key, `local + block`
 
     @property
     def choices(self) -> tuple[int, int]:
@@ -167,7 +168,7 @@ class ESA(JointSelection):
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
     def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """Return this layer's maps; None without maps (yet). Maps of `pca` take queries summed to KV heads."""
+        """Return this layer's maps, or None if there are no maps yet; `pca` takes queries summed over KV heads."""
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             return self.maps.layer(cache.index, like)
         basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
@@ -183,7 +184,7 @@ class ESA(JointSelection):
             yield Part(keys=(border, i + 1), query_at=i, exact=True)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend the local span; the sinks are gathered with the chosen tokens."""
+        """Attend the local span; `attend_chosen` attends the sinks with the chosen tokens."""
         return super().attend_spans(q, placed, cache, step) if placed.part.exact else None
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
@@ -197,7 +198,7 @@ class ESA(JointSelection):
         return start - self.n_local - self.sinks
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the cost without finding principal components; a low-dim key of `pca` counts with its token's block."""
+        """Count the cost, but for finding principal components; a low-dim key of `pca` counts in its token's block."""
         query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
         size = {"calibrated": self.low_dim, "pca": min(self.low_dim, key_size), "none": 0}[self.compress]
         low_keys = Cost(0, low_dim=len(block) * key_size * size)
@@ -205,7 +206,7 @@ class ESA(JointSelection):
         seen = block.tokens(min(top_k, n_middle))
         if n_middle <= top_k:
             return low_keys + seen
-        compared = size or key_size  # exact scores: by queries summed to the KV heads
+        compared = size or key_size  # exact scores take queries summed over the heads of a KV head
         low_queries = len(block) * size * (query_size if self.compress == "calibrated" else key_size)
         scores = len(block) * n_middle * (query_size if self.heads == "max" else compared)
         scored = Cost(0, scores, low_dim=low_queries, state_read=n_middle * compared)
@@ -223,16 +224,16 @@ class ESA(JointSelection):
         ]
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:
-        """Find, with `compress=pca` and once, the principal components of the keys so far; make all low-dim keys."""
+        """With `compress=pca`, find the principal components of the keys so far, once, and make all low-dim keys."""
         if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
             basis = principal(cache.span(0, step.start)[0], self.low_dim)
             cache.kept(Staged, BASIS).stage(basis)
             cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(cache.span(0, step.stop)[0]) @ basis, 0)
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Score the middle tokens for the queries together: F, `[M]` (Eq. 4)."""
+        """Return F (Eq. 4): the scores `[M]` of the tokens between sinks and local tokens, for all queries together."""
         score, row_size = self.scorer(far, cache, step)
-        if q.shape[1] == 1:  # one query's scores need not be compared with another's
+        if q.shape[1] == 1:  # one query needs no comparison with other queries
             return score(slice(None))[0]
         return block_scores(score, q.shape[1], row_size)
 
@@ -240,9 +241,9 @@ class ESA(JointSelection):
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Callable[[slice], Tensor], int]:
-        """Return `f(m; c)` (Eq. 3), and how many numbers `f` holds at once for a query.
+        """Return `f(m; c)` (Eq. 3), and how many numbers `f` holds at a time for each query.
 
-        `f` maps a slice of the placed queries `[H, T, D]` to scores `[t, M]`.
+        `f` maps a slice of the queries `q [H, T, D]`, rotated to the distance `far`, to scores `[t, M]`.
         """
         first, stop = self.sinks, step.start - self.n_local
         groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, R, T, D]

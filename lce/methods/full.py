@@ -15,18 +15,18 @@ from lce.methods.registry import register
 @register("full")
 @dataclass(frozen=True)
 class Full(Method):
-    """Causal attention at distance `i - j` (Vaswani et al., 2017): what the model was trained with.
+    """Causal attention at distance `i - j` (Vaswani et al., 2017), as in training.
 
-    The only method that honours a checkpoint's sliding window. Keys are cached at their absolute position.
-    Time: O(N · D) a token and head; no more memory than the keys and values.
+    The only method that honours a checkpoint's sliding window. Keys are cached at their absolute positions.
+    Time: O(N · D) a token and head. Memory: the keys and values alone.
     """
 
     @property
     def block(self) -> int:
-        return 2048  # only the MLP's activations grow with the block; large products run faster
+        return 2048  # large products run faster, and only the MLP's activations grow with the block
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the window, or None under a sliding window within it: no distance leaves the window then."""
+        """Return the window, or None if a sliding window bounds all distances within it."""
         return None if sliding_window is not None and sliding_window <= window else window
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:

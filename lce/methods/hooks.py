@@ -1,8 +1,8 @@
 """Checks of what a method's hooks return, made at each call.
 
-For a subclass of `Method` outside of lce, each hook that the class defines is wrapped once, when the class is made. The
-methods of lce are tested instead. A check compares shapes, dtypes and devices, and looks at values only on the CPU, so
-that nothing waits for a device.
+Each hook that a subclass of `Method` outside of lce defines is wrapped in its check when the class is made. The methods
+of lce are tested instead. A check compares shapes, dtypes and devices, and looks at values only on the CPU, so that
+nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def described(value: Any) -> str:
 def tensor_check(
     got: Any, shape: Sequence[int | str], like: Tensor, dtype: torch.dtype | None = None, words: str = ""
 ) -> str | None:
-    """Check that `got` is a tensor of this shape on the device of `like`, of `dtype` if one is given.
+    """Return what is expected unless `got` is a tensor of this shape on the device of `like`, of a given `dtype`.
 
-    A word in `shape` stands for any size of 1 or more; the last one may stand for several dimensions: `...`.
+    A word in `shape` stands for any size of 1 or more. The last word may be `...`, for any number of dimensions.
     """
     kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
     if not isinstance(got, Tensor) or not _fits(got.shape, shape) or dtype not in (None, got.dtype):
@@ -163,7 +163,7 @@ def _forced(method: Any, got: Any, chunk_ids: Tensor, own: Tensor) -> str | None
 
 def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
     expected = _chosen_check(method, got, len(scores), scores)
-    if expected is None and got.device.type == "cpu" and got.numel():  # looking at values does not wait there
+    if expected is None and got.device.type == "cpu" and got.numel():  # on a CPU, looking at values does not wait
         own = (step.positions(got.device) // method.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)
@@ -176,7 +176,7 @@ def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
 
 
 def _choose(method: Any, got: Any, q: Tensor, cache: Any, step: Any) -> str | None:
-    # in a recorded step heads may share a choice
+    # in a recorded step, heads that share a choice have one row
     return None if got is None else _chosen_check(method, got, len(q) if step.at is None else len(got), q)
 
 

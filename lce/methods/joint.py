@@ -18,15 +18,15 @@ from lce.methods.top_p import enough
 
 
 class JointSelection(LocalMethod, ABC):
-    """A method whose blocks choose `top_k` candidates, and see them at the constant distance `far`.
+    """A method by which a block of queries chooses `top_k` candidates, seen at the constant distance `far`.
 
-    Candidate m is the run of `size` tokens from `sinks + m·size` on, where `size` is that of `choices`.
+    Candidate m is the `size` tokens from `sinks + m·size` on, where `size` is the second number of `choices`.
     """
 
-    top_k: int | None  # knobs of each derived class
+    top_k: int | None  # each derived class declares this and the next two knobs
     far: int | None
     top_p: float | None
-    eps = 0  # a candidate counts as the best one at most so many away
+    eps = 0  # a candidate's score becomes the best score of all candidates at most `eps` away
 
     def resolve(self, window: int) -> Self:
         made = self.filled(local=max(1, window // 2), top_k=max(1, window // 4))
@@ -34,23 +34,23 @@ class JointSelection(LocalMethod, ABC):
 
     @abstractmethod
     def n_candidates(self, start: int) -> int:
-        """Return how many candidates a block of queries from token `start` on has; below 1: none."""
+        """Return the number of candidates of a block of queries from token `start` on; below 1 means none."""
 
     @abstractmethod
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Score all candidates for the queries `[H, T, D]` together: `[M]`; `far` are the queries, placed at `far`."""
+        """Return a score of each candidate for all queries together, `[M]`.
+
+        `q [H, T, D]` are the unrotated queries, `far` the same queries rotated to the distance `far`.
+        """
 
     @abstractmethod
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Turn the relevance into logarithms of attention mass, up to a constant."""
+        """Turn the candidates' scores `[M]` into logarithms of their attention mass, up to a constant."""
 
     def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Choose the `top_k` best candidates, or fewer with `top_p`, ascending."""
+        """Return the `top_k` best candidates, or fewer with `top_p`, ascending: `[K]`."""
         n_candidates, first, size = self.n_candidates(step.start), *self.choices
-        n, before = (
-            min(resolved(self.top_k), n_candidates),
-            (self.sinks - first) // size,
-        )  # the first candidate's choice
+        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # choices before candidate 0
         if n == n_candidates and self.top_p is None and not step.note_scores:
             chosen = torch.arange(n, device=q.device)
         else:
@@ -67,12 +67,12 @@ class JointSelection(LocalMethod, ABC):
         return chosen
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
-        """Return the tokens of chosen candidates `[K]`, and those to attend with them: `[n]`, ascending."""
+        """Return the tokens of chosen candidates `[K]`, and tokens that are attended with them: `[n]`, ascending."""
         size = self.choices[1]
         return (self.sinks + chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend copies of the chosen keys and values, made for every layer in the same memory."""
+        """Attend copies of the chosen keys and values; the copies of all layers use the same memory in turn."""
         far = rotate(q, placed.turn)
         tokens = self.tokens_of(self.select(q, far, cache, step))
         n = 2 * cache.layout.n_kv_heads * len(tokens) * cache.layout.head_dim

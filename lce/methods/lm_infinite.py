@@ -1,4 +1,4 @@
-"""LM-Infinite: a Lambda-shaped mask and a ceiling on distances, optionally with a few far tokens."""
+"""LM-Infinite: each query attends the first and the last tokens, with bounded distances, and optionally a few more."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LMInfinite(LocalMethod):
 
     Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
 
-    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their own
-    positions. Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
+    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` keys are also kept at
+    their own positions. Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
     """
 
     sinks: int = knob(10, "first tokens, always attended", least=0)
@@ -47,7 +47,7 @@ class LMInfinite(LocalMethod):
 
     @property
     def block(self) -> int:
-        """A quarter of what a query attends, 512 to 1,024: larger products run faster."""
+        """A quarter of the tokens that a query attends, 512 to 1,024: larger products run faster."""
         return max(512, min(1024, self.n_local // 4))
 
     def layer_kind(self, layer: int) -> str:
@@ -65,7 +65,7 @@ class LMInfinite(LocalMethod):
         return not self.top_k
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the middle: scores are also the logits, so attention adds only the weighted sum of values."""
+        """Count the middle tokens: scores are also the logits, so attention adds only the weighted sum of values."""
         n_middle = block.stop - self.n_local - self.sinks
         if not self.layer_kind(block.layer) or n_middle <= 0:
             return Cost(0)
@@ -74,7 +74,7 @@ class LMInfinite(LocalMethod):
         return Cost(n_queries * most * dim, scores=n_queries * n_middle * dim, state_read=read * dim)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend the `top_k` middle tokens with the largest logits. Time: O(H · T · N · D). Bytes: a slice's scores."""
+        """Attend the `top_k` middle tokens with the largest logits. Time: O(H · T · N · D)."""
         first, stop = self.sinks, step.stop - self.n_local
         if stop <= first:
             return None

@@ -26,20 +26,21 @@ from lce.methods.step import Step
 class LongHeads(SelectiveMethod):
     """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
 
-    For each complete chunk and query head, the method keeps the summary c (keys and queries rotated at offsets 0..L-1):
-    `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq. 1-2). The score of
-    a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3` best chunks between,
-    the last complete chunk, and its own chunk. These chunks stand side by side from position 0: while the text fits in
-    `chunks` chunks, this is full attention.
+    For each complete chunk and query head, the method keeps the summary c, with keys and queries rotated to their
+    offsets 0..L-1: `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq.
+    1-2). The score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3`
+    best chunks between, the last complete chunk, and its own chunk. These chunks stand side by side from position 0, so
+    a text of at most `chunks` chunks has full attention.
 
     `share` says which heads sum their scores to choose together: none (`head`, the paper), the query heads of one KV
-    head (`group`), or all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks;
-    `keep_first=False` lets chunk 0 compete, `keep_last=False` the last complete chunk: a query attends `chunks` chunks
-    all the same. With `fix_head` all heads follow the first, with `fix_layer` all layers. `placement` is that of
-    `SelectiveMethod`; the paper's is `side_by_side`. The preset `released` is what the authors' code sets for Llama 2.
+    head (`group`), or all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks.
+    With `keep_first=False` chunk 0 is chosen only by its score, with `keep_last=False` the last complete chunk; a query
+    attends `chunks` chunks in any case. With `fix_head` all heads take the choice of the first head, with `fix_layer`
+    all layers that of the first layer. The paper's `placement` is `side_by_side`. The preset `released` is the setting
+    of the authors' code for Llama 2.
 
-    Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys. A summary is
-    H · D numbers a chunk.
+    Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys. A chunk's summary
+    is H · D numbers.
     """
 
     share: Literal["head", "group", "layer"] = knob(
@@ -133,7 +134,7 @@ class LongHeads(SelectiveMethod):
 
 
 def random_scores(n_heads: int, n_chunks: int, step: Step, layer: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Draw scores `[H, T, M]` by seed, layer, head, query index and chunk alone: no block size changes them."""
+    """Draw scores `[H, T, M]`. A score depends on seed, layer, head, query index and chunk alone, not on the block."""
     heads = torch.arange(n_heads, device=device)[:, None, None]
     rows = (seed * 1_000_037 + layer * 1_000_003 + heads) * 1_000_033 + step.positions(device)[:, None]
     return mix(rows, torch.arange(n_chunks, device=device))

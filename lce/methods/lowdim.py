@@ -1,8 +1,8 @@
 """Low-dimensional keys: the maps that make them, and the choice of tokens by them.
 
-A sum of dot products over all heads of a layer becomes one short product: `Σ_h q_h · k_h ≈ (q A + a)·(k B + b)`, with
-`q` all query heads of a token side by side and `k` all its KV heads. The low-dim keys `k B + b` are kept as the keys
-are written.
+A sum of dot products over all heads of a layer becomes one short product: `Σ_h q_h · k_h ≈ (q A + a)·(k B + b)`, where
+the vector `q` is a token's query heads side by side, and `k` its KV heads. The low-dim keys `k B + b` are computed when
+the keys are written.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lce.models.config import RopeConfig
 class LowDimMap:
     """One layer's maps: `query [H·D, R]`, `key [G·D, R]`, and their biases `[R]`.
 
-    The query's bias adds `query_bias · (k B)` to each key's score. The key's bias adds an equal number to all scores of
-    a query: if the bias removes the keys' mean, low-dim keys are small and lose less in rounding.
+    The query's bias adds `query_bias · (k B)` to each key's score. The key's bias adds the same number to all scores of
+    a query: it can remove the keys' mean, so that low-dim keys are small and lose less in rounding.
     """
 
     query: Tensor
@@ -41,16 +41,16 @@ class LowDimMap:
 
     @classmethod
     def unbiased(cls, query: Tensor, key: Tensor) -> Self:
-        """Return maps whose biases are zero."""
+        """Return maps with biases of zero."""
         return cls(query, key, query.new_zeros(query.shape[1]), key.new_zeros(key.shape[1]))
 
     def low_queries(self, q: Tensor) -> Tensor:
-        """Map queries `[N, H·D]` to few dimensions, `[N, R]`."""
+        """Map queries `[N, H·D]` to low-dim queries `[N, R]`."""
         return torch.addmm(self.query_bias, q, self.query)
 
     def low_keys(self, k: Tensor) -> Tensor:
-        """Map keys `[N, G·D]` to few dimensions, `[N, R]`."""
-        return torch.addmm(self.key_bias, k, self.key)  # rounded once: the bias cancels most of the product
+        """Map keys `[N, G·D]` to low-dim keys `[N, R]`."""
+        return torch.addmm(self.key_bias, k, self.key)  # one rounding, because the bias cancels most of the product
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the four tensors by name."""
@@ -65,7 +65,7 @@ class LowDimMap:
 
 @dataclass(frozen=True)
 class LearnedFor:
-    """The setting of learned maps: a model, and queries at the distance `far` under a RoPE, in texts of one window."""
+    """What maps were learned for: a model by its fingerprint, their size, and the engine's `far`, window and RoPE."""
 
     fingerprint: str
     low_dim: int
@@ -74,7 +74,7 @@ class LearnedFor:
     rope: RopeConfig
 
     def command(self, model: object = "M") -> str:
-        """Return the command that learns such maps."""
+        """Return the command that learns maps for this setting."""
         kind, factor = self.rope.kind, self.rope.factor
         scaling = f"--rope {kind}" + ("" if kind == "none" else f" --rope-factor {factor}")
         return (
@@ -83,9 +83,9 @@ class LearnedFor:
         )
 
     def check(self, found: LearnedFor, source: str, model: object = "M") -> None:
-        """Raise an error unless maps that were learned for `found` can be used here.
+        """Raise an error unless maps that were learned for the setting `found` can be used for this one.
 
-        Raises `DataError` for another model's maps, `UsageError` for those of other options.
+        Raises `DataError` for maps of another model, `UsageError` for maps of other options.
         """
         if found.fingerprint != self.fingerprint:
             raise DataError(
@@ -100,16 +100,16 @@ class LearnedFor:
             )
 
     def _options(self) -> dict[str, str]:
-        """Return every fact but the fingerprint as text, RoPE's as `rope.kind` and so on."""
+        """Return all facts but the fingerprint as text, those of RoPE under names such as `rope.kind`."""
         facts = {"low_dim": self.low_dim, "far": self.far, "window": self.window}
         facts |= {f"rope.{name}": value for name, value in vars(self.rope).items()}
         return {name: shown(value).strip("'") for name, value in facts.items()}
 
 
 class LowDimMaps:
-    """A model's maps, one pair a layer, all of one `low_dim`.
+    """A model's maps, a `LowDimMap` for each layer, all of one `low_dim`.
 
-    `learned_for` is the setting of a map file. Maps made in memory may have None, and are not checked.
+    `learned_for` is the setting in a map file, or None for maps made in memory, whose setting is not checked.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class LowDimMaps:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Eight letters that identify the maps' contents."""
+        """Eight letters that identify the numbers of the maps."""
         numbers = (x.float().numpy(force=True).tobytes() for maps in self.layers for x in maps.tensors().values())
         return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
 
     @property
     def low_dim(self) -> int:
-        """R."""
+        """The number R of dimensions of low-dim keys."""
         return self.layers[0].key.shape[1]
 
     def layer(self, index: int, like: Tensor) -> LowDimMap:
@@ -142,7 +142,7 @@ class LowDimMaps:
         return self._cast[kind]
 
     def check_shapes(self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-        """Raise `UsageError` unless the maps fit a model of `n_layers` such layers."""
+        """Raise `UsageError` unless the maps fit a model of `n_layers` layers of these sizes."""
         wanted = LowDimMap.shapes(n_heads, n_kv_heads, head_dim, self.low_dim)
         fit = all({name: tuple(x.shape) for name, x in maps.tensors().items()} == wanted for maps in self.layers)
         if not fit or len(self.layers) < n_layers:
@@ -151,7 +151,7 @@ class LowDimMaps:
 
 
 def missing(method: str, command: str) -> UsageError:
-    """Return the error for a method without maps; `command` learns them."""
+    """Return the error for a method without maps; `command` is the command that learns maps."""
     return UsageError(
         f"{method}: this model has no calibrated maps; make them by `{command}` and give -o maps=maps.safetensors, "
         "or give -o compress=pca or -o compress=none"
@@ -159,7 +159,7 @@ def missing(method: str, command: str) -> UsageError:
 
 
 def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> LowDimMaps:
-    """Return `maps` if they suit a method with these knobs. Raises `UsageError` with the command for others."""
+    """Return `maps` if they fit these knobs of a method. Raises `UsageError` with a remedy if they do not."""
     if not isinstance(maps, LowDimMaps):
         raise missing(method, f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}")
     if maps.low_dim != low_dim:
@@ -174,8 +174,7 @@ def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> Lo
 def principal(k: Tensor, low_dim: int) -> Tensor:
     """Return the directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `min(low_dim, G·D, N - 1)`.
 
-    The directions serve keys, and queries summed over the query heads that share a KV head. The keys' mean is not
-    subtracted, because the mean shifts all scores of a query equally. Time: O(N · (G·D)² + (G·D)³).
+    The directions map keys, and queries summed over the query heads of each KV head. Time: O(N · (G·D)² + (G·D)³).
     """
     flat = concat_heads(k).double()
     flat = flat - flat.mean(dim=0)
@@ -189,15 +188,15 @@ def concat_heads(x: Tensor) -> Tensor:
 
 
 def slice_rows(n_queries: int, row_size: int) -> int:
-    """Return how many queries `block_scores` scores at a time."""
+    """Return the number of queries that `block_scores` scores at a time."""
     return max(1, min(n_queries, SCORES_AT_ONCE // row_size))
 
 
 def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) -> Tensor:
-    """Score tokens for a block of queries, `[M]`: `max_c (f(m; c) - max_m' f(m'; c))`.
+    """Return the scores `[M]` of tokens for a block of queries: `max_c (f(m; c) - max_m' f(m'; c))`.
 
-    `f` returns the scores `[t, M]` of a slice of the queries, and needs `row_size` numbers of memory a query. Slices
-    are small enough to bound memory. Time: O(n_queries · M), and that of `f`.
+    `f` returns the scores `[t, M]` of a slice of the queries, and needs `row_size` numbers of memory for each query;
+    slices bound that memory. Time: O(n_queries · M), and the time of `f`.
     """
     at_once = slice_rows(n_queries, row_size)
     slices = (slice(start, start + at_once) for start in range(0, n_queries, at_once))

@@ -1,6 +1,6 @@
-"""Files of low-dim maps, with a seal that reveals any change.
+"""Files of low-dim maps, sealed against changes.
 
-A sealed file is a safetensors file. Its metadata has a digest over all other bytes, including the header's.
+A sealed file is a safetensors file whose metadata has a digest over all other bytes of the file, header included.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from lce.models.config import RopeConfig
 
 FORMAT = "lce low-dim maps 2"
 _SEAL = re.compile(rb'"digest":"([0-9a-f]{64})"')
-_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 256  # the most bytes of a header without tensors, and of a tensor's entry
+_HEADER_BYTES, _ENTRY_BYTES = (
+    1 << 16,
+    256,
+)  # the largest sizes in bytes of a header without its tensors, and of a tensor's entry
 
 
 def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a sealed safetensors file, which `unsealed` accepts."""
+    """Return the bytes of a sealed file, which `unsealed` accepts."""
     raw = save(dict(tensors), {**metadata, "digest": "0" * 64})
     match = _SEAL.search(raw)
     assert match is not None, "just written"
@@ -48,7 +51,10 @@ def unsealed(raw: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read and unseal a file of at most `most` bytes. Raises `DataError` unless the file is a regular one."""
+    """Read and unseal a file of at most `most` bytes.
+
+    Raises `DataError` unless the file is a regular one, and `ValueError` if it is longer, or not sealed.
+    """
     with open(open_regular(path, follow=False), "rb") as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -57,7 +63,7 @@ def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _digest(raw: bytes, seal: re.Match[bytes]) -> str:
-    """Return a SHA-256 over a sealed file's bytes without its digest."""
+    """Return the SHA-256 of a sealed file's bytes without the digest itself."""
     view = memoryview(raw)
     total = hashlib.sha256(view[: seal.start(1)])
     total.update(view[seal.end(1) :])
@@ -65,7 +71,7 @@ def _digest(raw: bytes, seal: re.Match[bytes]) -> str:
 
 
 def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
-    """Write maps with the setting they are learned for; the file appears whole or not at all."""
+    """Write maps and the setting that they were learned for; the file appears whole or not at all."""
     tensors = {
         f"layers.{index}.{name}": x.to("cpu", float32).contiguous()
         for index, layer in enumerate(maps.layers)
@@ -77,10 +83,10 @@ def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
 def open_maps(
     path: Path, learned_for: LearnedFor, shapes: Mapping[str, tuple[int, ...]], n_layers: int, model: object = "M"
 ) -> LowDimMaps:
-    """Read the maps of a file, for a model of `n_layers` layers whose maps have these shapes. `model` is for messages.
+    """Read the maps of a file for a model of `n_layers` layers, whose maps have these shapes. Messages name `model`.
 
-    The header is checked before the data is read. Raises `UsageError` for maps that are learned for other options,
-    `DataError` for another model's and for a file that cannot be trusted.
+    The header is checked before the data is read. Raises `UsageError` for maps that were learned for other options,
+    `DataError` for maps of another model and for a file that cannot be trusted.
     """
     wanted = {f"layers.{index}.{name}": (float32, shape) for index in range(n_layers) for name, shape in shapes.items()}
     with open(open_regular(path), "rb") as file:
@@ -104,7 +110,7 @@ def open_maps(
 
 
 def _learned_for(header: bytes) -> LearnedFor:
-    """Read the setting in a header of map files, unchecked. Raises `ValueError` for another header."""
+    """Read the setting in the header of a map file, without checks. Raises `ValueError` for another header."""
     try:
         metadata = json.loads(header)["__metadata__"]
         if metadata["format"] != FORMAT:

@@ -1,9 +1,9 @@
 """True attention mass: each key's share of full attention, computed slowly, to judge the choices of methods.
 
-Beyond the window full attention with true distances is itself broken, so there are two judges. `true` is full attention
-at the distances `i - j`. `constant` is full attention at `min(i - j, W // 2)`, the distances of `rerope`: no distance
-is new to the model, however long the text. Up to `W // 2 + 1` tokens both are equal. Both use the RoPE scaling that the
-model was loaded with.
+Beyond the window full attention at true distances is itself broken, so there are two judges. `true` is full attention
+at the distances `i - j`. `constant` is full attention at the distances `min(i - j, W // 2)`, as in `rerope`: all of
+them are known to the model, however long the text. The judges are equal up to `W // 2 + 1` tokens. Both use the RoPE
+scaling that the model was loaded with.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lce.methods.costs import QueryBlock
 from lce.methods.step import Step
 
 Judge = Literal["true", "constant"]
-PIECE = 1024  # keys scored at a time, so that scores stay in the processor's caches
+PIECE = 1024  # the number of keys scored at a time, so that scores stay in the processor's caches
 JUDGES: tuple[Judge, ...] = ("true", "constant")
 
 
 class TrueMass:
     """Full attention of a layer's queries over its cache, whatever the positions at which a method caches keys.
 
-    Arithmetic is float32, over fixed pieces of the keys: no memory budget changes a bit. Time: O(H · T · N · D) a
-    call. Bytes: the result, and a slice's scores.
+    Arithmetic is float32, over fixed pieces of the keys, so that memory budgets change no bit. Time: O(H · T · N · D)
+    for each call. Bytes: the result, and a slice's scores.
     """
 
     def __init__(self, method: Method, cache: LayerCache, step: Step, judge: Judge) -> None:
@@ -38,23 +38,20 @@ class TrueMass:
         self.cap = None if judge == "true" else max(1, step.window // 2)
 
     def slices(self, n_queries: int, n_heads: int) -> Iterator[slice]:
-        """Yield slices of the block's queries, small enough to bound their scores of all keys."""
+        """Yield slices of the block's queries, so small that the scores of all keys have a bounded size."""
         rows = max(1, SCORES_AT_ONCE // (n_heads * self.step.stop))
         for start in range(0, n_queries, rows):
             yield slice(start, min(start + rows, n_queries))
 
     def weights(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Weigh all keys by unrotated queries `q [H, T, D]` at `positions [T]`: `[H, T, N]`.
-
-        Not sliced: give few queries.
-        """
+        """Return the weights of all keys for a few unrotated queries `q [H, T, D]` at `positions [T]`: `[H, T, N]`."""
         scores = [self._scores(q, positions, a, b) for a, b in self._pieces(0, self.step.stop, 1)]
         return torch.cat(scores, dim=-1).softmax(-1)
 
     def of_chunks(self, q: Tensor, positions: Tensor, size: int, n_chunks: int) -> Tensor:
         """Return the logarithm of the mass of each of the first `n_chunks` chunks of `size` tokens: `[H, T, n_chunks]`.
 
-        Masses are shares of a query's attention over all keys up to its own; -inf for chunks the query does not see.
+        A mass is a share of the query's attention to all keys up to its own. Chunks after the query get -inf.
         """
         border = n_chunks * size
         scores = (self._scores(q, positions, *piece) for piece in self._pieces(0, border, size))
@@ -65,14 +62,14 @@ class TrueMass:
         return torch.cat(chunks, dim=-1) - total
 
     def of_tokens(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Return the mass of each token, added up over heads and queries: `[N]`."""
+        """Return the mass of each token, summed over heads and queries: `[N]`."""
         found = torch.zeros(self.step.stop, dtype=torch.float32, device=q.device)
         for some in self.slices(q.shape[1], len(q)):
             found += self.weights(q[:, some], positions[some]).sum(dim=(0, 1))
         return found
 
     def attend(self, q: Tensor) -> Tensor:
-        """Return the output `[H, T, D]` of the block's queries under this attention."""
+        """Return the outputs `[H, T, D]` of the block's queries under this attention."""
         positions, outs = self.step.positions(q.device), []
         values = self.cache.span(0, self.step.stop)[1].float()
         for some in self.slices(q.shape[1], len(q)):
@@ -101,7 +98,7 @@ class TrueMass:
         return scores.masked_fill_(positions[:, None] < index, -torch.inf) if least < 0 else scores
 
     def _unrotated(self, start: int, stop: int) -> Tensor:
-        """Return the keys of tokens `start..stop-1` in float32, rotated back from where they are cached."""
+        """Return the keys of tokens `start..stop-1` in float32, rotated back from their cached positions."""
         k, rope = self.cache.span(start, stop)[0].float(), self.step.rope
         placed = self.method.key_positions(torch.arange(start, stop, device=k.device))
         if placed is None:
@@ -110,19 +107,22 @@ class TrueMass:
         return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
 
     def _far(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return logits at the distance `cap`, of unrotated queries and keys."""
+        """Return the logits of unrotated queries and keys at the distance `cap`."""
         distance = torch.full((1,), resolved(self.cap), device=q.device)
         return _products(rotate(q, self.step.far_turn(distance, q)), k)
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """Multiply `q [H, T, D]` and `k [G, n, D]`, both placed, to logits `[H, T, n]`."""
+    """Return the logits `[H, T, n]` of rotated queries `q [H, T, D]` and keys `k [G, n, D]`."""
     grouped = (q / math.sqrt(q.shape[-1])).reshape(len(k), -1, q.shape[-1]) @ k.mT
     return grouped.view(len(q), -1, k.shape[1])
 
 
 def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """Mark the tokens that queries attend, `[H, T, N]` bool: those of `always [T, N]` and the `chosen [H, T, K]`."""
+    """Return a mask of the tokens that queries attend, `[H, T, N]`: the mask `always [T, N]`, and `chosen [H, T, K]`.
+
+    Choice c is the `size` tokens from `first + c·size` on.
+    """
     attended = always.expand(n_heads, *always.shape).clone()
     if chosen is None or not chosen.shape[-1]:
         return attended
@@ -136,6 +136,6 @@ def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int
 
 
 def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
-    """Return the bytes that a decode step at `position` reads for choosing, by the method's cost."""
+    """Return the bytes that a decode step at `position` reads for choosing, as the method's `choice_cost` counts."""
     block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
     return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Observes the choices of a method in a run: for traces, for the pages of `lce inspect`, and for evaluation.
+"""Methods inside other methods, and observers of choices: for traces, the pages of `lce inspect`, and evaluation.
 
-`Observed` runs any method as it is. For every block and layer an `Observer` gets an `Observation`: the method's choice,
-and functions to study the choice while the run's cache lasts.
+`Observed` runs any method unchanged. For each block and layer an `Observer` gets an `Observation`: the method's choice,
+and functions to study the choice while the run's cache exists.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lce.methods.step import ModelFacts, Step
 
 @dataclass(frozen=True)
 class Wrapped(Method):
-    """A method that does what `inner` does. Derive a class and override `attend` to add to that.
+    """A method that does what the method `inner` does. A derived class overrides `attend` to observe or change that.
 
-    Decode steps run one by one, as prefill does, so that `attend` is called for every token.
+    Decode steps are not recorded, so that `attend` is called for every token.
 
     Example: `lce.load(model, Watched(lce.methods.make("longheads")))`, where `Watched` derives from this.
     """
@@ -52,8 +52,8 @@ class Observation:
     """The choices of a block of queries in a layer.
 
     `rows [R]` are the observed queries, counted from the block's first. `chosen [H, T, K]` are the choices of all T
-    queries of the block, -1 for none; `scores [C, R, M]` are the scores of the observed queries' candidates, -inf where
-    a query has no such candidate. If heads choose together, C is less than H. None: the method noted nothing.
+    queries of the block, -1 for none. `scores [C, R, M]` are the scores of the observed queries' candidates, -inf for
+    others; C is less than H if heads choose together. `chosen` or `scores` is None if the method noted none.
     """
 
     method: Method
@@ -100,17 +100,17 @@ class Observation:
         return None if found is None else found.to(self.rows.device)[self.rows]
 
     def attended(self, some: slice, always: Tensor) -> Tensor:
-        """Return all tokens that `some` observed queries attend, `[H, some, N]` bool; `always` is from `always()`."""
+        """Return all tokens that a slice of the observed queries attends, `[H, t, N]`; `always` is from `always()`."""
         picked, (first, size) = self.picked, self.method.choices
         chosen = None if picked is None else picked[:, some]
         return attended_tokens(always[some], chosen, first, size, len(self.q))
 
     def mass(self, judge: Judge) -> TrueMass:
-        """Return full attention over the same keys, to judge the choice by."""
+        """Return full attention over the same keys, which judges the choice."""
         return TrueMass(self.method, self.cache, self.step, judge)
 
     def scored_bytes(self) -> float:
-        """Return the bytes that the observed queries read for choosing, each as a decode step."""
+        """Return the bytes that the observed queries read for choosing, as if each were a decode step."""
         queries = self.positions.tolist()
         return sum(scored_bytes(self.method, query, self.q, self.cache, self.step) for query in queries)
 
@@ -119,15 +119,15 @@ class Observer(Protocol):
     """The interface of observers of a method's run."""
 
     def rows(self, step: Step) -> Tensor | None:
-        """Return the queries of a block to observe, counted from the block's first; None for all of them."""
+        """Return the queries of a block to observe, counted from the block's first; None: all queries."""
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Observe a layer; return the layer's output: the method's own `out [H, T, D]`, or another."""
+        """Observe a layer. Return the layer's output: the method's `out [H, T, D]`, or other values in its place."""
 
 
 @dataclass(frozen=True)
 class Observed(Wrapped):
-    """A method that runs as it is while an observer looks on.
+    """A method that runs unchanged while an observer sees its choices.
 
     Example: `lce.load(model, Observed(lce.methods.make("longheads"), observer))`.
     """

@@ -1,7 +1,7 @@
-"""Selections that cheat: they choose by true attention mass, at the cost of full attention. For analysis.
+"""Selections for analysis: choices by true attention mass, at the cost of full attention.
 
-`oracle` is a selector of chunks or single tokens by itself. `cheating` is any selecting method with its own choice
-replaced: the budget, the tokens always attended and the placement stay, and the true mass replaces the scores.
+`oracle` is a method that chooses chunks or single tokens. `cheating` makes a copy of any selecting method that chooses
+by true mass instead of the method's scores; the budget, the tokens always attended and the placement stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lce.methods.step import Step
 
 
 class WithoutSummaries(ChunkSelection):
-    """A mixin for selectors of chunks without summaries; `chunk_scores` gives the scores."""
+    """A mixin for selectors of chunks that keep no summaries; a derived class scores chunks in `chunk_scores`."""
 
     @abstractmethod
     def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
@@ -56,7 +56,7 @@ class WithoutSummaries(ChunkSelection):
         return lambda here, some: self.chunk_scores(q[:, here], n_chunks, cache, some), rows
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the attended chunks, as if the heads of a KV head chose differently; choosing reads nothing."""
+        """Count the attended chunks, as if heads chose different chunks; choosing reads nothing."""
         return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
 
     @property
@@ -66,7 +66,7 @@ class WithoutSummaries(ChunkSelection):
 
 @dataclass(frozen=True)
 class BudgetedChunks(WithoutSummaries, SelectiveMethod):
-    """A selector for analysis, not to serve with; its size may be given in tokens, the own chunk included."""
+    """A selector of chunks for analysis, whose budget may be given in tokens, the query's own chunk included."""
 
     analysis: ClassVar[bool] = True
 
@@ -75,7 +75,7 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
     keep_last: bool = knob(True, "the last complete chunk is always attended", kw_only=True)
 
     def resolve(self, window: int) -> Self:
-        """Return this method resolved, with its budget, if any, as a number of `chunks`."""
+        """Return this method resolved; a `budget` has become a number of `chunks`."""
         if self.budget is None:
             return super().resolve(window)
         if self.chunks is not None:
@@ -88,7 +88,7 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
 
 
 class ByMass(WithoutSummaries):
-    """A mixin for selectors of chunks: choices are made by true attention mass."""
+    """A mixin for selectors of chunks: they choose by true attention mass."""
 
     judge: Judge
 
@@ -106,7 +106,7 @@ class ByMass(WithoutSummaries):
 
 
 class JointByMass(JointSelection):
-    """A mixin for joint selections: choices are made by true mass, summed over heads and the queries of the block."""
+    """A mixin for joint selections: they choose by true mass, summed over heads and the queries of the block."""
 
     judge: Judge
 
@@ -129,26 +129,27 @@ class Oracle(ByMass, BudgetedChunks):
     """The chunks with most true attention, for every query of every head. For analysis, not to serve with.
 
     The oracle shows what the best selection could do with a budget and a placement: questions that a method misses and
-    the oracle answers are failures of selection. `judge` says by which attention the mass is taken: `constant`, full
-    attention at distances `min(i - j, W // 2)`, which no text is too long for; or `true`, at the distances `i - j`,
-    which beyond the window is as broken as `full` is.
+    the oracle answers are failures of selection. `judge` names the attention whose mass is true: `constant`, full
+    attention at distances `min(i - j, W // 2)`, for texts of any length; or `true`, full attention at the distances
+    `i - j`, which beyond the window is as broken as `full` is.
 
-    A query attends the first chunk and the last complete one, unless `keep_first` or `keep_last` is false, the best of
-    the others, and its own: `chunks` in all, or as many as `budget` tokens hold. `chunk_size=1` chooses single tokens.
-    With `top_p` it takes no more than reach this share of the attention to the chunks before its own, exactly.
+    A query attends the first chunk and the last complete one (unless `keep_first` or `keep_last` is false), the best
+    other chunks, and its own chunk: `chunks` in all, or as many as `budget` tokens hold. `chunk_size=1` chooses single
+    tokens. With `top_p` a query takes no more chunks than reach exactly this share of the attention to the chunks
+    before its own.
 
-    Cost: that of full attention, O(H · N · D) a token, in bounded slices of float32; nothing is kept of a chunk.
+    Cost: that of full attention, O(H · N · D) a token, in bounded slices of float32. No summaries are kept.
     """
 
     judge: Judge = knob(
         "constant",
-        "what is true: attention at all distances, or at half of the window at most (constant)",
+        "true attention: at true distances, or at half of the window at most",
         kw_only=True,
     )
 
 
 def cheating(method: Method, judge: Judge = "constant") -> Method:
-    """Return the method with its selection replaced by the true mass under `judge`: same budget, same placement.
+    """Return the method with a selection by the true mass under `judge`, in the same budget and placement.
 
     Raises `UsageError` for a method that selects nothing.
     """
@@ -168,12 +169,12 @@ def cheating(method: Method, judge: Judge = "constant") -> Method:
 
 @cached
 def _by_mass(cls: Any) -> type:
-    """Return the class of a selecting method that chooses by true mass."""
+    """Return a subclass of the class of a selecting method, which chooses by true mass."""
     knob = ("judge", Judge, field(default="constant", kw_only=True))
     bases = (ByMass if issubclass(cls, ChunkSelection) else JointByMass, cls)
     return make_dataclass(f"Oracle{cls.__name__}", [knob], bases=bases, namespace={"__module__": __name__}, frozen=True)
 
 
 def selects(method: Method) -> bool:
-    """Tell whether a method selects what a query attends, so that `cheating` takes it."""
+    """Return whether a method selects what a query attends, so that `cheating` takes the method."""
     return isinstance(method, ChunkSelection | JointSelection)

@@ -1,7 +1,7 @@
 """Parts as values: the keys that the queries of a step see, and the positions of queries and keys.
 
-A method declares its parts once, in `Method.parts_of`. Attending a block (`attending`), the recorded decode step
-(`decoding`), explanations (`distances`) and operation counts (`costs`) are made of them, for all methods alike.
+A method declares its parts once, in `Method.parts_of`. From the parts follow how a block is attended
+(`attending`), the recorded decode step (`decoding`), explanations (`distances`) and operation counts (`costs`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Final, Literal
 
 from torch import Tensor
 
-Index = int | Tensor  # a token's index or a position: one for all queries, or one for each, `[T]`
-CHOSEN: Final = "chosen"  # the keys of a part: those that the method's selection chose
-RECENT = "recent keys"  # the state that holds the last keys at their absolute positions
+Index = int | Tensor  # a token's index or a position: one number for all queries, or one for each query, `[T]`
+CHOSEN: Final = "chosen"  # stands in `Part.keys` for the keys that the method's selection chose
+RECENT = "recent keys"  # the name of the state that holds the last keys at their absolute positions
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Part:
     """Some keys that the queries `i [T]` of a step see, with positions for queries and keys.
 
     `keys` is the span `(start, stop)` of the tokens that each query sees, or `CHOSEN`. No span reaches beyond the
-    query: a start below 0 means 0, a stop beyond `i + 1` means `i + 1`, and a stop at or before the start means none.
+    query: a start below 0 means 0, a stop beyond `i + 1` means `i + 1`. A span whose stop is not after its start is
+    empty.
     `query_at` is the position from which the queries see the keys. For chosen keys the position may differ by slot,
     `[T, K]`; a query with fewer choices than its `n_slots [T]` has the choices in its last slots.
 
@@ -42,7 +43,7 @@ class LayerFacts:
     """The facts that parts may depend on, besides the queries' indices.
 
     `kind` is the layer's `Method.layer_kind`. `longest` is the length of the longest text that the queries may belong
-    to: for a block, the text up to its end. `sliding_window` is the checkpoint's.
+    to: for a block, the text up to the block's end. `sliding_window` is the checkpoint's.
     """
 
     kind: str

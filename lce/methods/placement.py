@@ -1,4 +1,4 @@
-"""Placements of chosen chunks. A placement determines how keys are cached and how scored queries are rotated."""
+"""Placements of chosen chunks. A placement decides how keys are cached and how scored queries are rotated."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ class Placement(ABC):
 
     @abstractmethod
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return the part of the chunks that queries `i [T]` chose, in up to `n_slots` slots.
-
-        `most` is how many chunks a query may choose.
-        """
+        """Return the part of the chunks that queries `i [T]` choose: `n_slots` slots for at most `most` chunks."""
 
     def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
         """Return the block's queries, rotated for `score`."""
@@ -32,13 +29,13 @@ class Placement(ABC):
 
 
 class SideBySide(Placement):
-    """Chosen chunks side by side from position 0, the own chunk right after them: all within the window (LongHeads)."""
+    """Chosen chunks side by side from position 0, then the query's own chunk: all within the window (LongHeads)."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices % size
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Turn the query back by s·L for slot s, because chunks are cached at offsets 0..L-1.
+        """Return the part, with the query s·L positions nearer for slot s, because chunks are cached at offsets 0..L-1.
 
         Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
         """
@@ -48,7 +45,7 @@ class SideBySide(Placement):
 
 
 class TruePositions(Placement):
-    """Chosen chunks at their true positions: for speed with models whose window is long already."""
+    """Chosen chunks at their true positions: for speed with models whose window is long."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices
@@ -61,7 +58,7 @@ class TruePositions(Placement):
 
 
 class ConstantDistance(Placement):
-    """Chosen chunks at one distance, the chunk size L. The own chunk has the distances 0 to L - 1."""
+    """Chosen chunks at one distance, the chunk size L. The query's own chunk has the distances 0 to L - 1."""
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
         return Part(CHOSEN, size)

@@ -1,4 +1,4 @@
-"""Quest: the pages of keys that could answer a query best, at their true positions."""
+"""Quest: each query attends the pages of keys whose logits could be largest, at their true positions."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from lce.methods.top_p import top_p_knob
 class Quest(ChunkSelection):
     """Quest (Tang et al., 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference").
 
-    Keys are cut into pages of `page` tokens. A page keeps the minimum and the maximum of each channel of its keys,
-    rotated at their absolute positions. It scores `Σ_d max(q_d · min_d, q_d · max_d)` for a query at its position: no
-    `q · k` of the page exceeds that (Algorithm 1). Every query of every head attends its best pages and its own,
-    `budget` tokens in all, at their true positions. The first `dense_layers` layers attend everything.
+    Keys are cut into pages of `page` tokens. A page keeps the minimum and the maximum of each channel of its keys, at
+    their absolute positions. The score of a page for a query is `Σ_d max(q_d · min_d, q_d · max_d)`: an upper bound of
+    `q · k` for all keys of the page (Algorithm 1). Every query of every head attends its own page and
+    the best other pages, `budget` tokens in all, at their true positions. The first `dense_layers` layers attend
+    everything.
 
-    For models whose window is long already: no position is changed. The paper selects in decode alone; here prefill
-    selects as well, query by query.
+    For models whose window is long: no position is changed. The paper selects in decode alone; here prefill selects as
+    well, for each query.
 
-    Cost: a token is scored against N / page pages, O(H · N / page · D), and attends at most `budget` keys. The pages'
-    bounds are 2 · G · D numbers each.
+    With `top_p` a query takes no more pages than reach that share of the mass. A page's score counts as the logit of
+    all of its tokens, so the estimated mass is spread more evenly than the attention.
 
-    With `top_p` a query takes no more pages than reach that share of the mass, every token of a page being taken to
-    have the page's bound as its logit: the estimate is flatter than the attention.
+    Cost: a token is scored against N / page pages, O(H · N / page · D), and attends at most `budget` keys. A page keeps
+    2 · G · D numbers.
     """
 
     placement = "true"
@@ -71,7 +72,7 @@ class Quest(ChunkSelection):
         return AccessPattern(self.page, local=self.page, per_head=True)
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return {SUMMARIES: Summaries(2 * layout.key_bytes, self.page)}  # over all layers, the dense ones included
+        return {SUMMARIES: Summaries(2 * layout.key_bytes, self.page)}  # in all layers, dense ones included
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, shape = kept.get(SUMMARIES), (layout.n_kv_heads, n_tokens // self.size, 2, layout.head_dim)

@@ -1,4 +1,4 @@
-"""Random chunks: the floor that a selection must beat. For analysis, not to serve with."""
+"""Random chunks, for analysis: a selection is only worth its cost if it beats them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lce.methods.step import Step
 @register("random")
 @dataclass(frozen=True)
 class RandomChunks(BudgetedChunks):
-    """Random chunks, drawn for every query of every head. For analysis: what a budget gives without any selection.
+    """Random chunks, drawn for every query of every head. For analysis: the result of a budget without any selection.
 
     A draw depends on `seed`, layer, head, query index and chunk alone, not on the block size. The first chunk and the
     last complete one are always attended, as in `SelectiveMethod`, unless `keep_first` or `keep_last` is false.
-    `budget` gives the size in tokens, the own chunk included, in the place of `chunks`. With `top_p` a query takes that
+    `budget` replaces `chunks` by a number of tokens, the query's own chunk included. With `top_p` a query takes that
     share of the chunks before it, `chunks` at most.
 
     Cost: O(H · M) draws a token, and at most `chunks · L` keys attended.

@@ -1,4 +1,4 @@
-"""ReRoPE: every key, at a distance that stops growing."""
+"""ReRoPE: each query attends every key, at bounded distances."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lce.methods.registry import register
 class ReRope(LocalMethod):
     """ReRoPE (Su, 2023, "Rectified Rotary Position Embeddings").
 
-    A query attends every earlier key, at distance `min(i - j, local)`: exact nearby, constant beyond. `log_scale`
-    multiplies the query by `max(1, ln(i + 1) / ln W)`, which keeps the softmax as sharp as it was in training.
+    A query attends every earlier key, at the distance `min(i - j, local)`. `log_scale` multiplies the query by
+    `max(1, ln(i + 1) / ln W)`, which keeps the softmax as sharp as in training.
 
-    Example: `local=3`; query 9 sees keys 9, 8, 7 at distances 0, 1, 2 and all before them at 3.
+    Example: `local=3`; query 9 sees keys 9, 8, 7 at distances 0, 1, 2 and all earlier keys at distance 3.
 
-    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` also at their positions.
-    Time: O(N · D) a token and head, in two parts.
+    Keys are cached unrotated, because all far keys are seen at one distance; the last `local` keys are also kept at
+    their own positions. Time: O(N · D) a token and head, in two parts.
     """
 
     local: int | None = knob(None, "the largest distance; none is half of the window", least=1)

@@ -1,4 +1,4 @@
-"""Drives a method over a cache, and runs a method on plain tensors, without a model."""
+"""Runs a method over a cache (`Driver`), or on plain tensors without a model (`run`)."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Driver:
-    """A method with its attention backend. Holds no state."""
+    """A method with its attention backend and the model's facts. Holds no state."""
 
-    method: Method  # resolved
+    method: Method  # after `Method.resolve`
     attention: Attention
     window: int
     n_kv_heads: int
     sliding_window: int | None = None
 
     def begin(self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None) -> Block:
-        """Begin to append a block of `n_tokens` tokens to a cache; make space for the tokens."""
+        """Begin to append a block of `n_tokens` tokens to a cache, with space for the tokens."""
         cache.begin()
         start, stop = cache.length, cache.length + n_tokens
         cache.reserve(stop)
-        if n_tokens == 1:  # a token's choices are much like the previous token's
+        if n_tokens == 1:  # a token mostly chooses what the previous token chose
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
         return Block(self.method, cache, {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device})
 
     def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
-        """Return the attention hook for one token of index `at [1]` on the device; begins and commits nothing.
+        """Return the attention hook for one token, whose index `at [1]` is on the device; begins and commits nothing.
 
-        The method must have `decodes`, and the cache space for the token. The hook's work can be recorded, and replayed
-        for each token of a text of at most `bound` tokens.
+        The method's `decodes` must be true, and the cache must have space for the token. The hook's work can be
+        recorded once, and replayed for each token of a text of at most `bound` tokens.
         """
         facts = rope, self.attention, self.window, self.n_kv_heads, self.sliding_window
         step = DeviceStep(*facts, at=at, bound=bound)
@@ -66,7 +66,7 @@ class Driver:
     ) -> T:
         """Append a block of `n_tokens` tokens to the cache; return what `call(attend)` returns.
 
-        `call` stands for a model: it calls `attend` once a layer, in order. If it raises, the block is dropped.
+        `call` acts as a model: it calls `attend` once for each layer, in order. If `call` raises, the block is dropped.
         """
         try:
             result = call(self.begin(cache, rope, n_tokens, note).attend)
@@ -83,24 +83,24 @@ class Driver:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of tokens of one context on its way through the layers of a model.
+    """A block of tokens of one context while it passes through the layers of a model.
 
-    After the last layer `cache.commit()` keeps the block; `cache.settle()` drops a failed one.
+    After the last layer the caller keeps the block by `cache.commit()`. If the pass fails, `cache.settle()` drops it.
     """
 
     method: Method
     cache: KVCache
-    steps: Mapping[int, Step]  # by the first layer of each device, each with its own memo
+    steps: Mapping[int, Step]  # one step for each device, by the device's first layer
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend in a layer, once for each, in order: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`."""
+        """Attend in a layer: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`. Call once for each layer, in order."""
         own = self.cache.layers[layer]
         step = self.steps[own.layout.first_layer]
         with section("cache"):
             self.method.keep(k, v, own, step)
         with section("selection"):  # time outside attention and cache counts as selection
             out = self.method.attend(q, own, step)
-        if q.shape[1] == 1:  # after this layer's own pages and kernels
+        if q.shape[1] == 1:  # behind this layer's own pages and kernels
             self.cache.prefetch(layer + 1)
         return out
 
@@ -113,10 +113,10 @@ def run(
 ) -> Tensor:  # fmt: skip
     """Run a method as the first layer of a model does: unrotated `q [H, N, D]`, `k v [G, N, D]` to `[H, N, D]`.
 
-    `window` is how many positions the model can be trusted on. `blocks` is one size for all blocks, or the sizes in
-    order; None: the method's own. `rope` is by default RoPE of base 10000 without scaling, `attention` is the name of a
-    backend, `note` is as in `Step`. Raises `UsageError` for shapes that do not fit, and `CapacityError` for knobs that
-    need more memory than there is.
+    `window` is the number of positions that the model can be trusted on. `blocks` is one size for all blocks, or their
+    sizes in order; None: the method's own. `rope` is by default RoPE of base 10000 without scaling. `attention` names a
+    backend; `note` is as in `Step`. Raises `UsageError` for shapes that do not fit, and `CapacityError` for knobs that
+    need more memory than is free.
 
     Example: queries of zeros weigh all keys alike, so each output is the mean of the values so far.
 
@@ -165,7 +165,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
 
 
 def _block_sizes(blocks: int | str | Sequence[int], n_tokens: int) -> list[int]:
-    """Return the sizes of the blocks that `n_tokens` tokens are cut into."""
+    """Return the sizes of the blocks into which `n_tokens` tokens are cut."""
     if isinstance(blocks, str) or not isinstance(blocks, Sequence):
         size = count(blocks, "blocks")
         return [min(size, n_tokens - start) for start in range(0, n_tokens, size)]

@@ -1,7 +1,7 @@
 """Selective methods: every query chooses the chunks that it attends.
 
-Selection and placement are two axes. A selector says what to keep of a chunk and how to score it. `placement` says
-where chosen chunks are seen; how keys are cached and which query is scored follow from it.
+Selection and placement are two axes. A selector says what to keep of a chunk and how to score the chunk. `placement`
+says where chosen chunks are seen; it decides how keys are cached and how the scored queries are rotated.
 """
 
 from __future__ import annotations
@@ -41,33 +41,35 @@ from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import prune, top_p_knob
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
-Scorer = Callable[[slice, Step], Tensor]  # some of a block's queries, and their step, to scores `[C, t, M]`
+Scorer = Callable[[slice, Step], Tensor]  # maps a slice of a block's queries, and its step, to scores `[C, t, M]`
 
 
 class ChunkSelection(Method, ABC):
-    """The base of all selectors of chunks; `SelectiveMethod` adds the usual knobs.
+    """A method whose queries choose chunks. `SelectiveMethod` derives from this class and adds the usual knobs.
 
-    A query of chunk `o` attends chunk `o` up to itself, and `n_choices` of the complete chunks before: the chunks that
-    `forced` names, then the best scoring ones.
+    A query of chunk `o` attends chunk `o` up to itself, and `n_choices` of the complete chunks before chunk `o`: those
+    that `forced` names, then those with the best scores.
     """
 
     hook_checks = SELECTION_CHECKS
-    placement: str  # a knob, or fixed
-    top_p: float | None = None  # likewise, as the next two
+    placement: str  # this and the next three are knobs, or fixed by the class
+    top_p: float | None = None  # the share of attention mass that is enough
     keep_first = True  # whether chunk 0 is always taken
     keep_last = True  # whether the last complete chunk before a query's own is always taken
-    uses_queries: ClassVar[bool] = True  # whether `summarise` looks at queries: they are kept while a chunk is open
-    summary_vectors: ClassVar[int] = 1  # vectors `[D]` a query head in a chunk's summary
+    uses_queries: ClassVar[bool] = (
+        True  # whether `summarise` needs queries, which are kept until their chunk is complete
+    )
+    summary_vectors: ClassVar[int] = 1  # the number of vectors `[D]` in a chunk's summary, for each query head
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Tokens in a chunk, L."""
+        """The number of tokens in a chunk, L."""
 
     @property
     @abstractmethod
     def n_choices(self) -> int:
-        """How many whole chunks a query sees besides its own."""
+        """The number of whole chunks that a query sees besides its own."""
 
     @property
     def placed(self) -> Placement:
@@ -92,7 +94,7 @@ class ChunkSelection(Method, ABC):
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
         if summaries is None:
-            return True  # not every layer needs summaries; one that does notices
+            return True  # some layers keep no summaries; a layer that needs them raises an error
         if not self.keeps_vectors:
             return summaries.shape[1] == n_chunks
         return is_like(summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype)
@@ -160,31 +162,32 @@ class ChunkSelection(Method, ABC):
         """Return how well each chunk answers each query: `q [H, T, D]`, `summary [S, M, …]` to `[C, T, M]`.
 
         Queries are unrotated for `side_by_side`, at their true positions for `true`, at the constant distance for
-        `constant`. C is H, or fewer if heads share a choice (C divides H).
+        `constant`. C is H, or a divisor of H if heads share a choice.
         """
         return dot_products(q, summary)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Turn scores `[C, T, M]` into logarithms of chunks' attention mass, up to a constant a query, for `top_p`.
+        """Turn scores `[C, T, M]` into logarithms of the chunks' attention mass, up to a constant per query.
 
-        By default, a score counts as the logit of every token of the chunk; sums over heads become means.
+        For `top_p`. By default, a score counts as the logit of every token of the chunk, and a sum of scores over heads
+        counts as the mean.
         """
         return scores.float() * (len(scores) / n_heads / math.sqrt(head_dim))
 
     @property
     def keeps_vectors(self) -> bool:
-        """Whether scores are dot products with summaries: one vector a chunk and query head."""
+        """Whether scores are dot products with summaries of one vector for each chunk and query head."""
         return type(self).score is ChunkSelection.score
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        """Return which chunks are always taken, `[T, M]` bool; `own [T, 1]` is the query's chunk."""
+        """Return which of `chunk_ids [M]` are always taken, `[T, M]` bool; `own [T, 1]` are the queries' chunks."""
         return ((chunk_ids == 0) & self.keep_first) | ((chunk_ids == own - 1) & self.keep_last)
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
         """Choose chunks `[C, T, K]` by scores `[C, T, M]`, ascending, -1 behind the last. Time: O(C · T · M).
 
-        A query gets `n_choices` of the chunks before its own, or all if fewer; placement relies on this. For any
-        scores, even infinite and NaN ones, no query gets its own chunk or a later one.
+        A query gets `n_choices` of the chunks before its own, or all of them if there are fewer; placement relies on
+        this. For any scores, even infinite and NaN ones, no query gets its own chunk or a later one.
         """
         n_chunks = scores.shape[-1]
 
@@ -204,9 +207,9 @@ class ChunkSelection(Method, ABC):
         return lambda here, some: self.score(scored[:, here], summary, some, cache.index), rows
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """Choose the chunks that each query of each head attends, `[H, T, K]`; None while there is no choice.
+        """Choose the chunks that each query of each head attends, `[H, T, K]`; None: there are no chunks yet.
 
-        For a `DeviceStep` returns `[C, 1, K]` for C groups of heads: C is 1, G or H.
+        For a `DeviceStep` the result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
         """
         if isinstance(step, DeviceStep):
             return self._choose_on_device(q, cache, step)
@@ -249,7 +252,7 @@ class ChunkSelection(Method, ABC):
         return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the cost, exactly for the default `score`; an overridden `summarise` is not counted."""
+        """Count the cost, with scores only for the default `score`; the cost of `summarise` is not counted."""
         products = 1 if self.keeps_vectors else None
         read = block.n_heads * self.summary_vectors
         return self.selection_cost(block, vectors_read=read, summaries=None, products=products)
@@ -258,10 +261,10 @@ class ChunkSelection(Method, ABC):
         self, block: QueryBlock, *, vectors_read: int, summaries: int | None, choosers: int | None = None,
         products: int | None = 1, together: bool = False,
     ) -> Cost:  # fmt: skip
-        """Return the cost of choosing chunks and of attending the chosen ones.
+        """Return the cost of choosing chunks and of attending the chosen chunks.
 
-        A chunk's summary has `vectors_read` vectors, and a query takes `products` dot products with each chunk, for
-        `choosers` heads (None: all heads). `together`: the query heads of a KV head choose alike.
+        Scoring a chunk reads `vectors_read` vectors, and takes `products` dot products for each query of `choosers`
+        heads (None: all heads). With `together` the query heads of a KV head choose alike.
         """
         n_chunks = block.stop // self.size if block.stop > self.size else 0
         n_queries = (block.n_heads if choosers is None else choosers) * len(block)
@@ -273,27 +276,29 @@ class ChunkSelection(Method, ABC):
     @property
     def counted(self) -> bool:
         cls = type(self)
-        own = cls.choice_cost is not ChunkSelection.choice_cost  # overridden scores and summaries are not counted
+        own = (
+            cls.choice_cost is not ChunkSelection.choice_cost
+        )  # an own `choice_cost` does not count scores and summaries that a subclass overrides
         return super().counted and says_for(self, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        """Return how many groups of neighbouring heads choose on their own."""
+        """Return the number of groups of neighbouring heads; the heads of a group choose together."""
         return n_heads
 
     @property
     def plain_choice(self) -> Literal["best", "worst"] | None:
-        """The chunks that a GPU kernel takes in the place of the `score` of the same class; None: no kernel chooses."""
+        """Which chunks a GPU kernel takes by the scores that `score` of the same class gives; None: no kernel can."""
         return "best"
 
     @property
     def decodes(self) -> bool:
-        """Whether decode steps can be recorded; not with `top_p`, because the number of chosen chunks varies."""
+        """Whether decode steps can be recorded: not with `top_p`, because the number of chosen chunks varies."""
         return self.top_p is None and super().decodes
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Attend chosen chunks as runs. The own chunk is the last run, unless its keys are elsewhere."""
+        """Attend chosen chunks as runs. The query's own chunk is the last run, unless its keys are the recent keys."""
         own = others[0].turn if others else None
         runs = self._plain_runs(q, cache, step, own is not None)
         if runs is None:
@@ -307,7 +312,7 @@ class ChunkSelection(Method, ABC):
     def bound(self, stop: int) -> int | None:
         """Return the bound; None for steps that complete a chunk: these make a summary, and are not recorded.
 
-        Overridden `score`, `select` and `forced` get complete chunks alone.
+        If `score`, `select` or `forced` is not lce's own, no chunk within the bound is incomplete.
         """
         if stop <= self.size or not stop % self.size:
             return None
@@ -315,10 +320,12 @@ class ChunkSelection(Method, ABC):
         return super().bound(stop) if all(ours) else (stop // self.size + 1) * self.size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Choose among all chunks within the bound; chunks that are not complete yet are never taken."""
+        """Choose among the chunks within the bound; chunks that are not complete yet are never taken."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
         scores = self.score(self.placed.scored(q, step, self.size), summary, step, cache.index)
-        if type(self).select is not ChunkSelection.select:  # it may take chunks that are not complete
+        if (
+            type(self).select is not ChunkSelection.select
+        ):  # an overridden `select` might take chunks that are not complete
             scores = scores.masked_fill(
                 torch.arange(scores.shape[-1], device=q.device) >= step.at // self.size, -torch.inf
             )
@@ -326,7 +333,7 @@ class ChunkSelection(Method, ABC):
         return chosen if len(chosen) in (1, step.n_kv_heads) else chosen.repeat_interleave(len(q) // len(chosen), 0)
 
     def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
-        """Choose as `choose` and `runs_of_chunks` do, if the choice is plain and kernels take these tensors."""
+        """Choose as `choose` and `runs_of_chunks` do, by kernels; None if kernels cannot make this choice."""
         plain = self.plain_choice
         if plain is None or not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
             return None
@@ -337,7 +344,7 @@ class ChunkSelection(Method, ABC):
         return best_runs(scored, summary, step.at, self.size, self.n_choices, **options)
 
     def _slot_turns(self, n_slots: int, turn: Turn, own: Turn | None, step: Step) -> tuple[Turn, Tensor]:
-        """Return turns, and each slot's index into the turns; the own chunk's comes last."""
+        """Return turns, and each slot's index into the turns. The own chunk, if it has a turn, is the last slot."""
 
         def make() -> tuple[Turn, Tensor]:
             slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
@@ -354,14 +361,14 @@ class SelectiveMethod(ChunkSelection):
 
     A new selector overrides hooks. `summarise`: what to keep of a complete chunk. `score`: how well chunks answer
     queries, by default dot products with summaries. `select`: which chunks are taken. By default, a query of chunk `o`
-    attends the first chunk, the best scoring ones, chunk `o-1` and chunk `o` up to itself: `chunks` in all.
+    attends the first chunk, the best scoring chunks, chunk `o-1`, and chunk `o` up to itself: `chunks` in all.
 
     `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that all distances
-    are within the window; `true`, at their own positions; `constant`, at the distance
-    `chunk_size`. The own chunk is always seen at its true distances.
+    are within the window; `true` at their own positions; `constant` at the distance `chunk_size`. A query's own chunk
+    is always seen at its true distances.
 
     With `top_p`, a query takes only as many of its `chunks` as reach that share of the attention to the chunks before
-    its own, as estimated by `log_mass`; chunks always attended count first.
+    its own, as `log_mass` estimates; chunks that are always attended count first.
     """
 
     chunk_size: int | None = knob(None, "tokens of a chunk; none is derived from the window", least=1)

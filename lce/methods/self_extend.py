@@ -1,4 +1,4 @@
-"""Self-Extend: near keys at their own distance, far keys at their group's distance."""
+"""Self-Extend: each query attends every key, near keys at their own distance and far keys at their group's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from lce.methods.registry import register
 class SelfExtend(LocalMethod):
     """Self-Extend (Jin et al., 2024, "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning").
 
-    A query attends every earlier key. One nearer than `local` is seen at its true distance; farther ones at `i // group
-    - j // group + local - local // group` (Eq. 3-4, with the paper's floors), so that distances grow `group` times more
-    slowly. The window is stretched to `(W - local) · group + local` tokens; beyond that, distances leave the window:
-    choose a larger group.
+    A query attends every earlier key: keys nearer than `local` at their true distance, farther keys at the distance
+    `i // group - j // group + local - local // group` (Eq. 3-4, with the paper's floors), which grows `group` times
+    more slowly. A window of W positions then holds `(W - local) · group + local` tokens. A longer text needs a larger
+    `group`.
 
     Example: `local=4, group=2`; query 9 sees keys 9..6 at 0..3, then 5, 4 at 4 and 3, 2 at 5.
 
-    Keys are cached at their group's position; the last `local` also at their own. Time: O(N · D) a token and head.
+    Keys are cached at their group's position; the last `local` keys are also kept at their own positions.
+    Time: O(N · D) a token and head.
     """
 
     local: int | None = knob(None, "last tokens, at exact distances; none is a quarter of the window", least=1)
@@ -36,7 +37,7 @@ class SelfExtend(LocalMethod):
         return self.filled(local=max(1, window // 4))
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the text whose farthest distance, `i // group + local - local // group`, is the last in the window."""
+        """Return the length for which the farthest distance, `i // group + local - local // group`, is `window - 1`."""
         grouped = window - self.n_local + self.n_local // self.group
         return max(window, grouped * self.group)
 

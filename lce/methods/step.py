@@ -1,4 +1,4 @@
-"""The arguments of a method: the current pass, and the checkpoint."""
+"""What a method is told: the current pass (`Step`), and the model (`ModelFacts`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lce.models.config import ModelConfig, RopeConfig
 from lce.models.rope import Rope
 from lce.weights.source import Source
 
-Note = Callable[[int, Tensor], None]  # a layer, and its choices `[H, T, K]`
+Note = Callable[[int, Tensor], None]  # takes a layer's index, and the layer's choices `[H, T, K]`
 T = TypeVar("T")
-NoteScores = Callable[["Step", int, Tensor], None]  # T queries, a layer, and all scores `[C, T, M]`, -inf for none
+NoteScores = Callable[["Step", int, Tensor], None]  # takes the queries' step, a layer's index, scores `[C, T, M]`
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class Step:
     """A pass of a block through the model: the facts that are the same in every layer.
 
     Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
-    `start=1500, stop=1501`. `at` is the token's index, if only the device knows the index: see `DeviceStep`.
+    `start=1500, stop=1501`. If only the device knows a token's index, the index is `at`: see `DeviceStep`.
 
     `memo` lasts for the pass: `once` computes in the first layer what the other layers use again. Each device has its
-    own memo; `all_devices` is one memo for all devices. A method calls `note`, if given, with each layer's choices, and
-    before that `note_scores` with the scores, for all queries of the block or for one `part` after another.
+    own memo; `all_devices` is one memo for all devices. A method calls `note`, if given, with each layer's choices.
+    Before that, it calls `note_scores`, if given, with the scores of the queries' candidates, -inf for others: once for
+    the whole block, or once for each `part` of the block.
     """
 
     start: int
@@ -45,18 +46,18 @@ class Step:
     at: Tensor | None = field(default=None, kw_only=True)
 
     def part(self, start: int, stop: int) -> Step:
-        """Return the step of some of the block's queries, `start..stop-1` counted from its first."""
+        """Return the step of the block's queries `start..stop-1`, counted from the block's first query."""
         return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return `make()`, called once a pass, device and `name`; later calls return the first result."""
+        """Return `make()`, called once for each pass, device and `name`; later calls return the first result."""
         memo: dict[str, T] = self.memo
         if name not in memo:
             memo[name] = make()
         return memo[name]
 
     def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """Return `make()`, called once a pass and `name`; the result is moved to `device`."""
+        """Return `make()`, called once for each pass and `name`, on whichever device; moved to `device`."""
         if name not in self.all_devices:
             self.all_devices[name] = make()
         made = self.all_devices[name]
@@ -97,15 +98,15 @@ class Step:
 
 
 class OnDevice(LookupError):
-    """A hook asked a `DeviceStep` for a number that only the device knows. The step then runs without recording."""
+    """Raised if a hook asks a `DeviceStep` for a number that only the device knows. The step then runs unrecorded."""
 
 
 @dataclass(frozen=True)
 class DeviceStep(Step):
-    """The decode step of a token whose index is read on the device, `at [1]` int64: it can be recorded and run again.
+    """The decode step of a token whose index, `at [1]` int64, is read on the device: recorded once and replayed.
 
-    No number and no shape of a `DeviceStep` depends on the index; the host knows only that the text has at most `bound`
-    tokens. So `start` and `stop` raise `OnDevice`.
+    No number and no shape on the host depends on the index; the host knows only that the text has at most `bound`
+    tokens. So reading `start` or `stop` raises `OnDevice`.
     """
 
     start: int = field(init=False, repr=False)
@@ -113,20 +114,20 @@ class DeviceStep(Step):
     at: Tensor = field(kw_only=True)
     bound: int = field(kw_only=True)
 
-    def __getattr__(self, name: str) -> Any:  # of an attribute that was never set
+    def __getattr__(self, name: str) -> Any:  # called for attributes that were never set
         raise (OnDevice if name in ("start", "stop") else AttributeError)(name)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about a model that a method sees on loading.
+    """The facts about a model that a method sees when the model is loaded.
 
     `config` has the sizes and, as `published`, the fields of config.json. `source` has the files beside the weights.
-    `window` and `rope` are those that the engine uses, the user's options included.
+    `window` and `rope` are the engine's, after the user's options.
     """
 
     source: Source
     config: ModelConfig
     window: int
     rope: RopeConfig
-    plan_only: bool = False  # for planning only: files of learned maps may be missing
+    plan_only: bool = False  # whether nothing will run: files of learned maps may be missing

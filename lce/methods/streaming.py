@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the last ones."""
+"""StreamingLLM: each query attends the first and the last tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lce.methods.registry import register
 class Streaming(Method):
     """StreamingLLM (Xiao et al., 2024, "Efficient Streaming Language Models with Attention Sinks").
 
-    A query attends the first `sinks` tokens and the last `local`, itself included (section 3.2). Positions are indices
-    inside what is kept, for every query of a long prefill as in decode: a local key is seen at its true distance, sink
-    j from position `sinks + local - 1` once there is something between.
+    A query attends the first `sinks` tokens and the last `local` tokens, itself included (section 3.2). Positions count
+    only the attended tokens, for every query of a long prefill as in decode. A local key is seen at its true distance,
+    and a sink from position `sinks + local - 1` when there are tokens between sinks and local tokens.
 
     Example: `sinks=2, local=3`; query 9 attends tokens 0, 1, 7, 8, 9 as if they were a text of five.
 
-    Keys are cached at their absolute position, which is a sink's position too, so only the query is turned.
+    Keys are cached at their absolute positions, and only the query is rotated to other positions.
     Time: O((sinks + local) · D) a token and head, whatever the length.
     """
 
@@ -38,7 +38,7 @@ class Streaming(Method):
 
     @property
     def block(self) -> int:
-        """A quarter of what a query attends, 512 to 1,024: larger products run faster."""
+        """A quarter of the tokens that a query attends, 512 to 1,024: larger products run faster."""
         return max(512, min(1024, (self.access.sinks + self.access.local) // 4))
 
     @property

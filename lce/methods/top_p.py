@@ -1,8 +1,8 @@
 """A budget by mass: choices are cut to the fewest whose estimated attention reaches p.
 
 Twilight (Lin et al., 2025, "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning", arXiv:2502.02770)
-prunes what a selector chose to the smallest set whose attention weights add up to p, so that a head with a sharp
-attention reads less than a head with a flat one. Twilight estimates the weights from keys in 4 bits; here a method
+prunes a selector's choices to the smallest set whose attention weights add up to p, so that a head with sharp
+attention reads less than a head with flat attention. Twilight estimates the weights from keys in 4 bits. Here a method
 estimates them from its own scores, so nothing else is read.
 """
 
@@ -21,11 +21,11 @@ def top_p_knob() -> float | None:
 
 
 def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
-    """Return how many of the candidates, best first in `order [n]`, reach the share p of the mass of all: 1 or more.
+    """Return how many of the candidates `order [n]`, best first, reach the share p of the mass of all M candidates.
 
     `log_mass [M]` is the logarithm of each candidate's mass, up to a constant. If all n do not reach p, returns n.
 
-    Example: masses 6, 3, 1 in that order and p = 0.8: 2.
+    Example: masses 6, 3, 1 in this order and p = 0.8 give 2.
     """
     if p >= 1:
         return len(order)
@@ -34,11 +34,11 @@ def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
 
 
 def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: float) -> Tensor:
-    """Return the least number of each query's choices that reaches the share p, ascending again, -1 behind the last.
+    """Return the fewest of each query's choices that reach the share p, ascending again, -1 behind the last.
 
-    `chosen [C, T, K]`; `scores [C, T, M]` give the order, `log_mass [C, T, M]` the masses, -inf for non-candidates;
-    `forced [T, M]` stay, and count first. If the choices do not reach p, all of them stay. Time: O(C · T · (M + K log
-    K)).
+    `chosen [C, T, K]` are the choices. `scores [C, T, M]` give the order, `log_mass [C, T, M]` the masses, -inf for
+    non-candidates. The chunks `forced [T, M]` stay and count first. If the choices do not reach p, all of them stay.
+    Time: O(C · T · (M + K log K)).
     """
     if p >= 1:
         return chosen
@@ -48,7 +48,7 @@ def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: f
     rank = scores.float().gather(-1, index).masked_fill(~taken, -torch.inf).masked_fill(stays, torch.inf)
     order = rank.argsort(dim=-1, descending=True, stable=True)
     sorted_mass = mass.gather(-1, order)
-    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # by earlier choices; never with NaN masses
+    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # whether the choices before reach p; False if masses are NaN
     stays |= ~torch.empty_like(taken).scatter_(-1, order, reached)
     none = torch.iinfo(torch.int64).max
     kept = chosen.masked_fill(~(stays & taken), none).sort(dim=-1).values

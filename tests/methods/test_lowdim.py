@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from lce.attention import first_best, spread
 from lce.attention.scores import leading
 from lce.errors import UsageError
-from lce.methods.lowdim import LowDimMap, LowDimMaps, first_best, principal, spread
+from lce.methods.lowdim import LowDimMap, LowDimMaps, principal
 
 
 def layer(n_heads: int = 4, n_kv_heads: int = 2, low_dim: int = 3) -> LowDimMap:
