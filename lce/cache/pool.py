@@ -224,7 +224,9 @@ class Pool(Tier):
         """Free `n` slots and return them; dirty pages move down first."""
         slots = self._victims(n)
         held = self._holding(slots)
-        self._hand_down(held[~self.below.holds(self._pages(held))], self.below)
+        dirty = held[~self.below.holds(self._pages(held))]
+        if len(dirty):
+            self._hand_down(dirty, self.below)
         self._drop(held)
         return slots
 
