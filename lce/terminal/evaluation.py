@@ -1,7 +1,4 @@
-"""The commands `lce eval ...`: one function a subcommand, each a few calls of `lce.lab.eval`.
-
-Heavy modules are imported inside the functions, so that `--help` answers at once.
-"""
+"""The commands `lce eval ...`, a function each. Heavy modules are imported in the functions, so `--help` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lce eval selection`, `why` and `perplexity`: each method at each length, as a table that grows, or as JSON."""
+"""`lce eval selection`, `why` and `perplexity`: a line for each method and length when measured, or JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def show_selection(
     text: str | None, queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
     loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Measure each method at each length; print each row when measured."""
+    """Measure each method's selection at each length. Print each line when measured."""
     check_capacity(model, methods, max(lengths), loading)
     found: list[Selection] = []
     task, suite = asked
@@ -63,7 +63,7 @@ def row(one: Selection) -> str:
 
 
 def layer_rows(one: Selection) -> list[str]:
-    """Return a line a layer: means over the layer's heads, and the least and largest recall of a head."""
+    """Return a line a layer: the means over heads, and the smallest and largest recall of a head."""
     lines = []
     for layer, recall in enumerate(one.by_layer["recall"]):
         means = {name: table[layer] for name, table in one.by_layer.items() if table[layer]}
@@ -78,7 +78,7 @@ def show_causes(
     model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: tuple[MadeTask, MadeSuite], each: bool,
     record: str | None, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Explain each method's misses at each length; print each row when known."""
+    """Explain each method's misses at each length. Print each line when known."""
     found: list[Causes] = []
     (task, suite), known = asked, Record(record)
     for method in methods:
@@ -99,7 +99,7 @@ def show_causes(
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """Return the answers to a sample, change by change."""
+    """Return lines with the cause of a miss and the answer under each change."""
     depth = "" if verdict.depth is None else f" at depth {verdict.depth:.2f}"
     by = "" if verdict.by is None or verdict.cause == "answered" else f", answered by {verdict.by}"
     lines = [f"  sample {verdict.index}{depth}: {verdict.cause}{by}; expected {verdict.expected!r}"]
@@ -110,7 +110,7 @@ def show_perplexities(
     model: str, methods: Sequence[lce.Method], lengths: Sequence[int], files: Sequence[str], streams: bool, stride: int,
     scored: str, most: int | None, longest: int | None, record: str | None, loading: Mapping[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Measure each method at each length over the texts of some files. Refusals come before the first line.
+    """Measure each method's perplexity at each length over the texts of some files. Errors precede the first line.
 
     Windows of all lengths end where windows of the largest length, or of `longest` tokens, end.
     """
@@ -149,7 +149,7 @@ def show_perplexities(
 
 
 def loss_row(found: Perplexity) -> str:
-    """Return one line of the table under `LOSS_HEADER`."""
+    """Return a line of the table under `LOSS_HEADER`."""
     tokens = f"{found.first:,}-{found.length:,}" if found.setting == "stream" else f"{found.length:,}"
     interval = "" if found.low is None else f"  {number(found.low)} to {number(found.high)}"
     figures = f"{found.samples:>9,}{found.tokens:>10,}{number(found.perplexity):>12}"
@@ -157,7 +157,7 @@ def loss_row(found: Perplexity) -> str:
 
 
 def number(x: float | None) -> str:
-    """Return a perplexity to four digits."""
+    """Format a perplexity with about four digits; None as no text."""
     return "" if x is None else f"{x:,.0f}" if 1000 <= x < 1e9 else f"{x:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""`lce eval report`: records as Markdown tables and as JSON."""
+"""`lce eval report`: the tables of records as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lce.terminal.tables import markdown
 
 
 def report_lines(report: Report) -> list[str]:
-    """Return a report as Markdown: all tasks side by side, then each task's scores, bytes read, depths and notes."""
+    """Return a report as Markdown: all tasks side by side, then the tables and notes of each task."""
     lines = _side_by_side(report)
     for table in report.tables:
         lines += [f"## {table.title}: {table.model}", "", *_scores(table), ""]
@@ -31,7 +31,7 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _side_by_side(report: Report) -> list[str]:
-    """Return a table for each model and each length with several tasks: a row a task, a column a method."""
+    """Return tables of the tasks by method, for each model and each length with several tasks."""
     lines: list[str] = []
     for model in dict.fromkeys(table.model for table in report.tables):
         tables = [table for table in report.tables if table.model == model]
@@ -43,7 +43,7 @@ def _side_by_side(report: Report) -> list[str]:
 
 
 def _tasks(tables: Sequence[Table], length: int) -> list[str]:
-    """Return mean scores at one length, and means over the tasks that the model can do within its window."""
+    """Return a table of mean scores at one length, with the means over the tasks that discriminate."""
     methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
     rows, told = [], []
     for table in tables:
@@ -60,7 +60,7 @@ def _tasks(tables: Sequence[Table], length: int) -> list[str]:
 
 
 def _by_length(table: Table, name: str, rows: Sequence[Sequence[str]], *more: str) -> list[str]:
-    """Return rows with a column a length."""
+    """Return a table with a column for each length."""
     return markdown([name, *(f"{length:,}" for length in table.lengths), *more], rows)
 
 
@@ -82,7 +82,7 @@ def _scores(table: Table) -> list[str]:
 
 
 def _losses(table: LossTable) -> list[str]:
-    """Return perplexities by length or position, with an explanation of the numbers."""
+    """Return a table of perplexities by length or position, with notes."""
     names = [f"{first:,}-{length:,}" if first else f"{length:,}" for first, length in table.columns]
     rows = []
     for method in table.methods:
@@ -98,7 +98,7 @@ def _losses(table: LossTable) -> list[str]:
 
 
 def _selection(table: SelectionTable) -> list[str]:
-    """Return methods' selections and reads, a row a method and length, with an explanation of the numbers."""
+    """Return a table of selections, with a row for each length and method, with notes."""
     rows = []
     for one in table.rows:
         reads = [size_text(round(one.all_bytes)), f"{one.all_bytes / one.full_bytes:.0%}"]
@@ -111,7 +111,7 @@ def _selection(table: SelectionTable) -> list[str]:
 
 
 def _bytes(table: Table) -> list[str]:
-    """Return the bytes that a decode step reads of keys, values and their summaries."""
+    """Return a table of the bytes that a decode step reads; no lines if none are known."""
 
     def read(cell: Cell) -> str:
         return "" if cell.score.read_bytes is None else size_text(round(cell.score.read_bytes))
@@ -122,7 +122,7 @@ def _bytes(table: Table) -> list[str]:
 
 
 def _depths(table: Table) -> list[str]:
-    """Return scores by depth, for samples at requested depths."""
+    """Return a table of scores by depth for each method, if depths were asked for."""
     lines = []
     for method in table.methods:
         rows = []
@@ -135,7 +135,7 @@ def _depths(table: Table) -> list[str]:
 
 
 def _notes(table: Table) -> list[str]:
-    """Return notes on the numbers: sample counts, kinds of intervals, and what does not discriminate."""
+    """Return notes on a table: sample counts, kinds of intervals, and what does not discriminate."""
     scores = [cell.score for cell in table.cells.values()]
     if not scores:
         return table.notes
@@ -156,7 +156,7 @@ def _score(score: Score) -> str:
 
 
 def report_object(report: Report) -> dict[str, Any]:
-    """Return a report for JSON: every cell with its score, in numbers."""
+    """Return a report as a JSON object."""
     perplexities = [table.as_object() for table in report.perplexities]
     selections = [table.as_object() for table in report.selections]
     tables = [_table_object(table) for table in report.tables]

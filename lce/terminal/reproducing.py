@@ -1,6 +1,6 @@
-"""`lce reproduce`: the list of tables and figures, or one entry as a table that grows row by row, or as JSON.
+"""`lce reproduce`: the list of tables and figures, or the measured cells of one entry, as lines or as JSON.
 
-The commands that an entry prints measure the entry; each runs here with `--json`.
+An entry is measured by the commands that it prints, which run in this process with `--json`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = ["| row | measured | length | the paper | here | 95% interval | of |", 
 
 
 def list_entries(output: Output) -> None:
-    """Print one line for each entry, paper by paper."""
+    """Print a line for each entry, paper by paper."""
     output.object([{"id": entry.id, "title": entry.title, "paper": entry.paper} for entry in ENTRIES.values()])
     width = max(map(len, ENTRIES))
     for paper, about in PAPERS.items():
@@ -39,7 +39,7 @@ def list_entries(output: Output) -> None:
 
 
 def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **options: Any) -> None:
-    """Run an entry and print its cells; with `dry_run`, only print its commands."""
+    """Run an entry and print its cells; if `dry_run`, only print its commands."""
     entry = find(id)
     setting = Setting(**options, samples=samples or entry.samples, limit=samples)
     entry.check(setting)
@@ -50,7 +50,7 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
     check_capacity(setting.model, methods, max(1, *entry.lengths(setting)), setting.loading)
     cells: list[Cell] = []
     with Commands(setting, output) as commands:
-        for cell in entry.run(setting, commands.run):  # the first command refuses bad options before any output
+        for cell in entry.run(setting, commands.run):  # errors of options come before the first cell
             output.text(*([] if cells else [*about(entry, setting), "", *HEADER]), line(cell))
             cells.append(cell)
     notes = dict.fromkeys(f"{cell.label}: {cell.note}" for cell in cells if cell.note)
@@ -59,7 +59,7 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
 
 
 class Commands(contextlib.ExitStack):
-    """A runner of `lce` commands in this process; prose for the commands stays in a folder until closing."""
+    """Runs `lce` commands in this process. Files of prose for the commands are kept until closing."""
 
     def __init__(self, setting: Setting, output: Output) -> None:
         super().__init__()
@@ -91,17 +91,17 @@ class Commands(contextlib.ExitStack):
 
 
 def _prose(setting: Setting, tokens: int) -> str:
-    """Make prose of `tokens` tokens of the model."""
+    """Return prose of `tokens` tokens of the model."""
     tokenizer = lce.load(setting.model).tokenizer
     prose, text, ids = sentences(Random(setting.seed)), "", list[int]()
-    while len(ids) < tokens:  # counted again for each tenth, so the time is that of about ten readings
+    while len(ids) < tokens:  # each step adds a tenth, so all is encoded about ten times
         text = " ".join([text, *(next(prose) for _ in range(100 + len(text) // 1000))]).strip()
         ids = tokenizer.encode(text, bos=False)
     return tokenizer.decode(ids[:tokens])
 
 
 def described(entry: Entry, setting: Setting) -> dict[str, Any]:
-    """Return an entry and its setting for JSON."""
+    """Return an entry and its setting as a JSON object."""
     return {
         "id": entry.id, "title": entry.title, "paper": entry.paper, "claim": entry.claim, "note": entry.note,
         "same_measurement": entry.is_same(setting), "model": setting.model, "window": setting.window,
@@ -110,7 +110,7 @@ def described(entry: Entry, setting: Setting) -> dict[str, Any]:
 
 
 def about(entry: Entry, setting: Setting) -> Iterable[str]:
-    """Yield lines on the paper's measurement, the measurement here, and its commands."""
+    """Yield lines about the paper's measurement, the measurement here, and its commands."""
     yield f"{entry.id}: {entry.title}"
     yield f"the paper ({PAPERS[entry.id.partition(':')[0]]}): {entry.paper}"
     if entry.claim:
@@ -125,7 +125,7 @@ def about(entry: Entry, setting: Setting) -> Iterable[str]:
 
 
 def line(cell: Cell) -> str:
-    """Return a cell as a line of the table."""
+    """Return a cell as a line of the Markdown table."""
     span = "" if cell.low is None or cell.high is None else f"{number(cell.low)} to {number(cell.high)}"
     length, n = (f"{x:,}" if x else "" for x in (cell.length, cell.n))
     texts = (cell.row, cell.label, length, number(cell.paper), number(cell.value), span, n)
@@ -133,7 +133,7 @@ def line(cell: Cell) -> str:
 
 
 def number(x: float | str | None) -> str:
-    """Format a number to two or three figures; text stays, and None is -."""
+    """Format a number with about three digits, None as -; return text unchanged."""
     if x is None or isinstance(x, str):
         return x or "-"
     if abs(x) >= 100:

@@ -1,4 +1,4 @@
-"""`lce eval run`, `published` and `score`: a line for each measured cell, or JSON; and the lists of tasks."""
+"""`lce eval run`, `published` and `score`: a line for each cell when measured, or JSON; and the lists of tasks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CEILING = "full, ceiling"
 
 @dataclass
 class SuiteRun:
-    """A run of `lce eval run` or `lce eval published`, and its cells so far, as JSON objects.
+    """A run of `lce eval run` or `lce eval published`. `objects` has the cells so far as JSON objects.
 
-    `lengths` are those that tasks are made for. `predictions` is a folder for answers in a benchmark's own layout.
+    `lengths` are for tasks made here. `predictions` is a folder for answers in a benchmark's own layout.
     """
 
     model: str
@@ -51,10 +51,10 @@ class SuiteRun:
     predictions: str | None = None
     answers: Record = field(default_factory=Record)
     objects: list[dict[str, Any]] = field(default_factory=list)
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # in percent, by method and task
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task scores in percent, by method and task
 
     def measure(self, record: str | None) -> None:
-        """Measure and print the cells. Refusals of the first task come before the first line."""
+        """Measure and print the cells. Errors in making the first task come before the first line."""
         self.answers = Record(record)
         self.answers.prepare()
         if self.predictions is not None:
@@ -84,7 +84,7 @@ class SuiteRun:
         self.output.object(self.objects)
 
     def _ceilings(self, engine: lce.Engine) -> list[tuple[lce.Engine, int]]:
-        """Return `full` with the checkpoint's own RoPE scaling, and a length within its window, for each task."""
+        """Return for each task an engine of `full`, without the user's RoPE scaling, and a length within the window."""
         assert isinstance(self.suite, MadeSuite)
         full = lce.load(self.model, "full", sharing=engine, **{**self.loading, "rope": None, "rope_factor": None})
         try:
@@ -97,7 +97,7 @@ class SuiteRun:
         self, task: Any, engines: Sequence[lce.Engine], made: Mapping[int, list[Sample]],
         ceiling: tuple[lce.Engine, int] | None,
     ) -> None:  # fmt: skip
-        """Measure the cells of a task; the ceiling, if any, comes first."""
+        """Measure the cells of a task, first the ceiling if it is asked for."""
         top = self._cell(task, *ceiling, None, ceiling=True) if ceiling else None
         reason = fails(top) if top else None
         if reason:
@@ -115,7 +115,7 @@ class SuiteRun:
         self, task: Any, engine: lce.Engine, length: int, made: Sequence[Sample] | None, *, ceiling: bool = False,
         hidden: bool = False,
     ) -> Score | None:  # fmt: skip
-        """Measure and print a cell; return its score, None if the shard has no document of the task."""
+        """Measure and print a cell. Return its score, or None if the shard has no document of the task."""
         about = {"checkpoint": self.model} | ({"ceiling": True} if ceiling else {})
         label, where = engine.method.label, f" at {length:,}" if length else ""
         with self.output.bar(f"{task.name}, {label}{where}:", " samples") as bar:
@@ -138,7 +138,7 @@ class SuiteRun:
         return score
 
     def _row(self, method: str, length: int, found: TaskScore, score: Score, hidden: bool) -> str:
-        """Return one line under `HEADER`; a dash replaces a `hidden` score."""
+        """Return a line of the table under `HEADER`. A `hidden` score is a dash."""
         mean, low, high = (
             f"{x:.1%}" if self.suite.scale == 1 else f"{self.suite.scale * x:.2f}"
             for x in (score.mean, score.low, score.high)
@@ -154,27 +154,27 @@ def _most_tokens(sample: Sample) -> int:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder in which files can be written. Raises `UsageError`."""
+    """Make a folder for predictions. Raises `UsageError` if files cannot be written in it."""
     make_folder(folder, "predictions")
     check_folder(folder / "predictions.jsonl")
 
 
 def task_object(name: str) -> dict[str, Any]:
-    """Return a task's name, its question and source, its metric, and its knobs with defaults."""
+    """Return a task as a JSON object, with its knobs' defaults."""
     cls = TASKS[name]
     summary, (metric,) = " ".join((cls.__doc__ or "").split()), cls.metrics
     return {"name": name, "summary": summary, "metric": metric, "fills": cls.fills, "knobs": knob_values(cls())}
 
 
 def task_lines(task: Mapping[str, Any]) -> list[str]:
-    """Return the object of `task_object` as text."""
+    """Return the lines that show an object of `task_object`."""
     knobs = " ".join(f"{name}={value}" for name, value in task["knobs"].items())
     text = "its own text" if task["fills"] else "hidden in a filler"
     return [task["name"], f"  {task['summary']}", f"  metric {task['metric']}; {text}{'; ' if knobs else ''}{knobs}"]
 
 
 def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric: str | None, output: Output) -> None:
-    """Score a file of predictions, or the files of a folder, and print a line a task."""
+    """Score a file of predictions, or the files of a folder; print a line for each task."""
     found = [score_file(benchmark, each, task, metric) for each in prediction_files(benchmark, Path(path))]
     averages = {} if metric else benchmark.averages({each.task: each.score for each in found})
     output.object(
@@ -188,13 +188,13 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
 
 
 def detail_lines(found: TaskScore) -> list[str]:
-    """Return lines with the scores by group and by the task's other metrics."""
-    lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]  # names are of the user's files
+    """Return lines with a task's scores by group and by its other metrics."""
+    lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]  # names of the user's files
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 
 def benchmark_object(benchmark: Benchmark) -> dict[str, Any]:
-    """Return a benchmark's description, the source of its files, and its tasks."""
+    """Return a benchmark's description as a JSON object."""
     return {
         "name": benchmark.name, "title": benchmark.title, "summary": " ".join((type(benchmark).__doc__ or "").split()),
         "files": benchmark.layout, "published": benchmark.data, "prompts_and_metrics": benchmark.source,
@@ -204,7 +204,7 @@ def benchmark_object(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def benchmark_lines(benchmark: Benchmark) -> list[str]:
-    """Return the object of `benchmark_object` as text."""
+    """Return lines that describe a benchmark."""
     names = ", ".join(task.name for task in benchmark.tasks)
     lines = [
         f"{benchmark.name}: {benchmark.title}",

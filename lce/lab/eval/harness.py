@@ -1,8 +1,8 @@
 """lce as a model of EleutherAI's lm-evaluation-harness: `--model lce --model_args pretrained=PATH,method=longheads`.
 
-The harness makes prompts and scores answers; `lce.lab.eval.requests` answers them. This module is the adapter: the
-class that the harness knows as `lce`, in the entry-point group `lm_eval.models`. Releases up to 0.4.13 read no entry
-points; for them, `lce eval harness` or an import of this module registers the class. Needs lm_eval: `lce[harness]`.
+The harness makes prompts and scores answers; `lce.lab.eval.requests` makes the answers. This module has the class that
+the harness calls `lce`, an entry point of the group `lm_eval.models`. Releases up to 0.4.13 ignore entry points, so for
+them `lce eval harness`, or an import of this module, registers the class. Needs lm_eval: `pip install 'lce[harness]'`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ from tqdm import tqdm
 
 import lce
 from lce.errors import DataError, UsageError
-from lce.lab.eval.requests import (
-    Generating,
-    generating,
-    generations,
-    likelihoods,
-    longest,
-    model_arguments,
-    text_likelihood,
-)
+from lce.lab.eval.requests import generating, generations, likelihoods, longest, model_arguments, text_likelihood
 
 try:
     from lm_eval import utils
@@ -38,15 +30,15 @@ except ImportError as error:
     raise UsageError(f"lm-evaluation-harness is needed: pip install 'lce[harness]' ({error})") from error
 
 NAME = "lce"
-_MARK = "\ue000 "  # occurs in no text; the space shows whether a chat template strips messages
+_MARK = "\ue000 "  # a character that no text has, and a space, which some chat templates strip
 _log = logging.getLogger(__name__)
 
 
 class LceLM(TemplateLM):
-    """An engine behind the harness's interface.
+    """An engine as a model of the harness.
 
     `pretrained` is the folder of a checkpoint, "demo", or an `lce.Engine`. The other arguments are those of
-    `lce.lab.eval.model_arguments`. Requests are answered one after the other, so `batch_size` changes nothing.
+    `lce.lab.eval.requests.model_arguments`. Requests are answered one after the other, so `batch_size` changes nothing.
     Raises `UsageError` for arguments that cannot be used, and whatever `lce.load` raises.
     """
 
@@ -73,15 +65,15 @@ class LceLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> LceLM:
-        """Make the model; its arguments override the harness's own, whose default device is a GPU even without one."""
+        """Make the model from its arguments, which override the options of the harness."""
         own = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        if str(own.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
+        if str(own.get("device", "")).startswith("cuda") and not torch.cuda.is_available():  # the harness's default
             own["device"] = "auto"
         return cls(**{**own, **arg_dict})
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name in the harness's cache of requests."""
+        """The key of the tokenizer in the harness's cache of requests."""
         return str(self.engine.fingerprint)
 
     @property
@@ -112,7 +104,7 @@ class LceLM(TemplateLM):
         return self._answers("loglikelihood", [texts for texts, _, _ in requests], found, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, read in windows of `max_length` tokens that do not overlap."""
+        """Return the log-likelihood of each text. Texts are scored in windows of at most `max_length` tokens."""
 
         def windows(text: str) -> list[tuple[list[int], list[int]]]:
             ids, prefix = self.tok_encode(text), self.prefix_token_id
@@ -124,30 +116,26 @@ class LceLM(TemplateLM):
         return self._answers("loglikelihood_rolling", texts, found, disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        asked = [(self._prompt(prompt), self._generating(how)) for prompt, how in (each.args for each in requests)]
+        asked = []
+        for prompt, options in (each.args for each in requests):
+            how = normalize_gen_kwargs(options, self.max_gen_toks)
+            if how["do_sample"] and how.get("seed") is None:  # the harness's --seed seeds torch, and so this draw
+                how["seed"] = int(torch.randint(1 << 62, ()))
+            asked.append((self.tok_encode(prompt) or [self.prefix_token_id], generating(how)))
         self._note_cut([len(prompt) + how.max_tokens for prompt, how in asked])
         found = generations(self.engine, asked, self.max_length)
         return self._answers("generate_until", [request.args for request in requests], found, disable_tqdm)
 
     def _answers(self, kind: str, asked: Sequence[Any], found: Iterator[tuple[int, Any]], quiet: bool) -> list[Any]:
-        """Return answers by number in the order asked, each cached as it comes; show a progress bar."""
+        """Collect numbered answers in the order of the requests; cache each at once, and show a progress bar."""
         answers: dict[int, Any] = {}
         with tqdm(total=len(asked), desc=f"lce: {kind}", disable=quiet) as bar, warnings.catch_warnings():
-            warnings.simplefilter("ignore", lce.WindowWarning)  # loading already warned of the window
+            warnings.simplefilter("ignore", lce.WindowWarning)  # loading gave this warning
             for number, answer in found:
                 answers[number] = answer
                 self.cache_hook.add_partial(kind, asked[number], answer)
                 bar.update()
         return [answers[number] for number in range(len(asked))]
-
-    def _prompt(self, text: str) -> list[int]:
-        return self.tok_encode(text) or [self.prefix_token_id]
-
-    def _generating(self, given: dict[str, Any]) -> Generating:
-        how = normalize_gen_kwargs(given, self.max_gen_toks)
-        if how["do_sample"] and how.get("seed") is None:  # the harness seeds torch, so --seed decides this seed
-            how["seed"] = int(torch.randint(1 << 62, ()))
-        return generating(how)
 
     def _note_cut(self, lengths: Sequence[int]) -> None:
         longer = [length for length in lengths if self.max_length is not None and length > self.max_length]
@@ -158,10 +146,10 @@ class LceLM(TemplateLM):
             )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat; without a generation prompt, the last message stays open for continuation."""
+        """Return the text of a chat. Without a generation prompt, the last message is left open to be continued."""
         try:
             return self._chat(chat_history, add_generation_prompt)
-        except DataError:  # many templates refuse a system message
+        except DataError:  # some templates refuse system messages
             users = [message for message in chat_history if message.get("role") != "system"]
             if not users or len(users) == len(chat_history):
                 raise
@@ -190,12 +178,12 @@ class LceLM(TemplateLM):
         }
 
 
-if NAME not in model_registry:  # a release that reads entry points has registered it
+if NAME not in model_registry:  # releases that read entry points have registered the class
     register_model(NAME)(LceLM)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the harness's command line, `lm_eval`, with `arguments`; the model `lce` is registered.
+    """Run the harness's command `lm_eval`, which then knows the model `lce`, with `arguments`.
 
     Raises `UsageError` for arguments that the harness refuses, such as unknown tasks.
     """

@@ -1,8 +1,8 @@
-"""Measures which tokens some queries of a run attend, and how full attention would weigh each token.
+"""Measures which tokens a method attends, and the weight of these tokens under full attention.
 
-`Observed` runs any method unchanged. In every layer and head, an `AttentionMeter` compares the tokens that watched
-queries attend with the true mass (`lce.methods.mass`). The method is measured in a real run: in its own blocks, on the
-hidden states of its own layers or of the judge's full attention.
+`Observed` runs any method unchanged. In every layer and head, an `AttentionMeter` compares the tokens that some watched
+queries attend with the true attention mass (`lce.methods.mass`). The run is a real one, in the method's own blocks. The
+hidden states are those of the method itself (`own`), or those of the judge's full attention (`judge`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Tally:
 
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
-    facts: int = 0  # facts that a query could have chosen, summed over queries
-    found: list[float] = field(default_factory=list)  # shares of the best tokens that low-dim scores find, by block
+    facts: int = 0  # the number of facts that a query can choose, summed over queries
+    found: list[float] = field(default_factory=list)  # for each block, `Attended.found`
 
     def add(self, name: str, values: Tensor) -> None:
-        """Add `values [H, …]`, summed over all axes but the heads."""
+        """Add the sums of `values [H, ...]` by head."""
         total = values.float().flatten(1).sum(1).cpu()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
@@ -44,18 +44,18 @@ class _Tally:
 
 
 class AttentionMeter:
-    """The watched queries, and what they attended so far. One text at a time: `begin`, a run, `end`."""
+    """Sums over the watched queries of one text. Call `begin`, run the engine, then call `end`."""
 
     def __init__(self, judge: Judge = "constant", states: States = "own") -> None:
         self.judge, self.states = judge, states
         self.begin(0)
 
     def begin(self, first: int, positions: Sequence[int] | None = None, facts: Sequence[tuple[int, int]] = ()) -> None:
-        """Watch the queries from index `first` on, or only at `positions`. `facts` are spans of tokens."""
+        """Watch the queries from `first` on, or only those at `positions`. `facts` are token spans `(start, stop)`."""
         self.first, self.positions, self.facts = first, positions, facts
         self.layers: dict[int, _Tally] = {}
         self.bytes = {"read": 0.0, "scored": 0.0, "full": 0.0}
-        self.times: dict[int, Tensor] = {}  # how often each choice of a query was made, by its index
+        self.times: dict[int, Tensor] = {}  # for each query, how often each chunk was chosen
 
     def rows(self, step: Step) -> Tensor:
         """Return the indices of the watched queries within the block."""
@@ -64,7 +64,7 @@ class AttentionMeter:
         return torch.tensor([i - step.start for i in self.positions if step.start <= i < step.stop], dtype=torch.int64)
 
     def end(self) -> Attended:
-        """Return what was measured. Raises `UsageError` if no query was watched."""
+        """Return the means over the watched queries. Raises `UsageError` if no query was watched."""
         if not self.layers:
             raise UsageError("no query was watched: the text is empty, or the context was not read by this engine")
         layers = [self.layers[index] for index in sorted(self.layers)]
@@ -87,7 +87,7 @@ class AttentionMeter:
         )
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Count what the watched queries attended. Return the layer's output, or of the judge's attention."""
+        """Add what the watched queries attended. Return the layer's output: the method's, or that of the judge."""
         if len(seen.rows):
             self._count(seen)
         return out if self.states == "own" else seen.mass(self.judge).attend(seen.q)
@@ -110,7 +110,7 @@ class AttentionMeter:
             tally.add("tokens", attended)
             for start, stop in self.facts:
                 tally.add("fact", attended[..., start:stop].float().mean(-1) / len(self.facts))
-            read = attended.unflatten(0, (seen.step.n_kv_heads, -1)).any(1).sum()  # a KV head's token is read once
+            read = attended.unflatten(0, (seen.step.n_kv_heads, -1)).any(1).sum()  # a KV head's token once
             self.bytes["read"] += float(read) * vector
             self.bytes["full"] += float((positions + 1).sum()) * seen.step.n_kv_heads * vector
             if seen.scores is not None:
@@ -122,20 +122,23 @@ class AttentionMeter:
             self._count_found(tally, seen, seen.method)
 
     def _count_hits(self, tally: _Tally, seen: Observation, scores: Tensor) -> None:
-        """Count how often a fact ranks first, or among the best five, by `scores [C, T, M]`."""
+        """Add how often a fact's chunk ranks first, or in the first five, by `scores [choosers, queries, chunks]`."""
         (first, size), known = seen.method.choices, scores > -torch.inf
         for start, stop in self.facts:
             a, b = max(0, (start - first) // size), (stop - 1 - first) // size + 1
             if stop <= first or not scores[..., a:b].numel():
                 continue
-            best = scores[..., a:b].amax(-1, keepdim=True)  # [C, T, 1]
+            best = scores[..., a:b].amax(-1, keepdim=True)  # [choosers, queries, 1]
             rank = (scores > best).sum(-1).masked_fill(~known[..., a:b].any(-1), scores.shape[-1])
-            tally.facts += int(known[0, :, a:b].any(-1).sum())  # facts that a query could choose
+            tally.facts += int(known[0, :, a:b].any(-1).sum())
             tally.add("hit1", rank < 1)
             tally.add("hit5", rank < 5)
 
     def _count_choices(self, chosen: Tensor, known: Tensor, positions: Tensor) -> None:
-        """Count how often each choice was made: `chosen [H, T, K]`, and those that could be made, `known [T, M]`."""
+        """Add how often each chunk was chosen.
+
+        `chosen [heads, queries, n]` are chunk numbers, -1 for none; `known [queries, chunks]` marks what can be chosen.
+        """
         for t, position in enumerate(positions.tolist()):
             times = torch.bincount(chosen[:, t].flatten().clamp(min=-1) + 1, minlength=known.shape[-1] + 1)[1:]
             times = times[: known.shape[-1]][known[t]].cpu()
@@ -143,7 +146,7 @@ class AttentionMeter:
             self.times[position] = times if before is None or len(before) != len(times) else before + times
 
     def _count_found(self, tally: _Tally, seen: Observation, method: ESA) -> None:
-        """Count how many of the best tokens by exact scores low-dim scores find (ESA's recall)."""
+        """Add the share of the best tokens by exact scores that low-dim scores find (ESA's recall)."""
         step, n = seen.step, method.top_k
         if method.compress == "none" or method.far is None or n is None or method.n_candidates(step.start) <= n:
             return
@@ -154,9 +157,10 @@ class AttentionMeter:
 
 
 def cover_and_gini(times: Tensor) -> tuple[float, float]:
-    """Return the share of choices made at all, and Gini's coefficient of `times`: 0 is even, near 1 is one choice.
+    """Return the share of chunks that were chosen, and Gini's coefficient of `times`, how often each was chosen.
 
-    Example: 2, 2, 0, 0 has a share of 0.5 and Gini's coefficient 0.5.
+    Gini's coefficient is 0 if all were chosen equally often, and near 1 if one of many was always chosen. Example:
+    2, 2, 0, 0 has the share 0.5 and the coefficient 0.5.
     """
     x, n = times.double().sort().values, len(times)
     total = float(x.sum())

@@ -1,4 +1,4 @@
-"""How records describe an engine, and how tables name model, method and task."""
+"""Describes engines in records, and names models, methods and tasks in tables."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from lce import Engine
     from lce.lab.eval.record import Line
 
-MOST = 160  # characters of a name
-PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # Markdown and HTML signs
+MOST = 160  # the most characters of a name
+PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces signs of Markdown and HTML
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
 KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # as a repr has it; its value may have commas within brackets
 OF_ENGINE = "model engine rope weights kv_dtype".split()
 
-Measured = tuple[Mapping[str, Any], "Line"]  # a sample, and what was measured
-EngineKey = tuple[str, ...]
+Measured = tuple[Mapping[str, Any], "Line"]  # a sample, and its measurement
+EngineKey = tuple[str, ...]  # the values of the fields OF_ENGINE
 
 
 def described(engine: Engine) -> dict[str, str]:
-    """Return what an answer depends on: the model, the method with its knobs, the RoPE scaling, the dtypes."""
+    """Return the fields of a record that identify an engine: model, method with knobs, RoPE scaling, and dtypes."""
     found = {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
     if engine.weights is not None:
         found["weights"] = engine.weights
@@ -35,9 +35,8 @@ def described(engine: Engine) -> dict[str, str]:
 
 
 def told(engine: Engine) -> dict[str, Any]:
-    """Return further facts that a record keeps about an engine: all fields of `Line` but `checkpoint`."""
-    method = engine.method
-    about = {"method": method.label, "knobs": knob_values(method)}
+    """Return the fields of `Line` that an engine determines, which are all but `checkpoint`."""
+    about = {"method": engine.method.label, "knobs": knob_values(engine.method)}
     return {**about, "window": engine.window, "version": lce.__version__}
 
 
@@ -49,26 +48,26 @@ def knob_values(method: Any) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """Return a name for tables and pictures: short, on one line, without Markdown's signs."""
+    """Shorten a name for tables and pictures to one line without signs of Markdown."""
     plain = "".join(c if c.isprintable() else "?" for c in text).translate(PLAIN).replace("](", "] (")
     return plain if len(plain) <= MOST else f"{plain[: MOST - 3]}..."
 
 
 def way_of(sample: Mapping[str, Any]) -> str:
-    """Return the fields of a sample that differ from the usual as a short text: knobs, filler, mode and any others."""
+    """Return a text with those fields of a sample that have unusual values: knobs, filler, mode and others."""
     parts = [f"{knob}={value}" for knob, value in sample.get("task_knobs", {}).items()]
     if (filler := sample.get("filler")) not in ("prose", "none", None):
         parts.append(str(filler))
     if mode := sample.get("mode"):
         parts.append(f"mode {mode}")
-    if "number" in sample:  # only samples that a method missed: not comparable
+    if "number" in sample:  # `lce eval why` repeats only samples that a method missed, so scores are not comparable
         parts.append("asked again by lce eval why")
     parts += [f"{name}={sample[name]}" for name in sorted(sample.keys() - {*OF_SAMPLE, *OF_ENGINE})]
     return cut(", ".join(parts))
 
 
 def model_names(measured: Iterable[Measured]) -> dict[str, str]:
-    """Return a name for each model: the user's name and a part of the fingerprint."""
+    """Return the name of each model by its fingerprint: the checkpoint's name and a part of the fingerprint."""
     called: dict[str, str] = {}
     for sample, line in measured:
         model = str(sample.get("model"))
@@ -81,9 +80,9 @@ def engine_key(sample: Mapping[str, Any]) -> EngineKey:
 
 
 def method_names(measured: Iterable[Measured], without: Collection[str] = ()) -> dict[EngineKey, str]:
-    """Return a name for each engine: its method, and the knobs that differ among engines of this method and model.
+    """Return the name of each engine: its method, and the knobs that differ among engines of one method and model.
 
-    Engines that differ only in knobs of `without` share a name.
+    The knobs `without` are left out, so engines that differ only in them share a name.
     """
     engines: dict[EngineKey, Measured] = {}
     for sample, line in measured:
@@ -102,7 +101,7 @@ def method_names(measured: Iterable[Measured], without: Collection[str] = ()) ->
 
 
 def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return few knobs that distinguish `engines` as well as all knobs do; earlier knobs are preferred."""
+    """Return a minimal list of knobs that distinguishes `engines` as well as all knobs do, preferably early ones."""
 
     def n_told(knobs: Iterable[str]) -> int:
         return len({tuple(engine.get(knob) for knob in knobs) for engine in engines})
@@ -116,20 +115,20 @@ def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return the method's class, and the knobs and other fields of an engine's repr by name.
+    """Parse the repr of a sample's engine: return the name of the method's class, and all knobs and fields by name.
 
-    Example: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
+    Example of a repr: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
     """
     text = str(sample.get("engine"))
     match = re.fullmatch(r"Engine\((\w+)\((.*)\), window=(\d+), block=(\d+), (.*)\)", text)
     if match is None:
         return text, {}
     kind, knobs, window, block, place = match.groups()
-    if watched := re.fullmatch(r"inner=(\w+)\((.*)\)", knobs):  # by `lce eval selection`
+    if watched := re.fullmatch(r"inner=(\w+)\((.*)\)", knobs):  # `lce eval selection` wraps methods in `Observed`
         kind, knobs = watched.groups()
     parts = dict(re.findall(KNOB, knobs))
     for knob, value in parts.items():
-        read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # from a file: `Maps('name', digest)`
+        read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # `Maps('file', digest)`
         parts[knob] = read[1] if read else value.strip("'")
     parts |= {"window": window, "block": block, "on": place.replace("torch.", ""), "rope": _rope(str(sample["rope"]))}
     parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype")}
@@ -137,7 +136,7 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _rope(text: str) -> str:
-    """Return a RoPE scaling's repr in short, such as `linear x4`."""
+    """Shorten the repr of a RoPE scaling to its kind and factor, such as `linear x4`."""
     kind, factor = re.search(r"kind='(\w+)'", text), re.search(r"\bfactor=(\d+\.?\d*)", text)
     if kind is None or factor is None:
         return text

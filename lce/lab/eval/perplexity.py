@@ -1,21 +1,20 @@
 """Perplexity of texts by length, in two settings.
 
-Windows, the setting of the papers on PG19 (Press et al., 2022; S = 256 in Chen et al., 2023, and in the code of Dual
-Chunk Attention): a window of `length` tokens slides over the text in steps of `stride`. Each window is read as a text
-of its own without a beginning token. With `last`, the last `stride` tokens are scored, so each token of the text is
-scored once, behind at least `length - stride` others. With `all`, as in that code, all tokens are scored. Windows of
-several lengths end at the same tokens and differ in how much precedes them.
+Windows are the papers' setting on PG19 (Press et al., 2022; stride 256 in Chen et al., 2023, and in the code of Dual
+Chunk Attention). A window of `length` tokens slides over the text in steps of `stride`. Each window is read as a text
+of its own, without a beginning token. With `last`, the last `stride` tokens of a window are scored, so each token of
+the text is scored once, after at least `length - stride` others. With `all`, as in the code of Dual Chunk Attention,
+all tokens of a window are scored. Windows of several lengths end at the same tokens.
 
-Stream: one pass over each text scores each token behind all earlier tokens; means are by position.
+In a stream, one pass over a text scores each token after all earlier tokens. Means are by position.
 
-The perplexity is `exp` of the mean negative log-likelihood a token. Its 95% interval is Student's, over windows, or
-over runs of `stride` tokens of a stream; with several sizes it is a ratio estimate. The interval is too narrow where
+The perplexity is `exp` of the mean negative log-likelihood of a token. The 95% interval is Student's, over windows or
+over runs of `stride` tokens of a stream; runs of several sizes are weighted by size. The interval is too narrow if
 windows are alike (neighbours in one text) or overlap (with `all`).
 
-Tables of records have a row a method, and a column a length or a run of positions. A table has one model and one of
-three settings: windows with the last S tokens scored, windows with all tokens scored, or streams, whose columns end at
-powers of two. The record does not name its texts. A cell has all windows in the files, each once. A note says where
-methods read different windows.
+A table of records has one model and one setting: windows with the last S tokens scored, windows with all tokens scored,
+or streams. Rows are methods; columns are lengths, or for streams ranges of positions that end at powers of two. A cell
+has all windows in the files, each counted once. A note names columns for which methods read different windows.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ from lce.lab.eval.record import Loss, Record
 if TYPE_CHECKING:
     from lce import Engine
 
-LossLine = tuple[Mapping[str, Any], Loss]  # what was read, and the loss
-Text = Sequence[int]  # a text's token ids, without a beginning token
+LossLine = tuple[Mapping[str, Any], Loss]  # a sample, and its measurement
+Text = Sequence[int]  # the token ids of a text, without a beginning token
 STRIDE = 256
 SCORED = ("last", "all")
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity at one length, or of the tokens `first..length-1` of streams, with its 95% interval.
+    """The perplexity in windows of one length, or of the tokens `first..length-1` of streams, with its 95% interval.
 
-    `samples` windows, or runs of a stream, have `tokens` scored tokens in all. One sample has no interval: None.
+    `samples` is the number of windows or runs, and `tokens` the number of scored tokens. The interval of one sample is
+    None.
     """
 
     method: str
@@ -87,8 +87,8 @@ def windows(
 ) -> Perplexity:  # fmt: skip
     """Return the perplexity in windows of `length` tokens that end where windows of `longest` tokens end.
 
-    `most` bounds the windows of all texts together, spread evenly. Windows in `record` are not read again. `about` has
-    further fields of `Loss` to record. Raises `UsageError` if no text has `longest` tokens.
+    At most `most` windows of all texts together are read, spread evenly. Windows in `record` are not read again.
+    `about` has further fields of `Loss` to record. Raises `UsageError` if no text has `longest` tokens.
     """
     check(stride, scored)
     found, record = ends(texts, max(length, longest), stride, most), record or Record()
@@ -114,10 +114,11 @@ def stream(
     record: Record | None = None, about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:  # fmt: skip
-    """Return the perplexity by position, from one pass over the first `max(lengths)` tokens of each text.
+    """Return perplexities by position, from one pass over the first `max(lengths)` tokens of each text.
 
-    Each of `lengths` has one perplexity, of the tokens since the length before. A text that is complete in `record` is
-    not read again. `about` has further fields of `Loss` to record. Lengths that no text reaches are left out.
+    There is one perplexity for each of `lengths`: of the tokens from the next smaller length on. Lengths that no text
+    reaches are left out. A text that is complete in `record` is not read again. `about` has further fields of `Loss` to
+    record.
     """
     check(stride, "last")
     borders, record = sorted(set(lengths)), record or Record()
@@ -136,7 +137,7 @@ def stream(
         losses = [record.get(key) for key in keys]
         if None in losses:
             record.prepare()
-            nll = -engine.score(ids, progress=tell).logprobs.double()  # of the tokens from 1 on
+            nll = -engine.score(ids, progress=tell).logprobs.double()  # nll[i] is of token i + 1
             sums = [(float(nll[first - 1 : stop - 1].sum()), stop - first) for first, stop, _ in runs]
             losses = [Loss(nll=loss, tokens=count, **told(engine), **(about or {})) for loss, count in sums]
             record.add_all([pair for pair in zip(keys, losses, strict=True) if not record.get(pair[0])])
@@ -155,7 +156,7 @@ def stream(
 
 
 def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield tokens `1..n-1` in runs: `first, stop`, and the next border. Time: O(n / stride)."""
+    """Divide the tokens `1..n-1` into runs; yield `first`, `stop`, and the border that ends the column of the run."""
     first = 1
     for border in borders:
         while first < min(border, n):
@@ -165,7 +166,7 @@ def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, in
 
 
 def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = None) -> list[tuple[Text, int]]:
-    """Return each window of `length` tokens as its text and end; `most` windows, spread evenly, if given."""
+    """Return the text and the end of each window of `length` tokens, or of `most` windows spread evenly."""
     found = [(text, end) for text in texts for end in range(length, len(text) + 1, stride)]
     if not found:
         longest = max(map(len, texts), default=0)
@@ -178,7 +179,7 @@ def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = Non
 
 
 def check(stride: int, scored: str) -> None:
-    """Raise `UsageError` for a stride or a choice of tokens that cannot be used."""
+    """Raise `UsageError` for an invalid `stride` or `scored`."""
     if stride < 1:
         raise UsageError(f"stride is {stride}; expected 1 or more")
     if scored not in SCORED:
@@ -190,7 +191,7 @@ def _hash(ids: Text) -> str:
 
 
 def _asked(engine: Engine, setting: str) -> dict[str, Any]:
-    """Return the facts that a loss depends on besides the tokens."""
+    """Return the fields that identify a loss, without those of the text."""
     return {"task": "perplexity", "setting": setting, **described(engine)}
 
 
@@ -199,7 +200,7 @@ def _exp(x: float) -> float:
 
 
 class Column(NamedTuple):
-    """Windows of `length` tokens, or the tokens `first..length-1` of streams."""
+    """A column of a table: windows of `length` tokens, or the tokens `first..length-1` of streams."""
 
     first: int
     length: int
@@ -212,7 +213,7 @@ class LossTable:
     model: str
     setting: str
     cells: dict[tuple[str, Column], Perplexity] = field(default_factory=dict)
-    windows: tuple[int, ...] = ()  # of the engines
+    windows: tuple[int, ...] = ()  # the windows of the engines
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -234,7 +235,7 @@ class LossTable:
 
 
 def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
-    """Yield the tables of all lines, in the order of the files; lengths ascend."""
+    """Yield the tables of all measurements, in the order of the files."""
     names, models = method_names(lines), model_names(lines)
     for model, name in models.items():
         for setting, group in _settings([line for line in lines if str(line[0].get("model")) == model]):
@@ -257,7 +258,7 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
 
 
 def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]:
-    """Yield each setting and its lines, for one model. A window no longer than its stride belongs to every setting."""
+    """Yield each setting of one model and its lines. Windows no longer than the stride belong to both kinds."""
     windows = [line for line in lines if line[0]["setting"] == "windows"]
     strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
     for stride in strides:
@@ -271,13 +272,13 @@ def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]
 
 
 def _border(sample: Mapping[str, Any]) -> int:
-    """Return a line's column: a window's length, or the power of two by which a run of a stream ends."""
+    """Return the border of a line's column: a window's length, or the power of two that a run of a stream is below."""
     length: int = sample["length"]
     return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()
 
 
 def _columns(lines: Sequence[LossLine]) -> dict[int, Column]:
-    """Return the columns of a table by border. Columns of a stream end where reading ended."""
+    """Return the columns of a table by border. The last column of a stream ends where the text ended."""
     found: dict[int, Column] = {}
     for sample, _ in lines:
         border = _border(sample)

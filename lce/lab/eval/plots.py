@@ -1,7 +1,7 @@
 """Pictures of a report: scores by length, bytes read and depth, methods side by side, perplexities, and recall.
 
-PNG files are 1,000 pixels wide, so a phone shows them legibly at full width. Colours are Okabe and Ito's, which the
-colour-blind can distinguish. Methods also differ in markers and lines; cells of heat maps have numbers.
+PNG files are 1,000 pixels wide, so they are legible on a phone. Colour-blind readers can distinguish the colours, which
+are Okabe and Ito's. Methods also differ in markers and lines, and heat maps show numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, DPI, LETTERS = 5.0, 200, 11  # inches, pixels an inch, points
+WIDTH, DPI, LETTERS = 5.0, 200, 11  # inches, pixels per inch, points
 STYLE: Any = {
     "font.size": LETTERS - 1, "axes.titlesize": LETTERS, "axes.labelsize": LETTERS, "figure.titlesize": LETTERS,
     "xtick.labelsize": LETTERS - 1, "ytick.labelsize": LETTERS - 1, "legend.fontsize": LETTERS - 1,
@@ -33,17 +33,18 @@ STYLE: Any = {
 }  # fmt: skip
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, without yellow
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
-MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1.2, "zorder": 0}  # ceiling, window
-APART, MOST_APART = 0.06, 0.5  # factors of two between methods, so that equal scores stay visible
-BINS = 5  # bins of depths, if the user names none
-MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # in one picture
+MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1.2, "zorder": 0}
+# Methods are shifted by 2**APART, all of them by at most 2**MOST_APART, so that equal scores stay visible.
+APART, MOST_APART = 0.06, 0.5
+BINS = 5  # the number of ranges of depth, if the user asked for no depths
+MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # the limits of one picture
 Span = tuple[float, float, float]  # a value and the ends of its interval
 
 
 def draw_all(report: Report, folder: str | Path) -> list[Path]:
-    """Draw every table of a report as a PNG file in `folder`, which is made if missing. Return the files' paths.
+    """Draw every table of a report as PNG files in `folder`, which is made if missing; return the files' paths.
 
-    Each file appears whole or not at all. Raises `UsageError` without matplotlib, and for a folder that cannot be used.
+    Raises `UsageError` without matplotlib, and for a folder that cannot be used.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -62,7 +63,7 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
 
 
 def figures(report: Report) -> Iterator[tuple[str, Figure]]:
-    """Yield the pictures of a report with unique names."""
+    """Yield the pictures of a report, each with a name of its own."""
     from matplotlib import rc_context
 
     used: set[str] = set()
@@ -77,7 +78,7 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
 
 
 def _drawings(report: Report) -> Iterator[tuple[Any, ...]]:
-    """Yield what to draw: a function, a table or several, and the parts of the picture's name."""
+    """Yield the function that draws a picture, its table or tables, and the parts of the picture's name."""
     for table in report.tables:
         for kind, draw in (("length", by_length), ("bytes", by_bytes), ("depth", by_depth)):
             yield draw, table, table.model, table.title, kind
@@ -92,7 +93,7 @@ def _drawings(report: Report) -> Iterator[tuple[Any, ...]]:
 
 
 def by_length(table: Table) -> Figure | None:
-    """Draw scores by length, with intervals, and the ceiling as a horizontal line."""
+    """Draw scores by length with intervals, and the ceiling as a horizontal line."""
     if not table.cells:
         return None
     figure, axes = _figure(table)
@@ -106,7 +107,7 @@ def by_length(table: Table) -> Figure | None:
 
 
 def by_bytes(table: Table) -> Figure | None:
-    """Draw scores by the bytes a decode step reads; a line joins a method's lengths; the longest has a label."""
+    """Draw scores by the bytes that a decode step reads: a line a method, with a label at the longest length."""
     figure, axes = _figure(table)
     for number, method in enumerate(table.methods):
         known = [(length, cell, size) for length, cell in _row(table, method) if (size := cell.score.read_bytes)]
@@ -120,7 +121,7 @@ def by_bytes(table: Table) -> Figure | None:
 
 
 def perplexities(table: LossTable) -> Figure:
-    """Draw perplexities by length or position, with intervals; a vertical line marks the end of the window."""
+    """Draw perplexities by length or position with intervals, and the window as a vertical line."""
     figure, axes = _figure(table)
     for number, method in enumerate(table.methods):
         found = {column: table.cells[method, column] for column in table.columns if (method, column) in table.cells}
@@ -136,7 +137,7 @@ def perplexities(table: LossTable) -> Figure:
 
 
 def recall_by_bytes(table: SelectionTable) -> Figure:
-    """Draw recall of true attention by the bytes a query reads, a panel a length; a line joins a method's budgets."""
+    """Draw recall of true attention by the bytes that a query reads: a panel a length, a line a method."""
     lengths = table.lengths[:MOST_PANELS]
     figure, panels = _panels(f"{table.title}: {table.model}", len(lengths), 0.9 + 0.25 * len(table.lines), 2.6)
     for axes, length in zip(panels, lengths, strict=True):
@@ -153,7 +154,7 @@ def recall_by_bytes(table: SelectionTable) -> Figure:
 
 
 def by_depth(table: Table) -> Figure | None:
-    """Draw scores by depth and length, a heat map a method, one below the other."""
+    """Draw scores by depth and length: a heat map a method."""
     from matplotlib import colormaps
 
     asked = sorted({depth for cell in table.cells.values() for depth in cell.depths})
@@ -173,7 +174,7 @@ def by_depth(table: Table) -> Figure | None:
         axes.imshow(means, cmap=colours, vmin=0, vmax=1, aspect="auto")
         for i, row in enumerate(means):
             for j, mean in enumerate(row):
-                if mean == mean:  # no NaN
+                if mean == mean:  # not NaN
                     axes.text(j, i, f"{mean:.2f}", ha="center", va="center", color="white" if mean < 0.5 else "black")
         axes.set_title(method, wrap=True)
         axes.set_xticks(range(len(table.lengths)), [_short(length) for length in table.lengths])
@@ -185,7 +186,7 @@ def by_depth(table: Table) -> Figure | None:
 
 
 def side_by_side(tables: Sequence[Table]) -> Figure:
-    """Draw the methods of one model: a panel a task, at the longest length that most methods were asked at."""
+    """Draw the scores of one model's methods: a panel a task, at the longest of the lengths with most methods."""
     from matplotlib.figure import Figure
 
     columns = min(MOST_COLUMNS, len(tables))
@@ -213,7 +214,7 @@ def side_by_side(tables: Sequence[Table]) -> Figure:
 
 
 def _row(table: Table, method: str) -> list[tuple[int, Cell]]:
-    """Return the lengths at which a method was asked, with the cells."""
+    """Return the lengths and cells at which a method was asked."""
     return [(length, cell) for length, cell in zip(table.lengths, table.row(method), strict=True) if cell]
 
 
@@ -239,7 +240,7 @@ def _figure(table: Table | LossTable) -> tuple[Figure, Axes]:
 
 
 def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Sequence[Span]) -> None:
-    """Draw a method's values with intervals; each method has its own colour, marker and line."""
+    """Draw a method's values with intervals. `number` is the method's, which decides colour, marker and line."""
     axes.errorbar(
         x, [value for value, _, _ in spans], yerr=_errors(spans), label=_wrapped(method), capsize=3, linewidth=1.6,
         elinewidth=0.9, markersize=6, color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
@@ -248,7 +249,7 @@ def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Seque
 
 
 def _errors(spans: Sequence[Span]) -> list[list[float]]:
-    """Return the distances from values to the ends of their intervals, at least 0 despite rounding."""
+    """Return the distances from values to the ends of their intervals; rounding makes none negative."""
     return [[max(0.0, value - low) for value, low, _ in spans], [max(0.0, high - value) for value, _, high in spans]]
 
 
@@ -285,10 +286,10 @@ def _title(table: Table, *, model: bool = True) -> str:
 
 
 def _wrapped(method: str, most: int = 22) -> str:
-    """Return a method's name in lines of at most `most` letters, so that two fit side by side in a legend."""
+    """Break a method's name into lines of at most `most` letters, so that two fit side by side in a legend."""
     return "\n".join(textwrap.wrap(method, most)[:5])
 
 
 def _short(length: int) -> str:
-    """Return a length in short, such as `8k` for 8,192."""
+    """Format a length, such as `8k` for 8,192."""
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"

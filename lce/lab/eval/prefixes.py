@@ -1,12 +1,12 @@
 """Reads many texts with one context; a beginning that texts share is read once.
 
 Few-shot examples come before every question of a task, and a document before each of its questions. Texts are read in
-sorted order. Where the next text shares this text's beginning, the context is marked and later goes back to the mark.
-Nothing is copied. Marks stand at borders of blocks, so every text is read in the same blocks as alone, and its results
-do not depend on the other texts.
+sorted order. If the next text begins like the current text, the context is marked at the end of the common blocks, and
+later goes back to the mark, without a copy. Marks stand at ends of blocks, so a text is always read in the blocks in
+which it would be read alone, and results do not depend on other texts.
 
-    with blocks of 2      a b c d e     a b c f     a b c f     g h
-    is read               a b c d e         c f                 g h
+    texts, in blocks of 2     a b c d e     a b c f     a b c f     g h
+    tokens that are read      a b c d e         c f                 g h
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 def read_all(
     engine: Engine, texts: Sequence[Sequence[int]], lengths: Sequence[int] | None = None
 ) -> Iterator[tuple[int, Context]]:
-    """Read each text, a list of token ids; yield the text's number and the context that holds the text.
+    """Read texts of token ids in sorted order; yield each text's number and the context that holds the text.
 
-    Every text comes once, in sorted order. Tokens that the caller adds to the context are dropped before the next text.
-    `lengths` announces the context's length for each text, by default the text's. Under the RoPE scaling `dynamic`,
-    which depends on the announced length, only equal texts are read together. Bytes: one context. Raises
-    `CapacityError` before any work if the longest cannot fit.
+    Tokens that the caller adds to the context are dropped before the next text. `lengths` are the context lengths to
+    announce, by default those of the texts. The RoPE scaling `dynamic` depends on the announced length, so with this
+    scaling only equal texts are read together. Memory: one context. Raises `CapacityError` before any work if the
+    longest text cannot fit.
     """
     if not texts:
         return
@@ -47,7 +47,7 @@ def read_all(
 
 
 class _Reader:
-    """A context that reads text after text. `marks` are the beginnings it can return to, the longest last."""
+    """A context that reads text after text. `marks` are the points to which it can go back, the longest last."""
 
     def __init__(self, engine: Engine, length: int) -> None:
         self.engine = engine
@@ -55,11 +55,11 @@ class _Reader:
         self.marks = [self.context.mark()]
 
     def read(self, text: Sequence[int], n_kept: int) -> Context:
-        """Make the context hold `text`; mark the whole blocks of its first `n_kept` tokens for a later text."""
+        """Make the context hold `text`. Of its first `n_kept` tokens, mark the end of the last whole block."""
         context, block = self.context, self.engine.block
         n_known = n_common(context.token_ids, text)
         while (n := self.marks[-1].n_tokens) > n_known or (n % block and n != len(text)):
-            self.marks.pop()  # no beginning of the text that ends at the border of a block, nor the whole text
+            self.marks.pop()  # the mark is beyond the common beginning, or within a block
         context.go_back(self.marks[-1])
         for stop in (n_kept // block * block, len(text)):
             if len(context) < stop:

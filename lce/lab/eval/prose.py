@@ -1,8 +1,7 @@
-"""Endless simple English prose from a seed: the filler of haystacks and the demo model's training text.
+"""Makes endless simple English prose from a seed. Fillers and the demo model's training text are made of it.
 
-The prose comes in small scenes. A scene picks a place, a few people and a few things, and tells four to nine
-sentences about them, so names and nouns recur nearby as in real text. No sentence states a fact that
-`lce.lab.eval.tasks` could ask about.
+The prose is a sequence of scenes of four to nine sentences. A scene is about a place, two people and two things, so
+names and nouns recur nearby as in real text. No sentence states a fact that `lce.lab.eval.tasks` could ask about.
 """
 
 from __future__ import annotations
@@ -40,6 +39,6 @@ def scene(rng: Random) -> list[str]:
 
 
 def sentences(rng: Random) -> Iterator[str]:
-    """Yield endless prose, a sentence at a time."""
+    """Yield endless prose, sentence by sentence."""
     while True:
         yield from scene(rng)

@@ -1,10 +1,10 @@
-"""Records: what was measured, so that a long evaluation can be interrupted, resumed and shared out.
+"""Records: files of measurements, which make long evaluations resumable and divisible among processes.
 
-The file has one JSON line a measurement: all that it depends on, which identifies the sample, and the fields of an
-`Answer`, a `Loss` or an `Attended`. A recorded sample is not measured again.
+A measurement is one JSON line. The line has the sample, which is everything that the measurement depends on, and the
+fields of an `Answer`, a `Loss` or an `Attended`. A recorded sample is not measured again.
 
-Lines are appended under a lock and flushed to disk, so several processes may add to one file. An incomplete last line,
-left by a crash, is ignored and then overwritten. A file whose last line begins in another way is refused.
+Lines are appended under a lock and flushed to disk, so several processes may add to one file. A crash can leave an
+incomplete last line. Reading ignores this line, and the next write replaces it. A file with other content is refused.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from lce.errors import DataError, shown
 from lce.files import check_target, lock, named, open_regular, unwritable
 
 BEGINNING = b'{"task": '  # how every line begins
-LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # another process holds the lock while it writes one line
-PerHead = list[list[float]]  # layers, and their heads
+LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # a process holds the lock for one write, so a short wait is enough
+PerHead = list[list[float]]  # a list a layer, with a number a head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Facts about the engine, to read and to sort; None for fields that a line does not have."""
+    """A measurement, with facts about the engine. Fields that a file's line lacks are None."""
 
     method: str | None = None
-    knobs: dict[str, Any] | None = None  # of the method, as it was resolved for the window
+    knobs: dict[str, Any] | None = None  # the method's knobs, resolved for the window
     window: int | None = None
-    checkpoint: str | None = None  # what the user called the model
-    version: str | None = None  # of lce
+    checkpoint: str | None = None  # the model as the user named it
+    version: str | None = None  # the version of lce
 
 
 @dataclass(frozen=True)
 class Answer(Line):
-    """A model's answer to a sample, its score, and facts about both."""
+    """A model's answer to a sample, with its score."""
 
     right: bool  # whether the score is 1
-    prompt: str | None = None  # a hash of the text
+    prompt: str | None = None  # the `text_hash` of the prompt
     expected: str | list[str] | None = None  # a perfect answer, or the texts that the metric looks for
     answer: str | None = None
     score: float | None = None  # 0 to 1
     metric: str | None = None
-    document: int | None = None  # its number; a document may have several questions
-    depth: float | None = None  # of the first fact: 0 is the document's beginning, 1 its end
-    chance: float | None = None  # the score of another sample's perfect answer
+    document: int | None = None  # the document's number; several samples may ask about one document
+    depth: float | None = None  # the place of the first fact: 0 is the document's beginning, 1 its end
+    chance: float | None = None  # the score that a perfect answer to another sample would get here
     prompt_tokens: int | None = None  # all tokens read before the answer
-    read_bytes: int | None = None  # of keys, values and their summaries, by a decode step behind the answer
-    ceiling: bool | None = None  # whether the sample measures the ceiling within the window
+    read_bytes: int | None = None  # keys, values and summaries that a decode step after the answer reads
+    ceiling: bool | None = None  # whether the sample measures `full` within the window
 
     @property
     def value(self) -> float:
-        """Return the score, 0 to 1."""
+        """The score, 0 to 1."""
         return float(self.right) if self.score is None else self.score
 
 
@@ -72,16 +72,16 @@ class Loss(Line):
 
 @dataclass(frozen=True)
 class Attended(Line):
-    """What the watched queries of one text attended; shares are means over queries, by layer and head.
+    """The attention of some watched queries of one text: means over queries, by layer and head. None: not measurable.
 
-    `recall` is the attended share of true mass, `tokens` the number of attended tokens, and `fact` the attended share
-    of the facts' tokens. `hit1` and `hit5` say whether a choice with a fact has the best, or one of the five best,
-    scores of the query's choices; layers that choose nothing have no heads. `cover` is the share of choices that some
-    head of some layer makes; `gini` is Gini's coefficient of how often each choice is made. `found` is, by layer, the
-    share of the best tokens by exact scores that low-dim scores find. None: nothing to measure.
+    `recall` is the attended share of the true attention mass, `tokens` the number of attended tokens, and `fact` the
+    attended share of the facts' tokens. `hit1` is the share of facts with a chunk that has the best score of its query,
+    and `hit5` with one of the five best; both are empty for layers without a choice. `cover` is the share of chunks
+    that any head of any layer chooses. `gini` is Gini's coefficient of the numbers of times that chunks are chosen.
+    `found` has for each layer the share of the best tokens by exact scores that low-dim scores find.
 
-    Bytes are a query's reads in all layers: keys and values, each KV head's token once; the data to choose by; and the
-    reads of full attention.
+    Bytes are those that a query reads in all layers. `read_bytes` counts keys and values, a token once for a KV head;
+    `scored_bytes` the data that choices are made by; and `full_bytes` what full attention would read.
     """
 
     queries: int
@@ -96,8 +96,8 @@ class Attended(Line):
     cover: float | None = None
     gini: float | None = None
     found: list[float] | None = None
-    score: float | None = None  # of the answer, if any
-    prompt: str | None = None  # a hash of the text
+    score: float | None = None  # the answer's score, if an answer was asked for
+    prompt: str | None = None  # the `text_hash` of the prompt
 
 
 KINDS: dict[str, type[Line]] = {"right": Answer, "nll": Loss, "recall": Attended}  # by a field that only one kind has
@@ -130,17 +130,17 @@ class Record:
             raise _strange(path, rest, len(lines) + 1)
 
     def get(self, sample: dict[str, Any], prompt: str | None = None) -> Any:
-        """Return what is recorded of a sample; None without a line, or if the line is of another prompt."""
+        """Return the measurement of a sample; None if there is none, or only one of another prompt."""
         _, found = self._lines.get(_key(sample), (None, None))
         is_other = prompt is not None and found is not None and found.prompt not in (None, text_hash(prompt))
         return None if is_other else found
 
     def items(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
-        """Yield each sample once: a text that identifies the sample in any file, the sample, and its last line."""
+        """Yield each sample's key, which is the same in every file, the sample, and its last measurement."""
         return ((key, *found) for key, found in self._lines.items())
 
     def prepare(self) -> None:
-        """Raise `DataError` if no line can be added."""
+        """Raise `DataError` if the file cannot be written."""
         if self.path is not None:
             _opened(self.path).close()
 
@@ -149,7 +149,7 @@ class Record:
         self.add_all([(sample, measured)])
 
     def add_all(self, measured: Sequence[tuple[dict[str, Any], Line]]) -> None:
-        """Append several lines in one write. A process killed meanwhile leaves the first few, each whole."""
+        """Append several lines in one write. If the process is killed, the first of the lines may stay, each whole."""
         if self.path is not None:
             _append(self.path, b"".join(_line(*each) for each in measured))
         self._lines.update((_key(sample), (sample, each)) for sample, each in measured)
@@ -189,7 +189,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def _opened(path: Path) -> io.FileIO:
-    """Open the file, made if missing. The file object closes the file and frees its lock at any Ctrl-C."""
+    """Open or make the file. The returned object closes the file and so frees the lock, even after Ctrl-C."""
     check_target(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -199,12 +199,12 @@ def _opened(path: Path) -> io.FileIO:
 
 
 def text_hash(text: str) -> str:
-    """Return a short hash of a prompt."""
+    """Return a short hash of a text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Lock the file; wait briefly for a process that is adding a line."""
+    """Lock the file; wait briefly if another process is writing."""
     for _ in range(LOCK_TRIES):
         try:
             return lock(descriptor, path)
@@ -214,7 +214,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _end_of_lines(descriptor: int) -> int:
-    """Return the offset behind the last whole line."""
+    """Return the offset after the last whole line."""
     size = os.fstat(descriptor).st_size
     return mmap(descriptor, size, access=ACCESS_READ).rfind(b"\n") + 1 if size else 0
 
@@ -223,7 +223,7 @@ def _line(sample: dict[str, Any], measured: Line) -> bytes:
     content = {**sample, **{name: value for name, value in asdict(measured).items() if value is not None}}
     try:
         return json.dumps(content, allow_nan=False).encode() + b"\n"
-    except ValueError:  # this line would make reports meaningless
+    except ValueError:  # NaN or infinity, which would make reports meaningless
         found = shown(repr(measured), 240)
         raise DataError(f"cannot record {found}: a number is NaN or infinite; check the model's weights") from None
 

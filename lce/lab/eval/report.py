@@ -1,14 +1,12 @@
-"""Reads records, of one file or of several shards, and makes tables: a row a method.
+"""Makes tables of records, which may be several files of one run. A row is a method.
 
-Records of losses and of selections have tables of their own (`lce.lab.eval.perplexity`, `lce.lab.eval.selection`). The
-following is about answers.
+Losses and selections have tables of their own (`lce.lab.eval.perplexity`, `lce.lab.eval.selection`). Tables of answers
+have a cell for each method and length: the mean score of one model at one task, asked in one way, with the 95% interval
+of `lce.lab.eval.scores`. A sample in several files counts once.
 
-A cell has one task, asked in one way of one model with one method at one length. It has the samples' mean score and the
-95% interval of `lce.lab.eval.scores`. Samples in several files count once.
-
-A task's ceiling is the model's score within its window: the score of `full` at the samples asked for the ceiling, or
-else at the largest length within the window. Notes name tasks and lengths that cannot distinguish methods: tasks whose
-ceiling is not clearly above chance or is below 0.5, and lengths at which every method reaches the ceiling.
+A task's ceiling is the score of `full` within the window: at the samples asked for the ceiling, or else at the largest
+length within the window. Notes name the tasks and lengths that cannot distinguish methods: tasks with a ceiling below
+0.5 or not clearly above chance, and lengths at which every method reaches the ceiling.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from lce.lab.eval.record import Answer, Attended, Loss, Record
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
-CLEARLY = 0.1  # margin by which a ceiling's `low` must exceed chance
-FAILS = 0.5  # a score below this: `full` fails within the window
-HOLDS = 0.9  # share of the ceiling's score that a method needs to hold
+CLEARLY = 0.1  # a ceiling's `low` must exceed chance by this margin
+FAILS = 0.5  # `full` fails within the window if its score is below this
+HOLDS = 0.9  # a method holds at a length if it has this share of the ceiling's score
 
 AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
 
@@ -47,27 +45,27 @@ class Cell:
     """The answers of one method at one length."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
-    depths: set[float] = field(default_factory=set)  # the depths that were asked for; none if depths are even
+    depths: set[float] = field(default_factory=set)  # the depths that the user asked for
 
     @cached_property
     def score(self) -> Score:
         return Score.of(self.answers[key] for key in sorted(self.answers))
 
     def between(self, low: float, high: float) -> Score | None:
-        """Return the score of answers whose facts stand at depths `low` to `high`, inclusive; None without any."""
+        """Return the score of answers whose facts stand at depths from `low` to `high`, inclusive; None without any."""
         found = [a for a in self.answers.values() if a.depth is not None and low <= a.depth <= high]
         return Score.of(found) if found else None
 
 
 @dataclass
 class Table:
-    """The cells of one model and one task, asked in one way, in the order in which they were first asked."""
+    """The cells of one model and one task, asked in one way, in the order of the files."""
 
     model: str
     task: str
-    way: str  # knobs of the task, filler and mode, if unusual
+    way: str  # unusual knobs, filler and mode
     cells: dict[Place, Cell] = field(default_factory=dict)
-    ceilings: dict[Place, Cell] = field(default_factory=dict)  # of `full`, within the window
+    ceilings: dict[Place, Cell] = field(default_factory=dict)  # the cells of `full` within the window
 
     @property
     def title(self) -> str:
@@ -82,7 +80,7 @@ class Table:
         return sorted({length for _, length in self.cells})
 
     def row(self, method: str) -> list[Cell | None]:
-        """Return a method's cells, one for each length; None where the method was not asked."""
+        """Return a method's cell for each length; None for lengths at which the method was not asked."""
         return [self.cells.get(Place(method, length)) for length in self.lengths]
 
     @property
@@ -95,7 +93,7 @@ class Table:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that say why the task, or a length, cannot distinguish methods."""
+        """Sentences that say why the task or a length cannot distinguish methods."""
         if self.ceiling is None:
             return ["The ceiling is not measured: `full` was not asked within the window."]
         length, top = self.ceiling
@@ -120,9 +118,9 @@ class Table:
         return bool(self.discriminates) and not all_reach(scores, self.ceiling[1])
 
     def holds_to(self, method: str) -> int | None:
-        """Return the longest length such that the method's mean, up to there, is at least `HOLDS` of the ceiling's.
+        """Return the longest length up to which the method's mean is at least `HOLDS` of the ceiling's.
 
-        Returns 0 if the method fails at the shortest length; None if the ceiling is unknown or `full` fails.
+        Return 0 if the mean is lower at the shortest length, and None if the ceiling is unknown or `full` fails.
         """
         if self.ceiling is None or not self.discriminates:
             return None
@@ -136,7 +134,7 @@ class Table:
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
-    """Return whether there are two or more scores, and each one's interval reaches the ceiling's mean."""
+    """Return whether there are two or more scores, and all of their intervals reach the ceiling's mean."""
     return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
 
 
@@ -151,10 +149,10 @@ def fails(ceiling: Score) -> str | None:
 
 @dataclass(frozen=True)
 class Report:
-    """The tables of some files."""
+    """The tables of some records."""
 
     tables: tuple[Table, ...]
-    conflicts: int = 0  # samples with different answers in several files; the first file counts
+    conflicts: int = 0  # the number of samples with different scores in several files; the first file counts
     perplexities: tuple[LossTable, ...] = ()
     selections: tuple[SelectionTable, ...] = ()
 
@@ -163,13 +161,22 @@ class Report:
         """Read records. Raises `DataError` for a file that is no record, or for a line without a length."""
         if not files:
             raise UsageError("no file is given; expected one record or more")
-        found: dict[type, dict[str, Any]] = {Answer: {}, Loss: {}, Attended: {}}  # samples and lines, by key
+        found: dict[type, dict[str, Any]] = {
+            Answer: {},
+            Loss: {},
+            Attended: {},
+        }
         conflicts = 0
         for file in files:
             if not Path(file).exists():
                 raise DataError(f"there is no file {named(file)}; name a record that lce eval run --record wrote")
             for key, sample, line in Record(file).items():
-                _check(sample, file)
+                task, length = sample.get("task"), sample.get("length")
+                if type(length) is not int or length < 1 or not isinstance(task, str):
+                    raise DataError(
+                        f"{named(file)} has a line of length {shown(length)} and task {shown(task)}; expected a number "
+                        "of tokens and a name; correct the line"
+                    )
                 before = found[type(line)].setdefault(key, (sample, line))[1]
                 conflicts += isinstance(line, Answer) and line.value != before.value
         if not any(found.values()):
@@ -179,20 +186,11 @@ class Report:
         return cls(tuple(_tables(found[Answer])), conflicts, perplexities, selections)
 
 
-def _check(sample: Mapping[str, Any], file: str | Path) -> None:
-    task, length = sample.get("task"), sample.get("length")
-    if type(length) is not int or length < 1 or not isinstance(task, str):
-        raise DataError(
-            f"{named(file)} has a line of length {shown(length)} and task {shown(task)}; expected a number of tokens "
-            "and a name; correct the line"
-        )
-
-
 def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
-    """Return the tables of all answers, in the order of the files; lengths and depths ascend."""
+    """Return the tables of all answers, in the order of the files."""
     names, models = method_names(found.values()), model_names(found.values())
     tables: dict[tuple[str, ...], Table] = {}
-    documents: dict[str, int] = {}  # documents of several seeds and lengths share numbers in lines
+    documents: dict[str, int] = {}  # new numbers, because lines of several lengths share numbers
     for key, (sample, answer) in found.items():
         number = answer.document if answer.document is not None else sample.get("index")
         document = json.dumps({**sample, "index": number}, sort_keys=True)
@@ -203,22 +201,22 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
         cell = cells.setdefault(Place(names[engine_key(sample)], sample["length"]), Cell())
         cell.answers[key] = answer
         if answer.depth is not None and answer.depth in sample.get("depths", ()):
-            cell.depths.add(answer.depth)  # puzzles with several facts have other depths
+            cell.depths.add(answer.depth)  # several facts stand at other depths than those asked for
     for table in tables.values():
         lengths = table.lengths
-        for where, cell in table.ceilings.items():  # longer ceilings were asked for too
+        for where, cell in table.ceilings.items():  # samples of the ceiling are samples of the method `full`, too
             if where.length in lengths or where.length > max(lengths, default=0):
                 same = table.cells.setdefault(where, Cell())
                 same.answers |= cell.answers
                 same.depths |= cell.depths
-                cell.answers |= same.answers  # some may have been recorded before, not as a ceiling
+                cell.answers |= same.answers  # samples that were recorded as no ceiling count too
         if not table.ceilings:
             table.ceilings = {place: cell for place, cell in table.cells.items() if _is_within(place, cell, found)}
     return [table for table in tables.values() if table.cells or table.ceilings]
 
 
 def _is_within(place: Place, cell: Cell, found: Mapping[str, AnswerLine]) -> bool:
-    """Return whether a cell is of `full` without RoPE scaling within the window: a ceiling that was not asked for."""
+    """Return whether a cell can serve as the ceiling: `full` without RoPE scaling within the window."""
     sample, answer = found[next(iter(cell.answers))]
     kind, parts = engine_parts(sample)
     is_full = (answer.method or kind.lower()) == "full" and parts.get("rope", "none") == "none"

@@ -1,7 +1,7 @@
-"""Answers requests of an evaluation harness: likelihoods of continuations, and texts up to a stop.
+"""Answers requests of lm-evaluation-harness: likelihoods of continuations, and texts up to a stop.
 
-Token ids in, numbers and texts out. Requests whose contexts begin alike are read together (`lce.lab.eval.prefixes`);
-each answer comes with the number of its request, in the order of reading.
+Requests are token ids. Contexts that begin alike share their common tokens (`lce.lab.eval.prefixes`). Answers come in
+the order of reading, each with the number of its request.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from lce.sizes import count
 if TYPE_CHECKING:
     from lce import Context, Engine
 
-LONGEST = 1 << 31  # tokens; a method that can read this many has no limit
+LONGEST = 1 << 31  # a method that can read this many tokens counts as one without a limit
 LOADING = tuple(name for name in inspect.signature(lce.load).parameters if name not in ("model", "method", "sharing"))
+# Generation arguments of other libraries, with the values that change nothing.
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """The model arguments of a harness that concern requests.
+    """The harness's model arguments that are not for `lce.load`. Numbers may be texts, such as "4k".
 
-    Requests of more than `max_length` tokens lose their beginning; None is the method's limit. `max_gen_toks` is for
-    tasks that set no limit. `prefix_token_id` precedes texts without a context; None is BOS, or EOS. `add_bos_token`
-    overrides the tokenizer's own rule. Numbers may be texts, such as "4k". Raises `UsageError`.
+    Requests of more than `max_length` tokens lose their beginning; None stands for the method's limit. `max_gen_toks`
+    limits answers of tasks without a limit of their own. `prefix_token_id` precedes texts without a context; None
+    stands for BOS, or else EOS. `add_bos_token` overrides the tokenizer's setting. Raises `UsageError`.
     """
 
     max_length: Any = None
@@ -50,11 +51,11 @@ class ModelArguments:
 
 
 def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
-    """Split arguments by name into options of `lce.load` and `ModelArguments`.
+    """Split the harness's model arguments into options of `lce.load` and `ModelArguments`.
 
-    A harness converts texts that look like numbers, truth values or None. None for a knob or for `rope` was the text
-    "none"; other arguments of None are left out. With an engine as `pretrained` there are no options of `lce.load`.
-    Raises `UsageError` for unknown names and unusable values.
+    The harness turns the text "none" into None, so None is "none" again for knobs and for `rope`; other arguments of
+    None are left out. If `pretrained` is an engine, there are no options of `lce.load`. Raises `UsageError` for unknown
+    names and unusable values.
     """
     own = [each.name for each in dataclasses.fields(ModelArguments)]
     loaded = isinstance(given["pretrained"], lce.Engine)
@@ -80,7 +81,7 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
 
 
 def longest(engine: Engine) -> int | None:
-    """Return the most tokens that the engine's method can read; None for no limit."""
+    """Return the largest number of tokens that the engine's method can read; None for no limit."""
     limit = bisect.bisect_left(range(LONGEST), True, key=lambda n: engine.beyond(n + 1) is not None)
     return None if limit == LONGEST else limit
 
@@ -88,11 +89,11 @@ def longest(engine: Engine) -> int | None:
 def likelihoods(
     engine: Engine, requests: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
 ) -> Iterator[tuple[int, tuple[float, bool]]]:
-    """Score continuations behind their contexts; requests are pairs of token ids, neither empty.
+    """Score continuations of contexts. A request is a context and a continuation, both with at least one token id.
 
-    Yields a request's number, and the continuation's log-probability with whether greedy decoding writes it.
-    The last token of a continuation is not read. If the model would read more than `max_length` tokens, the context
-    loses its beginning. Raises `UsageError` if no context is left.
+    Yields a request's number, the continuation's log-probability, and whether greedy decoding would write the
+    continuation. The last token of a continuation is scored but not read. If more than `max_length` tokens would be
+    read, the context loses its beginning. Raises `UsageError` if no context is left.
     """
     contexts = []
     for context, continuation in requests:
@@ -110,7 +111,7 @@ def likelihoods(
 
 def _likelihood(engine: Engine, context: Context, continuation: list[int]) -> tuple[float, bool]:
     logits = context.logits
-    if len(continuation) == 1 and logits is not None:  # nothing more to read
+    if len(continuation) == 1 and logits is not None:  # the context's logits score the only token
         token_id = continuation[0]
         return float(logits[token_id] - logits.logsumexp(-1)), int(logits.argmax()) == token_id
     scores = engine.score(continuation, context=context)
@@ -118,17 +119,14 @@ def _likelihood(engine: Engine, context: Context, continuation: list[int]) -> tu
 
 
 def text_likelihood(engine: Engine, windows: Sequence[tuple[list[int], list[int]]]) -> float:
-    """Return the log-probability of a text cut into windows: pairs of a context and the tokens to score behind it.
-
-    Each window is read in one pass, which holds the logits of one slice at a time.
-    """
+    """Return the log-probability of a text in windows. A window is a context and the tokens to score after it."""
     scores = [engine.score([*context, *scored], first=len(context)) for context, scored in windows]
     return sum(float(each.logprobs.double().sum()) for each in scores)
 
 
 @dataclass(frozen=True)
 class Generating:
-    """How to write a text: at most `max_tokens` tokens, up to the first of `until`."""
+    """Options of a generation: at most `max_tokens` tokens, up to the first of the texts `until`."""
 
     until: tuple[str, ...]
     max_tokens: int
@@ -136,9 +134,9 @@ class Generating:
 
 
 def generating(given: Mapping[str, Any]) -> Generating:
-    """Convert a task's `generation_kwargs`, normalised by the harness: they have `until` and `max_gen_toks`.
+    """Convert a task's `generation_kwargs`, to which the harness has added `until` and `max_gen_toks` if missing.
 
-    `do_sample` without a temperature samples at 1. Raises `UsageError` for arguments unknown to lce.
+    The default temperature of `do_sample` is 1. Raises `UsageError` for arguments unknown to lce.
     """
     options = {name: value for name, value in given.items() if NEUTRAL.get(name) != value}
     until, most = options.pop("until"), options.pop("max_gen_toks")
@@ -156,10 +154,10 @@ def generating(given: Mapping[str, Any]) -> Generating:
 def generations(
     engine: Engine, requests: Sequence[tuple[list[int], Generating]], max_length: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Write a text behind each prompt; yield the request's number and the text before the first stop.
+    """Continue each prompt; yield the request's number and the text before the first stop.
 
-    If prompt and `max_tokens` exceed `max_length` tokens, the prompt loses its beginning. A stop may be the text of a
-    special token, such as `<|im_end|>`. Raises `UsageError` if no prompt is left.
+    A prompt that would exceed `max_length` with `max_tokens` more tokens loses its beginning. A stop may be the text of
+    a special token, such as `<|im_end|>`. Raises `UsageError` if no prompt is left.
     """
     prompts = []
     for prompt, how in requests:
@@ -179,7 +177,7 @@ def _written(engine: Engine, context: Context, how: Generating) -> str:
     tokenizer = engine.tokenizer
     until = [*how.until, tokenizer.eos_token] if tokenizer.eos_token else how.until
     encoded = [tokenizer.encode(stop, bos=False) for stop in until]
-    special = {ids[0] for ids in encoded if len(ids) == 1 and not tokenizer.decode(ids)}  # they have no text
+    special = {ids[0] for ids in encoded if len(ids) == 1 and not tokenizer.decode(ids)}  # of no text
 
     def ends(text: str) -> bool:
         return stream.result.token_ids[-1] in special or any(stop in text for stop in until)
@@ -189,5 +187,5 @@ def _written(engine: Engine, context: Context, how: Generating) -> str:
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """Return the text before the first of the stops."""
+    """Return the text before the first stop."""
     return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]

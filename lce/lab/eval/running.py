@@ -1,8 +1,8 @@
-"""Asks an engine samples and scores the answers. A record makes runs resumable; shards divide a run.
+"""Asks an engine samples and scores the greedy answers. A record makes a run resumable; shards divide a run.
 
-Three modes (`MODES`): `single`, a prompt a sample; `shared` prefills the document of several samples once and asks each
-question of a fork; `turns` asks a document's questions one after another in one context, which keeps the model's own
-answers. Answers are greedy.
+There are three modes. `single` reads each sample's prompt by itself. `shared` prefills a document once and asks each of
+its questions in a fork of the context. `turns` asks a document's questions one after the other in one context, which
+keeps the model's answers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from lce.lab.eval.sample import Sample
 
 MODES = ("single", "shared", "turns")
-Numbered = tuple[int, "Sample"]  # a sample and its number in the run
-Progress = Callable[[int, int], None]  # called with the samples done, and their total
+Numbered = tuple[int, "Sample"]  # a sample's number in the run, and the sample
+Progress = Callable[[int, int], None]  # called with the number of samples done, and their total
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count`, 0 first: every `count`-th document with all of its questions."""
+    """Part `index` of a run, counted from 0: every `count`-th document with all of its questions."""
 
     index: int = 0
     count: int = 1
@@ -57,10 +57,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Asking:
-    """A way to ask samples: the mode, a shard of the samples, and the folder in which documents are kept.
+    """A way to ask samples: the mode, and the shard of the samples.
 
-    `contexts` is a folder: the modes `shared` and `turns` save each document there as a context file. Later calls of
-    either mode open the file; questions do not change the file. Raises `UsageError`.
+    With `contexts`, a folder, the modes `shared` and `turns` save each prefilled document as a context file, and open
+    the file instead of prefilling again. Questions do not change the file. Raises `UsageError`.
     """
 
     mode: str = "single"
@@ -76,11 +76,11 @@ class Asking:
             )
 
 
-ALONE = Asking()  # every sample by itself
+ALONE = Asking()  # all samples, each by itself
 
 
 def evaluate(engine: Engine, samples: Iterable[Sample], **how: Any) -> Score:
-    """Ask `samples` and score the answers; recorded answers are reused. `how` is for `answers`."""
+    """Ask samples and return the score of the answers. `how` is for `answers`."""
     return Score.of(answer for _, answer in answers(engine, samples, **how))
 
 
@@ -88,14 +88,13 @@ def answers(
     engine: Engine, samples: Iterable[Sample], *, setting: Mapping[str, Any], asking: Asking = ALONE,
     record: Record | None = None, about: Mapping[str, Any] | None = None, progress: Progress | None = None,
 ) -> list[tuple[Sample, Answer]]:  # fmt: skip
-    """Ask `samples` and return the shard's samples with their answers. Samples of one document are adjacent.
+    """Ask the shard's samples and return each with its answer. Samples of one document must be adjacent.
 
-    `setting`, the engine, the mode and a sample's number identify the sample in `record`. `setting` has JSON values:
-    first `task`, a name, then all else that the samples are made from, such as `length` and `seed`. `about` has further
-    fields of `Answer` to record.
+    In `record`, a sample is identified by `setting`, the engine, the mode and the sample's number. `setting` has JSON
+    values: first `task`, a name, then everything that the samples are made from, such as `length` and `seed`. Recorded
+    answers are reused, so an interrupted call can be repeated. `about` has further fields of `Answer` to record.
 
-    Repeat an interrupted call with its record to ask only missing samples. Raises `UsageError` for an unknown metric,
-    and `DataError` or `CapacityError` if an answer cannot be recorded.
+    Raises `UsageError` for an unknown metric, and `DataError` or `CapacityError` if an answer cannot be recorded.
     """
     if next(iter(setting), None) != "task":
         raise UsageError(f"setting is {shown(setting)}; expected a mapping whose first name is task")
@@ -118,7 +117,7 @@ def answers(
 
 
 def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
-    """Return, for each sample, the score of the preceding sample's perfect answer: the score without a document."""
+    """Return the score that the perfect answer to the preceding sample would get for each sample: a guess' score."""
     found: list[float | None] = []
     for (_, before), (_, sample) in zip([numbered[-1], *numbered], numbered, strict=False):
         other = before.answer or next(iter(before.answers), "")
@@ -138,7 +137,7 @@ class _Run:
     chances: list[float | None]
 
     def document(self, number: int, group: Sequence[Numbered]) -> Iterator[tuple[Sample, Answer]]:
-        """Yield the answers to one document's questions, from the record or the model."""
+        """Yield one document's samples with their answers, from the record or the model."""
         about = described(self.engine) | ({} if self.asking.mode == "single" else {"mode": self.asking.mode})
         keys = {}
         for index, sample in group:
@@ -173,17 +172,17 @@ class _Run:
                     yield index, self._answer(index, sample, fork, questions[index])
 
     def _turns(self, group: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
-        """Ask all questions, recorded ones too: later answers depend on earlier ones."""
+        """Ask all questions, even those with recorded answers, because later answers depend on earlier ones."""
         with self._prefilled(group) as (context, questions):
             for index, sample in group:
                 yield index, self._answer(index, sample, context, questions[index], last=sample is group[-1][1])
 
     @contextmanager
     def _prefilled(self, group: Sequence[Numbered]) -> Iterator[tuple[Context, dict[int, list[int]]]]:
-        """Yield a context with the document, announced for all questions, and the questions' tokens by number.
+        """Yield a context with the prefilled document, and the tokens of each question by its number.
 
-        Document and question joined have the prompt's tokens, so a model reads the same in every mode. Some tokenizers
-        put a space before every text, an end behind, or the end of a document and a question into one token.
+        A model must read the same tokens in every mode, but some tokenizers add tokens around a text, or join the end
+        of the document and the question in one token. So prompts are encoded whole, and split where they differ.
         """
         engine = self.engine
         prompts = {index: engine.tokenizer.encode(sample.prompt) for index, sample in group}
@@ -203,7 +202,7 @@ class _Run:
             yield context, questions
 
     def _context_file(self, document: Sequence[int], length: int) -> Path | None:
-        """Return the file of a document and the engine; under RoPE scaling `dynamic`, also of the length."""
+        """Return the file for a document, the engine and, with the RoPE scaling `dynamic`, the length."""
         if self.asking.contexts is None:
             return None
         facts = [self.engine.identity.facts, length if self.engine.rope.kind == "dynamic" else None, document]
@@ -223,7 +222,7 @@ class _Run:
 
 
 def decode_bytes(engine: Engine, context: Context) -> int:
-    """Make a decode step behind a context; return the bytes read of keys, values and their summaries."""
+    """Make one decode step; return the bytes of keys, values and their summaries that the step reads."""
     more = [] if context.uncached else [context.token_ids[-1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WindowWarning)
@@ -233,7 +232,7 @@ def decode_bytes(engine: Engine, context: Context) -> int:
 
 
 def make_folder(folder: str | Path, what: str) -> None:
-    """Make a folder for `what`. Raises `UsageError` on failure."""
+    """Make a folder, called `what` in the `UsageError` on failure."""
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -242,7 +241,7 @@ def make_folder(folder: str | Path, what: str) -> None:
 
 
 def answer_tokens(engine: Engine, sample: Sample) -> int:
-    """Return the most tokens of an answer: the sample's limit, or the perfect answer's tokens plus two."""
+    """Return the limit of an answer in tokens: the sample's, or the tokens of the perfect answer plus two."""
     if sample.max_tokens is not None:
         return sample.max_tokens
     return len(engine.tokenizer.encode(" " + sample.answer, bos=False)) + 2

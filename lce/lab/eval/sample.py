@@ -1,4 +1,4 @@
-"""What a model is asked: a task, and its samples."""
+"""Tasks, and their samples: prompts with the expected answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Task:
-    """A task's name, and the metrics of its answers, names of `lce.lab.eval.metrics.METRICS`; the first one counts."""
+    """A kind of question. `metrics` are names of `lce.lab.eval.metrics.METRICS`; the first metric gives the score."""
 
     name: str
     metrics: tuple[str, ...]
@@ -18,31 +18,31 @@ class Task:
 class Sample:
     """One prompt and the expected answers.
 
-    A model reads `before`, `document`, `question` and `opening`. Samples with one beginning, `before` and `document`,
-    can share a context. `metric` compares a model's answer with `answers`.
+    The prompt is `before`, `document`, `question` and `opening`. Samples with equal `before` and `document` can share a
+    context. `metric` compares a model's answer with `answers`.
 
-    A published benchmark puts a template around all but `opening`: `none`, `chat` (the model's chat template, if any),
-    or a text with `{prompt}` and perhaps `{system}`. If `fixed` is set, the user cannot choose another. `cut` names the
-    way to shorten a long prompt.
+    Published benchmarks put `template` around all but `opening`: `none`, `chat` (the model's chat template, if any), or
+    a text with `{prompt}` and perhaps `{system}`. If `fixed` is set, the user cannot choose another template. `cut` is
+    a key of `lce.lab.eval.published.suite.CUTS` and says how to shorten a long prompt.
     """
 
     document: str
-    question: str  # begins with the white space behind the document
+    question: str  # begins with the white space that separates document and question
     answers: tuple[str, ...]
     metric: str = "starts"
-    answer: str = ""  # a perfect answer; its length limits the model's answer
-    max_tokens: int | None = None  # None: the tokens of `answer` plus two
-    depth: float | None = None  # where the first fact stands: 0 is the document's beginning, 1 its end
-    facts: tuple[str, ...] = ()  # literal parts of the document that the answer depends on
+    answer: str = ""  # a perfect answer, whose length limits the model's answer
+    max_tokens: int | None = None  # of the model's answer; None for the tokens of `answer` plus two
+    depth: float | None = None  # the place of the first fact: 0 is the document's beginning, 1 its end
+    facts: tuple[str, ...] = ()  # the parts of the document that the answer depends on, literally
     before: str = ""
-    opening: str = ""  # begins the answer
+    opening: str = ""  # the given beginning of the answer
     template: str = "none"
     fixed: bool = False
     system: str = ""
     cut: str = "middle"
-    group: str = ""  # a length, a difficulty, ...: scores are also given by group
-    source: Mapping[str, Any] | None = None  # fields that a file of predictions repeats
-    n_tokens: int | None = None  # of the prompt, if the task has samples of several lengths
+    group: str = ""  # scores are also given by group, such as a length or a difficulty
+    source: Mapping[str, Any] | None = None  # the fields of the data that files of predictions repeat
+    n_tokens: int | None = None  # the prompt's tokens, if the task has samples of several lengths
 
     @property
     def beginning(self) -> str:
@@ -54,5 +54,5 @@ class Sample:
 
     @property
     def length(self) -> int | None:
-        """`n_tokens` rounded up to a power of two, as records and reports have it."""
+        """The length in records and reports: `n_tokens` rounded up to a power of two."""
         return None if self.n_tokens is None else 1 << max(0, self.n_tokens - 1).bit_length()

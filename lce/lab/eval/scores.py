@@ -1,9 +1,9 @@
-"""From scores of samples to a mean with its 95% interval.
+"""Mean scores of samples, with 95% intervals.
 
 If every document has one question and a score of 0 or 1, the interval is Wilson's. Otherwise the interval is a
 bootstrap over documents: the 2.5% and 97.5% quantiles of the means of 2,000 draws with replacement. Draws are seeded,
-so the same scores give the same interval in any order. If all documents have the same mean, a bootstrap sees no spread,
-so Wilson's is used. It is wide enough: no scores from 0 to 1 vary more than zeros and ones with the same mean.
+so the same scores give the same interval in any order. If all documents have the same mean, a bootstrap would have no
+width, so Wilson's interval is used. This interval is wide enough, because scores of 0 and 1 vary most for a given mean.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Score:
-    """The mean score of some samples, 0 to 1, with the 95% interval `low` to `high` of the kind `interval`.
+    """The mean score of some samples, 0 to 1, with the 95% interval from `low` to `high`.
 
-    `read_bytes` counts keys, values and their summaries that a decode step behind the answer reads. `read_bytes`,
-    `prompt_tokens` and `chance` are averages over the samples with known values; None if all are unknown.
+    `read_bytes`, `prompt_tokens` and `chance` are those of `Answer`, averaged over samples with known values; None if
+    no value is known.
     """
 
     samples: int
     mean: float
     low: float
     high: float
-    interval: str  # "Wilson" or "bootstrap"
+    interval: str  # the kind of interval: "Wilson" or "bootstrap"
     read_bytes: float | None = None
     prompt_tokens: float | None = None
     chance: float | None = None
@@ -54,13 +54,13 @@ class Score:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the known values; None without any."""
+    """Return the mean of the values that are not None; None if there are no such values."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def interval(documents: Sequence[Sequence[float]]) -> tuple[str, float, float]:
-    """Return the kind and the ends of the 95% interval of the mean score; `documents` has scores by document."""
+    """Return the kind and the ends of the 95% interval of the mean. `documents` has a list of scores a document."""
     total, n = math.fsum(math.fsum(scores) for scores in documents), sum(map(len, documents))
     plain = all(len(scores) == 1 and scores[0] in (0.0, 1.0) for scores in documents)
     means = {round(math.fsum(scores) / len(scores), 9) for scores in documents}
@@ -70,7 +70,7 @@ def interval(documents: Sequence[Sequence[float]]) -> tuple[str, float, float]:
 
 
 def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None) -> tuple[float, float]:
-    """Return the Wilson score interval of `right` successes in `n` trials; z = 1.96 is 95%."""
+    """Return the Wilson score interval of `right` successes in `n` trials, at 95% for z = 1.96."""
     share = right / n if share is None else share
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -81,7 +81,7 @@ def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None)
 def _bootstrap(documents: Sequence[Sequence[float]]) -> tuple[float, float]:
     import numpy as np
 
-    ordered = sorted(tuple(sorted(scores)) for scores in documents)  # the order of a file's lines must not matter
+    ordered = sorted(tuple(sorted(scores)) for scores in documents)  # so the order of lines in files changes nothing
     sums = np.array([math.fsum(scores) for scores in ordered])
     sizes = np.array([len(scores) for scores in ordered], dtype=float)
     drawn = np.random.default_rng(0).integers(len(ordered), size=(DRAWS, len(ordered)))

@@ -1,8 +1,8 @@
 """Measures methods' selections: the share of true attention, the cost, and whether facts are found.
 
-Tables of records have a row a method, with its knobs, and a length. A table has one model, one judge, one kind of
-hidden states, and one task asked in one way, or texts that were read. A row has the means over all texts in the files,
-each once. A note says where methods were watched at different texts.
+A table of records is about one model, one judge, one kind of hidden states, and one task or text. A row is a method
+with its knobs at one length, with the means over all texts in the files, each counted once. A note names lengths at
+which methods were measured at different texts.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from lce.methods.mass import Judge
 if TYPE_CHECKING:
     from lce import Engine, Method
 
-AttendedLine = tuple[Mapping[str, Any], Attended]  # a sample, and what its queries attended
-BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # knobs of the amount chosen
+AttendedLine = tuple[Mapping[str, Any], Attended]  # a sample, and its measurement
+BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # the knobs that set how much is chosen
 SHARES = ("recall", "hit@1", "hit@5", "fact", "cover", "Gini", "found", "score")
 USUAL = {"judge": "constant", "states": "own"}
-Samples = Callable[["Engine"], Sequence[Sample]]  # made for an engine's tokenizer
+Samples = Callable[["Engine"], Sequence[Sample]]  # makes samples for an engine's tokenizer
 
 
 @dataclass(frozen=True)
 class Selection:
     """One method's selection in texts of one length: means over `samples` texts, queries, layers and heads.
 
-    `recall`, `tokens`, `fact`, `hit1`, `hit5`, `cover`, `gini`, `found` and the bytes are those of `Attended`.
-    `by_layer` has some for each layer and head, and `found` for each layer. `right` is the answers' mean score. None:
-    nothing to measure.
+    `right` is the mean score of the answers; the other means are explained in `Attended`, as is None. `by_layer` has
+    `recall`, `tokens`, `fact`, `hit1` and `hit5` by layer and head, and `found` by layer.
     """
 
     method: str
@@ -92,7 +91,7 @@ class Selection:
 
 
 def _mean_table(tables: Sequence[PerHead]) -> PerHead:
-    """Return the mean of tables by layer and head; for each layer, over the tables that have heads in it."""
+    """Return the means by layer and head. Tables with an empty layer do not count for this layer."""
     rows = [[table[layer] for table in tables if table[layer]] for layer in range(len(tables[0]))]
     return [[math.fsum(x) / len(x) for x in zip(*row, strict=True)] for row in rows]
 
@@ -102,12 +101,12 @@ def measure(
     setting: Mapping[str, Any] | None = None, record: Record | None = None,
     progress: Callable[[int, int], None] | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
-    """Answer samples with a method, and observe the queries that write the answers: those of the prompt's last token
-    and of each written token.
+    """Ask samples with a method, and watch the queries that write the answers.
 
-    `samples` is called with the engine; `loading` are options of `lce.load`. `judge` says which full attention is the
-    truth. `states` says whose hidden states the method selects on. `setting` and a sample's number identify the sample
-    in `record`; recorded samples are not asked again. `setting` has what the samples are made from, first `task`.
+    `samples` makes the samples for an engine. `loading` are options of `lce.load`. `judge` names the full attention
+    that counts as true, and `states` says whose hidden states the method selects on. In `record`, a sample is
+    identified by its number and by `setting`, which says how samples are made and begins with `task`. Recorded samples
+    are not asked again.
     """
     meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)
@@ -129,17 +128,20 @@ def measure(
 
 
 def _about(engine: Engine, model: str, method: Method) -> dict[str, Any]:
-    """Return further fields of a line, for reading and sorting."""
+    """Return facts about the engine for a record's line."""
     return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
 
 
 def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:
-    """Return the tokens `start..stop-1` of each of a sample's facts that the prompt contains."""
+    """Return the token span `(start, stop)` of each of a sample's facts that the prompt contains."""
     spans = []
     for fact in sample.facts:
         at = sample.prompt.find(fact)
         if at >= 0:
-            before, through = sample.prompt[:at].rstrip(" "), sample.prompt[: at + len(fact)]  # a space begins a token
+            before, through = (
+                sample.prompt[:at].rstrip(" "),
+                sample.prompt[: at + len(fact)],
+            )  # the next token has the space
             start, stop = (len(engine.tokenizer.encode(text)) for text in (before, through))
             spans.append((start, max(stop, start + 1)))
     return spans
@@ -149,7 +151,7 @@ def measure_text(
     model: str, method: Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
     states: States = "own", record: Record | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
-    """Read the first `length` tokens of a text; observe `queries` queries evenly spread over the second half."""
+    """Read the first `length` tokens of a text, and watch `queries` queries evenly spread over the second half."""
     meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)
     ids = engine.tokenizer.encode(text)[:length]
@@ -170,7 +172,8 @@ def measure_text(
 class SelectionTable:
     """The selections of one model's methods in one setting.
 
-    `lines` has a method's selections in the order of bytes read, with budgets left out of the method's name.
+    `lines` has the selections that differ only in budget and length, in the order of bytes read, by the method's name
+    without the budget.
     """
 
     model: str
@@ -198,7 +201,7 @@ class SelectionTable:
 
 
 def selection_tables(lines: Sequence[AttendedLine]) -> Iterator[SelectionTable]:
-    """Yield the tables of all lines, in the order of the files."""
+    """Yield the tables of all measurements, in the order of the files."""
     names, models, bases = method_names(lines), model_names(lines), method_names(lines, without=BUDGETS)
     groups: dict[tuple[str, str], dict[tuple[int, EngineKey], list[AttendedLine]]] = {}
     for sample, attended in lines:
@@ -222,13 +225,13 @@ def selection_tables(lines: Sequence[AttendedLine]) -> Iterator[SelectionTable]:
 
 
 def _setting(sample: Mapping[str, Any]) -> str:
-    """Return the task, how it was asked, the judge and the states, without usual values and texts."""
+    """Return the task and its way, with judge and states if they are unusual."""
     left_out = {"text", *(name for name, usual in USUAL.items() if sample.get(name) == usual)}
     way = way_of({name: value for name, value in sample.items() if name not in left_out})
     return f"{cut(sample['task'])}{', ' if way else ''}{way}"
 
 
 def _text(line: AttendedLine) -> str:
-    """Return a key of the watched text, for one setting and length."""
+    """Return a key of the measured text within one setting and length."""
     sample, attended = line
     return json.dumps([sample.get(name) for name in ("seed", "samples", "index", "text")] + [attended.prompt])

@@ -1,4 +1,4 @@
-"""Suites: how samples of tasks are made and asked. Those of tasks made here, with knobs and ceilings.
+"""Suites make samples of tasks and ask them. `MadeSuite` is for the tasks made here.
 
 suite = MadeSuite(samples=20)
 for task in make_tasks(["passkey", "variables"], {"variables.hops": "3"}):
@@ -27,61 +27,61 @@ if TYPE_CHECKING:
     from lce.lab.eval.sample import Sample, Task
 
 LARGEST_KNOB = 10_000
-QUESTIONS = 4  # questions about a document, if several are asked and no number is given
+QUESTIONS = 4  # the default number of questions about a document in the modes shared and turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
     """A way to make samples of tasks and to ask them."""
 
-    scale: ClassVar[int] = 1  # scores are shown from 0 to this
+    scale: ClassVar[int] = 1  # the score of perfect answers, as it is shown
     asking: Asking = ALONE
 
     @abstractmethod
     def make(self, engine: Engine, task: Any, length: int = 0) -> list[Sample]:
-        """Make the samples of a task, at a length if the task is made for one. Raises `UsageError` or `DataError`."""
+        """Make the samples of a task; `length` is for tasks made here. Raises `UsageError` or `DataError`."""
 
     @abstractmethod
     def setting(self, task: Any, length: int = 0) -> dict[str, Any]:
-        """Return the fields that identify samples of a task in a record; usual values are left out."""
+        """Return the fields that identify samples of a task in a record, without usual values."""
 
     @abstractmethod
     def about(self, task: Any) -> dict[str, Any]:
-        """Return what results say of a task besides its scores."""
+        """Return the fields that describe a task in JSON results."""
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
         """Return a benchmark's own averages of task scores."""
         return {}
 
     def prediction(self, sample: Sample, text: str) -> dict[str, Any]:
-        """Return an answer's line for a file of predictions in the benchmark's own layout."""
+        """Return the line of an answer in a file of predictions, in the benchmark's own layout."""
         raise NotImplementedError
 
     def answers(
         self, engine: Engine, task: Task, length: int = 0, *, made: Sequence[Sample] | None = None, **how: Any
     ) -> list[tuple[Sample, Answer]]:
-        """Ask an engine; `made` has the samples, if already made, and `how` is for `lce.lab.eval.running.answers`."""
+        """Ask an engine the samples of a task, or those in `made`. `how` is for `lce.lab.eval.running.answers`."""
         made = self.make(engine, task, length) if made is None else made
         return answers(engine, made, setting=self.setting(task, length), asking=self.asking, **how)
 
     def evaluate(self, engine: Engine, task: Task, length: int = 0, **how: Any) -> Score:
-        """Return the score of an engine at a task; `how` is for `answers`."""
+        """Return the score of an engine at a task. `how` is for `answers`."""
         return Score.of(answer for _, answer in self.answers(engine, task, length, **how))
 
 
 @dataclass(frozen=True)
 class MadeSuite(Suite):
-    """A suite of tasks made here: `samples` documents for each task and length, `questions` about each.
+    """A suite of the tasks made here: `samples` documents for each task and length, with `questions` about each.
 
-    A single fact stands at each of `depths` in turn, or else at even depths. The fillers are those of
-    `lce.lab.eval.tasks.making.samples`. Raises `UsageError`.
+    A single fact stands at `depths` in turn, by default at even depths. `filler` is explained in
+    `lce.lab.eval.tasks.making.filler_named`. Raises `UsageError`.
     """
 
     samples: int = 20
     seed: int = 0
     filler: str = "prose"
     depths: tuple[float, ...] = ()
-    questions: int | None = None  # 1 in the mode single, else 4
+    questions: int | None = None  # None: 1 in the mode single, else QUESTIONS
 
     def __post_init__(self) -> None:
         if self.asking.shard.index >= self.samples:
@@ -118,7 +118,7 @@ class MadeSuite(Suite):
         return {"task_knobs": knob_values(task)}
 
     def ceiling_length(self, engine: Engine, task: MadeTask, lengths: Sequence[int]) -> int:
-        """Return the largest length at which text and answers fit the window, at most the largest of `lengths`.
+        """Return the largest length, up to the largest of `lengths`, at which text and answers fit the window.
 
         Raises `UsageError` if a puzzle does not fit.
         """
@@ -132,9 +132,10 @@ class MadeSuite(Suite):
 
 
 def make_tasks(names: Sequence[str], knobs: Mapping[str, str] | None = None) -> list[MadeTask]:
-    """Return the tasks called `names`, `all` for all. A knob KEY is for every task with KEY, TASK.KEY for one task.
+    """Return the tasks called `names`; the name `all` stands for all tasks.
 
-    Raises `UsageError` for a name or a knob that no task has.
+    A knob called KEY is for every task that has KEY; one called TASK.KEY is for one task. Raises `UsageError` for a
+    name or a knob that no task has.
     """
     names = list(TASKS) if "all" in names else list(dict.fromkeys(names))
     for name in names:
@@ -142,7 +143,7 @@ def make_tasks(names: Sequence[str], knobs: Mapping[str, str] | None = None) -> 
             raise UsageError(f"unknown task {shown(name)}; {nearest(name, [*TASKS, 'all'])}")
     fields = {f"{name}.{field.name}": field for name in names for field in dataclasses.fields(TASKS[name])}
     own: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for key, value in sorted((knobs or {}).items(), key=lambda knob: "." in knob[0]):  # a task's own counts last
+    for key, value in sorted((knobs or {}).items(), key=lambda knob: "." in knob[0]):  # so TASK.KEY overrides KEY
         meant = [full for full in fields if key in (full, fields[full].name)]
         if not meant:
             known = nearest(key, fields) if fields else f"{', '.join(names)} take none"
@@ -157,7 +158,7 @@ def _knob(name: str, value: Any, kind: type) -> Any:
         made = kind(value)
     except (TypeError, ValueError):
         made = None
-    if made is None or not 0 < made <= LARGEST_KNOB:  # nor is NaN
+    if made is None or not 0 < made <= LARGEST_KNOB:  # excludes NaN, too
         word = "a whole number" if kind is int else "a number"
         raise UsageError(f"{name} is {shown(value)}; expected {word} above 0, and at most {LARGEST_KNOB:,}")
     return made

@@ -1,17 +1,17 @@
 """Finds why a method missed an answer: its selection, its budget, its placement, or the model.
 
-A missed sample is asked again with one thing changed at a time, by selections that cheat (`lce.methods.cheating`). The
-first change that answers right names the cause:
+A missed sample is asked again under one change after the other. The first change with a right answer names the cause:
 
-1. `selection`: chooses what has most true attention; budget, placement and always attended tokens stay.
-2. `budget`: as 1, without `top_p`, then with 2, 4, 8, ... times the budget; side by side, while the window has room.
-3. `placement`: as 1, with chosen chunks placed otherwise within the window.
-4. `both`: attends everything, at distances that the model knows (`rerope`, `dca`). Budget and placement together were
-   at fault; no selection could help.
-5. `model`: no change answers. The model fails this sample even if it sees everything.
+1. `selection`: the method chooses by true attention (`lce.methods.cheating`); budget and placement stay.
+2. `budget`: as 1, without `top_p`, then with 2, 4, 8, ... times the budget. With the placement `side_by_side` the
+   budget grows only while the window has room.
+3. `placement`: as 1, with the chosen chunks at other positions within the window.
+4. `both`: `rerope` and `dca` attend all tokens, at distances that the model knows. No selection could help, because
+   budget and placement were wrong together.
+5. `model`: no change gives a right answer, so the model fails even with all tokens attended.
 
-A cheating selection is judged by full attention at distances up to half of the window, and then by full attention at
-true distances. If either answers, a better selection would answer.
+Changes 1 to 3 are tried twice. True attention is first that of full attention with distances limited to half of the
+window, then that of full attention at true distances. One right answer is enough.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lce.methods.mass import JUDGES
 
 CAUSES = ("answered", "selection", "budget", "placement", "both", "model")
 RIGHT = 0.5  # the score from which an answer counts as right
-IN_WINDOW = ("side_by_side", "constant")  # placements with no distance beyond the window
+IN_WINDOW = ("side_by_side", "constant")  # the placements that keep all distances within the window
 
 
 class Rung(NamedTuple):
-    """One change of a method, and the cause that a right answer shows."""
+    """One change of a method, and the cause of the miss if the changed method answers right."""
 
     cause: str
     label: str
@@ -44,7 +44,7 @@ class Rung(NamedTuple):
 
 @dataclass
 class Verdict:
-    """Why a method missed a sample, or that it answered. `by` is the change that answered; `answers` has all."""
+    """The cause of a method's miss of one sample. `by` is the change with the right answer; `answers` are by change."""
 
     index: int
     depth: float | None
@@ -54,7 +54,7 @@ class Verdict:
     answers: dict[str, str] = field(default_factory=dict)
 
     def add(self, cause: str, label: str, answer: Answer) -> None:
-        """Add an answer; the first right one gives the verdict."""
+        """Add the answer under one change; the first right answer decides the cause."""
         self.answers[label] = answer.answer or ""
         if self.by is None and answer.value >= RIGHT:
             self.cause, self.by = cause, label
@@ -78,12 +78,12 @@ def explain(
     model: str, method: Method, samples: Samples, *, length: int, setting: Mapping[str, Any] | None = None,
     record: Record | None = None, progress: Callable[[str, int, int], None] | None = None, **loading: Any,
 ) -> Causes:  # fmt: skip
-    """Answer samples with a method; repeat missed samples with each change until one answers.
+    """Ask samples with a method, then ask the missed samples again under each change until an answer is right.
 
-    `samples` is called with the engine; `loading` are options of `lce.load`. `setting` and a sample's number identify
-    the sample in `record`; `setting` has what the samples are made from, first `task`. The method's own answers are
-    those of `lce.lab.eval.running.answers`; recorded ones are reused. `progress` is called with the change tried, the
-    number of samples done, and their total. Raises `UsageError` for a method that selects nothing.
+    `samples` makes the samples for an engine. `loading` are options of `lce.load`. In `record`, a sample is identified
+    by its number and by `setting`, which says how samples are made and begins with `task`. Recorded answers are reused.
+    `progress` is called with the change, the samples done, and their total. Raises `UsageError` for a method that
+    selects nothing.
     """
     check_selects(method)
     engine = lce.load(model, method, **loading)
@@ -114,7 +114,7 @@ def check_selects(method: Method) -> None:
 
 
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
-    """Yield the changes of a resolved method in the order of trial, for a text of `length` tokens."""
+    """Yield the changes of a resolved method in the order of trial. `length` is the text's, in tokens."""
     changes = [("selection", "", method)]
     changes += [("budget", f"{label}, ", wider) for label, wider in _wider(method, window, length)]
     changes += [("placement", f"placed {placement}, ", moved) for placement, moved in _moved(method, window)]
@@ -131,7 +131,7 @@ def _changed(method: Method, knob: str, value: Any) -> Method:
 
 
 def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
-    """Yield the method without `top_p`, then with 2, 4, ... times its budget, up to the text or the window."""
+    """Yield labels and methods: without `top_p`, then with 2, 4, ... times the budget, up to the text or the window."""
     if getattr(method, "top_p", None) is not None:
         method = _changed(method, "top_p", None)
         yield "without top_p", method
@@ -147,7 +147,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
 
 
 def _budget(method: Method) -> tuple[str | None, int]:
-    """Return the knob of a method's budget, and the tokens that a unit of this knob stands for."""
+    """Return the name of the knob that sets a method's budget, and the number of tokens for each unit of the knob."""
     if isinstance(method, Quest):
         return "budget", 1
     if isinstance(method, ESA | InfLLM):
@@ -158,7 +158,7 @@ def _budget(method: Method) -> tuple[str | None, int]:
 
 
 def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
-    """Yield the method with other placements within the window; methods without placements become `oracle`."""
+    """Yield other placements and the method with each; `oracle` stands in for a method without placements."""
     is_knob = "placement" in {each.name for each in fields(method)}
     for placement in IN_WINDOW:
         if not is_knob:
@@ -170,7 +170,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
 
 
 def _attended(method: Method) -> int:
-    """Return the most tokens that a query of a resolved method attends."""
+    """Return the largest number of tokens that a query attends under a resolved method."""
     if isinstance(method, Quest):
         assert method.budget is not None, "resolved"
         return method.budget

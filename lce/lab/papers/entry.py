@@ -1,4 +1,4 @@
-"""Entries: a paper's table or figure, its measurement here, and the paper's own numbers."""
+"""Entries: tables and figures of papers, with the paper's numbers and the measurement here."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lce.lab.papers import measures
 from lce.lab.papers.measures import WITHIN, Answers, Measure
 from lce.lab.papers.setting import Cell, Number, Row, Setting
 
-Run = Callable[[str, int], Any]  # (a command, the tokens of prose for its FILE) to its JSON
+Run = Callable[[str, int], Any]  # runs a command, with that many tokens of prose as its FILE; returns its JSON
 
 
 @dataclass(frozen=True)
 class Entry:
     """A table or figure that lce can run.
 
-    `paper` says what the paper measured, on which data and model; `claim` says the paper's conclusion. `measures` need
-    no data of the paper; `suite` runs on the user's copy. `same`: `measures` are the paper's own, on another model or
-    text. Lengths are `multiples` of the window.
+    `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` need
+    no data of the paper; `suite` measures on the user's copy of the data. If `same` is set, `measures` are those of the
+    paper, on another model or text. `multiples` are the lengths in windows.
     """
 
     id: str
@@ -41,11 +41,11 @@ class Entry:
     note: str = ""
 
     def is_same(self, setting: Setting) -> bool:
-        """Return whether the entry runs the paper's own measurement, perhaps on another model or text."""
+        """Return whether the run measures what the paper measured, perhaps on another model or text."""
         return self.same or (self.suite is not None and bool(setting.data))
 
     def difference(self, setting: Setting) -> str:
-        """Return how the run differs from the paper's measurement, and what --data would change."""
+        """Return a text on how the run differs from the paper's, and what --data would change."""
         data = ", ".join(setting.data)
         if self.suite is not None and data:
             return f"the paper's data, in {data}"
@@ -56,11 +56,11 @@ class Entry:
         return f"{known}, on {data}" if data else f"{known}; --data takes {readers[0].data}"
 
     def chosen(self, setting: Setting) -> Sequence[Measure]:
-        """Return the measures for this setting: the suite if data is given, else `measures`."""
+        """Return the measures for this setting: `suite` if data is given, else `measures`."""
         return (self.suite,) if self.suite is not None and setting.data else self.measures
 
     def lengths(self, setting: Setting) -> list[int]:
-        """Return the lengths in tokens: the setting's, or the paper's; 0 for measures without a length."""
+        """Return the lengths in tokens: the setting's, or else the paper's; [0] if the entry has no lengths."""
         if not self.multiples:
             return [0]
         return list(setting.lengths or (round(multiple * setting.window) for multiple in self.multiples))
@@ -72,14 +72,14 @@ class Entry:
         return list(dict.fromkeys(command for commands in found for command in commands))
 
     def unmatched(self, setting: Setting) -> dict[str, dict[str, Number]]:
-        """Return the paper's numbers that no cell of this run matches, by row and label."""
+        """Return the paper's numbers without a matching cell in this run, by row and label."""
         shown = {label for measure in self.chosen(setting) for label in measure.labels}
         rows: dict[str, Any] = {row.name: row.paper or {} for row in self.rows}
         rows = {name: {label: x[label] for label in x if label not in shown} for name, x in rows.items()}
         return {name: numbers for name, numbers in rows.items() if numbers}
 
     def check(self, setting: Setting) -> None:
-        """Raise `UsageError` for knobs that no row has, rows that the window does not allow, and unused data."""
+        """Raise `UsageError` for knobs of no row, knobs that do not fit the window, and unused data or lengths."""
         if setting.data and self.suite is None and not any(measure.data for measure in self.measures):
             raise UsageError(f"{self.id} reads no data; leave --data {setting.data[0]} out")
         if setting.lengths and not self.multiples:
@@ -97,12 +97,12 @@ class Entry:
             setting.method(row)
 
     def run(self, setting: Setting, run: Run) -> Iterator[Cell]:
-        """Yield every cell with the paper's number, row by row; full attention within the window comes first."""
+        """Yield the cells with the paper's numbers, row by row. Cells of `full` within the window come first."""
         lengths, measured = self.lengths(setting), set[Measure]()
         for row, measure in product(self.rows, self.chosen(setting)):
             for command in measure.commands(row, lengths, setting):
                 tokens = measure.text_tokens(lengths, setting)
-                is_known = isinstance(measure, Answers) and measure in measured  # the ceiling is measured once
+                is_known = isinstance(measure, Answers) and measure in measured  # a measure's ceiling is measured once
                 try:
                     found = run(f"{command} --no-ceiling" if is_known else command, tokens)
                 except UsageError as error:
@@ -135,7 +135,7 @@ def read_entries() -> Iterator[Entry]:
 
 
 def _measure(given: Mapping[str, Any]) -> Measure:
-    """Make a measure; its `kind` is a class of `lce.lab.papers.measures` in lower case."""
+    """Make a measure of its TOML table, whose `kind` is the name of a class of `lce.lab.papers.measures`."""
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name != "kind"}
     made: Measure = getattr(measures, given["kind"].capitalize())(**values)
     return made

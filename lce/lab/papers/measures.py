@@ -1,4 +1,4 @@
-"""Measures of entries: the commands of `lce` to run, and the cells to make from their JSON."""
+"""Measures of entries: the `lce` commands to run, and the cells to make from their JSON."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ WITHIN = "full, within the window"
 
 
 class Measure(ABC):
-    """A way to measure a row. `data` says what the user can give to read; empty for nothing."""
+    """A way to measure a row. `data` says what the user can give as data; it is empty if there is nothing to give."""
 
-    suffix: ClassVar[str] = ""  # of this measure's file beside the record
-    labels: tuple[str, ...] = ()  # names of the numbers
+    suffix: ClassVar[str] = ""  # the end of the name of the measure's record
+    labels: tuple[str, ...] = ()  # the names of the numbers
     data: str = ""
 
     @abstractmethod
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
-        """Return the command, without the row's options."""
+        """Return the command without the options of the row."""
 
     @abstractmethod
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
-        """Make the cells from the command's output under `--json`."""
+        """Make the cells from the command's JSON."""
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return the commands that measure a row: one, or one a length if the length scales RoPE."""
+        """Return the command that measures a row; one command a length if the row scales RoPE by the length."""
         groups = [lengths] if row.rope is None else [[length] for length in lengths]
         return [self.command(row, self.words(group, setting), group[0], setting) for group in groups]
 
     def command(self, row: Row, words: str, length: int, setting: Setting) -> str:
-        """Return a command with the row's options for a text of `length` tokens."""
+        """Add the options of the row, for a text of `length` tokens, to a command."""
         return " ".join([words, *setting.recorded(self.suffix), *setting.options(row, length)])
 
     def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
-        """Return the tokens of prose that replace `--text FILE`; 0 for none."""
+        """Return the number of tokens of the prose that replaces `--text FILE`; 0 for none."""
         return 0
 
 
@@ -55,13 +55,13 @@ def listed(lengths: Sequence[int]) -> str:
 
 
 def counted(setting: Setting) -> str:
-    """Return the number of samples and the seed as options."""
+    """Return the options for the number of samples and the seed."""
     return f"--samples {setting.samples} --seed {setting.seed}"
 
 
 @dataclass(frozen=True)
 class Answers(Measure):
-    """The mean scores of tasks made here. `called` are the paper's names of the matching tasks."""
+    """The mean scores of tasks made here. `called` are the names of the corresponding tasks of the paper."""
 
     tasks: tuple[str, ...]
     filler: str = "prose"
@@ -90,7 +90,7 @@ class Answers(Measure):
 
 @dataclass(frozen=True)
 class Perplexity(Measure):
-    """The perplexity of texts in sliding windows; `scored` tokens of each window count."""
+    """The perplexity of texts in sliding windows. `scored` says which tokens of a window count."""
 
     scored: str = "all"
     labels = ("perplexity",)
@@ -102,7 +102,7 @@ class Perplexity(Measure):
         return f"lce eval perplexity {texts} {listed(lengths)} --windows {setting.samples} --scored {self.scored}"
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return the commands; all windows end where windows of the longest length end."""
+        """Return the commands, with windows that end where windows of the longest length end."""
         found = super().commands(row, lengths, setting)
         return found if len(found) == 1 else [f"{command} --longest {max(lengths)}" for command in found]
 
@@ -116,9 +116,7 @@ class Perplexity(Measure):
 
 @dataclass(frozen=True)
 class Choices(Measure):
-    """The heads' choices when answering: whether the best chunk, or one of the five best, has the fact; the share of
-    chunks that some head chooses; and how uneven the choices are (Gini's coefficient).
-    """
+    """The chunks that heads choose when answering: `hit1`, `hit5`, `cover` and `gini` of `Attended`."""
 
     labels = ("hit@1", "hit@5", "cover", "Gini")
     suffix = ".looks"
@@ -135,9 +133,7 @@ class Choices(Measure):
 
 @dataclass(frozen=True)
 class Found(Measure):
-    """The share of the best tokens by exact scores that low-dim scores find, averaged over layers, and the share of
-    layers above 0.9, for `queries` queries spread over the second half of a text.
-    """
+    """`Attended.found` for `queries` queries of a text: the mean over layers, and the share of layers above 0.9."""
 
     queries: int = 32
     labels = ("recall", "layers above 0.9")
@@ -163,9 +159,9 @@ class Found(Measure):
 
 @dataclass(frozen=True)
 class Operations(Measure):
-    """The costs that a method's paper states, for the model's sizes: see `Method.paper_figures`."""
+    """The costs that the method's paper states, with the model's sizes (`Method.paper_figures`)."""
 
-    labels: tuple[str, ...] = ()  # of the figures, in the method's order
+    labels: tuple[str, ...] = ()  # the names of the costs, in the order of `Method.paper_figures`
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         return f"lce plan --operations --tokens {setting.window}"
@@ -181,9 +177,9 @@ class Operations(Measure):
 
 @dataclass(frozen=True)
 class Distances(Measure):
-    """The share of a figure's cells, attended keys and their distances, that equal the printed ones.
+    """The share of equal cells in a figure of the distances from queries to keys.
 
-    `printed` has a line a query, by the row's name, with a dot for a key that is not attended.
+    `printed` has the paper's lines by the row's name: a line a query, with a dot for a key that is not attended.
     """
 
     tokens: int
@@ -207,7 +203,7 @@ class Distances(Measure):
 
 @dataclass(frozen=True)
 class Speed(Measure):
-    """Seconds of a prefill, the median; the interval is the fastest and the slowest run."""
+    """The median seconds of a prefill. The interval is from the fastest to the slowest run."""
 
     labels = ("prefill seconds",)
 
@@ -226,9 +222,10 @@ class Speed(Measure):
 
 @dataclass(frozen=True)
 class Published(Measure):
-    """Tasks of a published benchmark, or all, in the user's copy. The setting's lengths cut the prompts.
+    """Some tasks of a published benchmark, or all, in the user's copy. The setting's lengths limit the prompts.
 
-    `average` is the paper's name for the mean over the tasks, if it has no other number. `most` is the best score.
+    `average` is the paper's name for the mean over the tasks, if the paper has only this mean. `most` is the paper's
+    score of perfect answers.
     """
 
     suite: str
@@ -253,7 +250,7 @@ class Published(Measure):
         return " ".join(["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits])
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return a command a length. If the length scales RoPE and none is given, return one a task, by its longest."""
+        """Return a command a length; without lengths, a command a task if RoPE is scaled to the longest prompt."""
         groups = [(self.tasks, length) for length in setting.lengths or [0]]
         if row.rope is not None and not setting.lengths and not self.average:
             groups = [((task,), length) for task, length in self._longest(setting).items()]
@@ -264,7 +261,7 @@ class Published(Measure):
         return found
 
     def _longest(self, setting: Setting) -> dict[str, int]:
-        """Return the tokens of each task's longest prompt with its answer."""
+        """Return the number of tokens of each task's longest prompt with its answer."""
         suite = PublishedSuite(find(self.suite), Path(setting.data[0]), most=setting.limit)
         engine = lce.load(setting.model, "full", **setting.loading)
         made = {task: suite.make(engine, task) for task in suite.tasks(self.tasks)}

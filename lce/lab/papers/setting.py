@@ -1,4 +1,4 @@
-"""Rows, cells, and the setting of a reproduction: the model, the data, and what the user changed."""
+"""Rows and cells of entries, and the setting of a run: the model, the data, and what the user changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lce
 from lce.errors import UsageError
 from lce.system import default_threads
 
-Number = float | str  # a paper's number, or text such as ">100", "OOM"
+Number = float | str  # a number of a paper, or a text such as ">100" or "OOM"
 NOT_AT_HAND = "not at hand"
 
 
@@ -21,9 +21,9 @@ NOT_AT_HAND = "not at hand"
 class Row:
     """A method with its knobs and RoPE scaling, and the paper's numbers.
 
-    A knob such as `"3W/4"` is a part of the window. `rope` scales RoPE by the length over the window, as the papers'
-    baselines do. `paper` has numbers by label, one for each of the entry's first lengths, or one for all; None: not at
-    hand.
+    A knob such as `"3W/4"` is a fraction of the window. `rope` is the kind of RoPE scaling, by the factor length /
+    window. `paper` has for each label one number, or one number for each of the entry's first lengths. None means that
+    the paper's numbers are not at hand.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Row:
     paper: Mapping[str, Number | Sequence[Number]] | None = None
 
     def sized(self, window: int) -> dict[str, Any]:
-        """Return the knobs for a model of this window."""
+        """Return the knobs for a model with this window."""
         found = dict(self.knobs)
         for name, value in found.items():
             if part := re.fullmatch(r"(\d*)W/(\d+)", str(value)):
@@ -41,7 +41,7 @@ class Row:
         return found
 
     def number(self, label: str, multiple: float, multiples: Sequence[float]) -> Number | None:
-        """Return the paper's number; None for a cell missing in the paper."""
+        """Return the paper's number for a cell; None if the paper has no such cell."""
         if self.paper is None:
             return NOT_AT_HAND
         found = self.paper.get(label)
@@ -54,8 +54,8 @@ class Row:
 class Cell:
     """One number of ours beside the paper's, with its 95% interval, if any.
 
-    `length` is in tokens, 0 for a measure without lengths; `n` is the number of samples, windows or tokens. Without a
-    `value`, `note` says why none can be measured.
+    `length` is in tokens, 0 for a measure without lengths. `n` is the number of samples, windows or tokens. If `value`
+    is None, `note` says why.
     """
 
     row: str
@@ -71,13 +71,13 @@ class Cell:
 
 @dataclass
 class Setting:
-    """The setting of a run. `knobs` are the user's, `METHOD.KEY` or `KEY`; `loading` are options of `lce.load`."""
+    """The setting of a run. `knobs` are the user's, by `METHOD.KEY` or `KEY`. `loading` are options of `lce.load`."""
 
     model: str = "demo"
-    window: int = 0  # 0: the model's
+    window: int = 0  # 0 for the model's window
     lengths: Sequence[int] = ()
-    samples: int = 20  # for each task made here, row and length; also windows, runs
-    limit: int | None = None  # of samples of a task of the paper's data
+    samples: int = 20  # the number of samples, windows or runs of a cell
+    limit: int | None = None  # the most samples of a task of the paper's data
     seed: int = 0
     data: Sequence[str] = ()
     record: str | None = None
@@ -91,7 +91,7 @@ class Setting:
         self.window = self.loading.get("window") or self.window or found.config.window
 
     def method(self, row: Row) -> lce.Method:
-        """Return the row's method; the row's knobs override the user's."""
+        """Return the row's method, with the user's knobs where the row sets none."""
         fields = {each.name for each in dataclasses.fields(lce.methods.find(row.method))}
         own = {key: value for key, value in self.knobs.items() if key in fields}
         for key, value in self.knobs.items():
@@ -101,13 +101,13 @@ class Setting:
         return lce.methods.make(row.method, {**own, **row.sized(self.window)})
 
     def scaling(self, row: Row, length: int) -> dict[str, Any]:
-        """Return the row's RoPE scaling for a text of this length, as options of `lce.load`."""
+        """Return the options of `lce.load` for the row's RoPE scaling of a text of this length."""
         if row.rope is None or length <= self.window:
             return {}
         return {"rope": row.rope, "rope_factor": length / self.window}
 
     def knob_words(self, row: Row) -> list[str]:
-        """Return the row's knobs other than defaults, as options of a command."""
+        """Return the row's knobs that are not defaults as options of a command."""
         method = self.method(row)
         values = {each.name: getattr(method, each.name) for each in dataclasses.fields(method)}
         usual = type(method)()
@@ -116,7 +116,7 @@ class Setting:
         return [word for name, text in texts.items() for word in ("-o", f"{name}={text}")]
 
     def options(self, row: Row, length: int, only: Sequence[str] | None = None) -> list[str]:
-        """Return model, method, knobs, scaling and loading as options of a command; `only` limits the last two."""
+        """Return the options of a command for model, method, knobs and loading; of loading `only` these, if given."""
         words = ["--model", shlex.quote(self.model), "--method", row.method, *self.knob_words(row)]
         usual = {"threads": default_threads()}
         for name, value in {**self.loading, **self.scaling(row, length)}.items():
@@ -125,5 +125,5 @@ class Setting:
         return words
 
     def recorded(self, suffix: str) -> list[str]:
-        """Return the option that records a command's results; `suffix` ends the file's name."""
+        """Return the option that records a command's results in a file with this suffix."""
         return [] if self.record is None else ["--record", shlex.quote(self.record + suffix)]

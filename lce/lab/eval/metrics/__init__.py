@@ -1,4 +1,4 @@
-"""Metrics: how an answer is scored, 0 to 1, by name."""
+"""Metrics score answers from 0 to 1. `METRICS` has the functions by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 from lce.lab.eval.metrics import infinitebench, leval, longbench, needles, overlap
 
-Metric = Callable[[str, tuple[str, ...]], float]  # (a model's answer, the expected texts) to a score from 0 to 1
+Metric = Callable[[str, tuple[str, ...]], float]  # makes a score of a model's answer and the expected texts
 
 _NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # a module, the prefix of the names, and the functions
     (overlap, "", "starts recall similarity qa_f1 qa_f1_zh qa_f1_characters"),

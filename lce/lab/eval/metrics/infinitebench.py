@@ -1,6 +1,6 @@
 """The metrics of InfiniteBench (Zhang et al., 2024) that are not in overlap.py.
 
-They equal compute_scores.py of OpenBMB/InfiniteBench, its oddities included.
+Scores are those of compute_scores.py in OpenBMB/InfiniteBench, including its oddities.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ def _spaced(text: str, *signs: str) -> str:
 
 
 def first_integer(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the first run of digits is the right one (Retrieve.PassKey, Retrieve.Number)."""
+    """Return 1 if the answer's first run of digits is the right number (Retrieve.PassKey, Retrieve.Number)."""
     found = re.search(r"[0-9]+", prediction)
     return float((found[0] if found else "") == references[0])
 
 
 def word(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the right text is a word of the answer, punctuation aside (Retrieve.KV)."""
+    """Return 1 if the right text is a word of the answer without punctuation (Retrieve.KV)."""
     return float(references[0] in _spaced(prediction, *_SIGNS).split())
 
 
 def speaker(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the first reference is a word of the answer in capitals (En.Dia)."""
+    """Return 1 if the first reference is a word of the answer in capitals (En.Dia)."""
     return float(references[0] in _spaced(prediction.strip(), *_SIGNS).upper().split())
 
 
 def last_integer(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the last word is the right number (Code.Run)."""
+    """Return 1 if the answer's last word is the right number (Code.Run)."""
     words = _spaced(prediction.strip(), *"\n.`'\":").split()
     try:
         return float(bool(words) and int(words[-1]) == int(references[0]))
@@ -42,9 +42,9 @@ def last_integer(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def first_number(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the first number, of digits and perhaps a point, is the right one (Math.Find).
+    """Return 1 if the answer's first number is the right number (Math.Find).
 
-    If the right number is whole, an answer with a point is wrong; InfiniteBench's own code fails on such an answer.
+    If the right number is whole, an answer with a decimal point is wrong; InfiniteBench's own code fails on it.
     """
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None:
@@ -55,12 +55,12 @@ def first_number(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def running_values(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of numbers, without signs, that are right before the first wrong one (Math.Calc)."""
+    """Return the share of right numbers before the first wrong number, all without signs (Math.Calc)."""
     return _agreement([int(text) for text in re.findall("[0-9]+", prediction)], references)
 
 
 def running_values_after_first(prediction: str, references: tuple[str, ...]) -> float:
-    """Score as `running_values`, without the first number, which InfiniteBench leaves out for GPT-4."""
+    """Score like `running_values`, without the answer's first number, as InfiniteBench does for GPT-4."""
     return _agreement([int(text) for text in re.findall("[0-9]+", prediction)][1:], references)
 
 
@@ -74,7 +74,7 @@ def _agreement(values: list[int], references: tuple[str, ...]) -> float:
 
 
 def option(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the answer chooses the right option; the references are its text and its letter (En.MC)."""
+    """Return 1 if the answer chooses the right option. The references are its text and its letter (En.MC)."""
     text = prediction.strip()
     if not text:
         return 0.0
@@ -91,7 +91,7 @@ def option(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def buggy_function(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the answer chooses the right function; the references are its name and its letter (Code.Debug)."""
+    """Return 1 if the answer chooses the right function. The references are its name and its letter (Code.Debug)."""
     name, letter = references
     text = prediction.strip()
     if text[:2] in (f"{letter}.", f"{letter}:"):
@@ -106,6 +106,6 @@ def _single_spaced(text: str) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...]) -> str | None:
-    """Return the text from one character behind the first of `prefixes` that occurs; None if none occurs."""
+    """Return the text after the first of `prefixes` that `text` has, less one character; None without a prefix."""
     prefix = next((prefix for prefix in prefixes if prefix in text), None)
     return None if prefix is None else text[text.find(prefix) + len(prefix) + 1 :]

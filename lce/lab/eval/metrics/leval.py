@@ -1,7 +1,7 @@
 """The metrics of L-Eval's closed-ended tasks (An et al., 2024).
 
-They equal auto_eval.py and em.py of OpenLMLab/LEval, oddities included: answer and reference are reduced to what the
-task asks for, then `exact` compares them.
+Scores are those of auto_eval.py and em.py in OpenLMLab/LEval, including their oddities. `exact` compares the relevant
+parts of answer and reference.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ _CODE_SIGNS = ((",", ""), ("'", ""), ("\\", ""), (".0", ""), ("] [", "]["), ("[ 
 
 
 def exact(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the texts agree. For letters of options, return 1/4 if only some of the right ones are chosen.
+    """Return 1 if the answer agrees with a reference; 1/4 if it has only some of the right letters, and no wrong one.
 
-    If answer and reference are numbers, the numbers are compared. Otherwise the answer must contain the reference,
-    white space and case aside (topic retrieval).
+    Numbers are compared as numbers. Other answers must contain the reference, without regard to spaces and case.
     """
     return max(_exact(prediction, reference) for reference in references)
 
@@ -36,12 +35,12 @@ def _exact(prediction: str, reference: str) -> float:
 
 
 def letter(prediction: str, references: tuple[str, ...]) -> float:
-    """Score the first of A to D in the answer against the reference's letters (TOEFL, QuALITY)."""
+    """Compare the first letter from A to D in the answer with the reference's letters (TOEFL, QuALITY)."""
     return exact(_chosen(prediction, several=False), tuple(map(_right_letters, references)))
 
 
 def letters(prediction: str, references: tuple[str, ...]) -> float:
-    """Score the options that the answer chooses against the reference's letters (Coursera)."""
+    """Compare the letters of the options that the answer chooses with the reference's letters (Coursera)."""
     return exact(_chosen(prediction, several=True), tuple(map(_right_letters, references)))
 
 
@@ -50,7 +49,7 @@ def _right_letters(reference: str) -> str:
 
 
 def _chosen(answer: str, *, several: bool) -> str:
-    """Return the letters of the options that `answer` chooses; `A` if no option is named."""
+    """Return the letters of the options that `answer` chooses; `A` if it names no option."""
     if not answer.strip():
         return "None"
     if answer in _LETTERS:
@@ -69,7 +68,7 @@ def _chosen(answer: str, *, several: bool) -> str:
 
 
 def worked_number(prediction: str, references: tuple[str, ...]) -> float:
-    """Score the number behind `The answer is`, or else the last number of the first paragraph (GSM)."""
+    """Compare the number after `The answer is`, or else the last number of the first paragraph (GSM)."""
     return exact(_number(prediction), tuple(map(_number, references)))
 
 
@@ -83,7 +82,7 @@ def _number(text: str) -> str:
 
 
 def program_output(prediction: str, references: tuple[str, ...]) -> float:
-    """Score the output that the answer states, last or behind `the final output` (CodeU)."""
+    """Compare the output that the answer states at its end or after `the final output` (CodeU)."""
     return max(_exact(_stated_output(prediction, reference), _tidied(reference)) for reference in references)
 
 
@@ -105,7 +104,7 @@ def _stated_output(answer: str, reference: str) -> str:
 
 
 def judgement(prediction: str, references: tuple[str, ...]) -> float:
-    """Score the first word that contains `true` or `false` (SFiction)."""
+    """Compare the first word that contains `true` or `false` (SFiction)."""
     words = prediction.lower().split()
     stated = next(("true" if "true" in word else "false" for word in words if "true" in word or "false" in word), None)
     return 0.0 if stated is None else exact(stated, tuple(reference.lower().strip() for reference in references))

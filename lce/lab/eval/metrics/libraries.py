@@ -1,4 +1,4 @@
-"""The libraries that compute published metrics, each imported on first use."""
+"""Calls of the libraries that compute published metrics. A library is imported on first use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ INSTALL = "pip install 'lce[eval]'"
 
 
 def library(name: str) -> ModuleType:
-    """Return a library of the extra `lce[eval]`.
-
-    Raises `UsageError`, which names the extra, if the library is not installed.
-    """
+    """Import a library of the extra `lce[eval]`. Raises `UsageError`, which names the extra, if it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jieba warns of its own code
@@ -31,13 +28,13 @@ def library(name: str) -> ModuleType:
 
 @cache
 def rouge() -> Callable[[str, str], float]:
-    """Return the function for ROUGE-L's F of the library rouge (LongBench's): `rouge()(prediction, reference)`."""
+    """Return the library rouge's function that computes F of ROUGE-L for a prediction and a reference (LongBench)."""
     scorer = library("rouge").Rouge(metrics=["rouge-l"])
 
     def score(prediction: str, reference: str) -> float:
         try:
             return float(scorer.get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
-        except (ValueError, RecursionError):  # no words, or a sentence of a thousand: 0 in LongBench
+        except (ValueError, RecursionError):  # a text without words, or a very long sentence, scores 0 in LongBench
             return 0.0
 
     return score
@@ -45,24 +42,24 @@ def rouge() -> Callable[[str, str], float]:
 
 @cache
 def rouge_scorer(kind: str) -> Callable[[Sequence[str], str], float]:
-    """Return a function for F of one ROUGE, such as `rougeLsum`, of rouge-score: the best over the references."""
+    """Return rouge-score's function that computes F of `kind`, such as `rougeLsum`, with the best reference."""
     scorer = library("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=False)
     return lambda references, prediction: float(scorer.score_multi(list(references), prediction)[kind].fmeasure)
 
 
 @cache
 def cut_chinese() -> Callable[[str], list[str]]:
-    """Return the library jieba's function that cuts Chinese text into words."""
+    """Return the function of the library jieba that cuts Chinese text into words."""
     jieba: Any = library("jieba")
     jieba.setLogLevel(logging.WARNING)  # jieba reports on stderr how long its dictionary took
     return lambda text: list(jieba.cut(text, cut_all=False))
 
 
 def repaired_json(text: str) -> Any:
-    """Return the value of an almost valid JSON text, by the library json-repair."""
+    """Return the value of an almost valid JSON text (library json-repair)."""
     return library("json_repair").loads(text)
 
 
 def indel_ratio(one: str, other: str) -> float:
-    """Return the similarity of two texts by insertions and deletions, 0 to 1 (library rapidfuzz)."""
+    """Return the similarity of two texts, 0 to 1, by insertions and deletions (library rapidfuzz)."""
     return float(library("rapidfuzz.fuzz").ratio(one, other)) / 100

@@ -1,6 +1,6 @@
 """The metrics of LongBench (Bai et al., 2024) and LongBench v2 that are not in overlap.py.
 
-They equal THUDM/LongBench's metrics.py. Its oddities are kept, because published scores contain them.
+Scores are those of metrics.py in THUDM/LongBench, including its oddities.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _COMMENT_SIGNS = ("`", "#", "//")
 
 
 def _first_line(text: str) -> str:
-    """Return the first line with text; few-shot prompts make models write the next example too."""
+    """Return the first line with text. After few-shot prompts, models write more examples on later lines."""
     return text.lstrip("\n").split("\n")[0]
 
 
@@ -36,26 +36,23 @@ def count(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def retrieval(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the answer's numbers that equal the paragraph's number.
-
-    The reference is `Paragraph 7`, or `段落7` (PassageRetrieval in English and in Chinese).
-    """
+    """Return the share of the answer's numbers that equal the number of a reference: `Paragraph 7` or `段落7`."""
     found = [re.search(r"(?:Paragraph |段落)(\d+)", reference) for reference in references]
     return count(prediction, tuple(number[1] if number else "" for number in found))
 
 
 def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the similarity of the answer's first line of code to the reference: difflib's ratio, in whole percent.
+    """Return difflib's ratio, in whole percent, of the answer's first line of code and the reference.
 
-    Equals fuzzywuzzy's `ratio` as LongBench installs it and computed its published scores.
+    This is fuzzywuzzy's `ratio` as LongBench installs it, with which the published scores were computed.
     """
     return _best_ratio(prediction, references, lambda *texts: SequenceMatcher(None, *texts).ratio())
 
 
 def code_similarity_indel(prediction: str, references: tuple[str, ...]) -> float:
-    """Score as `code_similarity`, by insertions and deletions: fuzzywuzzy's `ratio` with python-Levenshtein installed.
+    """Score like `code_similarity`, but by insertions and deletions: fuzzywuzzy's `ratio` beside python-Levenshtein.
 
-    Some papers use this metric; scores are about 2 points higher on LCC and RepoBench-P.
+    Some papers use this metric. Its scores are about 2 points higher on LCC and RepoBench-P.
     """
     return _best_ratio(prediction, references, libraries.indel_ratio)
 
@@ -73,10 +70,10 @@ def _best_ratio(prediction: str, references: tuple[str, ...], ratio: Callable[[s
 
 
 def classification(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 over the number of labels that the answer names, if the right one is among them.
+    """Return 1 / n if the answer names n labels with the right label among them, else 0.
 
-    The references are the right labels, an empty text, and all labels. A named label that is part of the right one
-    does not count. Of two such labels in a row the second counts, as in the published loop.
+    The references are the right labels, an empty text, and all labels. A named label that is part of the right label
+    does not count, except directly after another such label, as in the published loop.
     """
     border, prediction = references.index(""), _first_line(prediction)
     right, labels = references[:border], references[border + 1 :]
@@ -94,7 +91,7 @@ def _share_of_labels(prediction: str, right: str, labels: tuple[str, ...]) -> fl
 
 
 def stated_letter(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the answer states the right letter: `The correct answer is (B)` (LongBench v2)."""
+    """Return 1 if the answer states the right letter, as in `The correct answer is (B)` (LongBench v2)."""
     text = prediction.strip().replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
     return float(found is not None and found[1] in references)

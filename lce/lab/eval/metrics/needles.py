@@ -8,17 +8,18 @@ from typing import Any
 
 from lce.lab.eval.metrics import libraries
 
-_NAMES = ("little_penguin", "小企鹅")  # JSON names of the list of counts in Counting-Stars
-_POINTS = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}  # right and wrong listed
+_NAMES = ("little_penguin", "小企鹅")  # the list of counts in the JSON of answers
+# The points of a pair of counts, by whether the right one and the wrong one are listed.
+_POINTS = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}
 
 
 def match_all(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the references that the answer contains, case aside (RULER's string_match_all)."""
+    """Return the share of the references that the answer contains in any case (RULER's string_match_all)."""
     return sum(_contains(prediction, reference) for reference in references) / len(references)
 
 
 def match_part(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 where the answer contains one of the references, case aside (RULER's string_match_part)."""
+    """Return 1 if the answer contains one of the references in any case (RULER's string_match_part)."""
     return float(any(_contains(prediction, reference) for reference in references))
 
 
@@ -32,7 +33,7 @@ def keywords(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def boxed(prediction: str, references: tuple[str, ...]) -> float:
-    r"""Return 1 where the last `\boxed{...}` of the answer holds the right name (NeedleBench V2's reasoning)."""
+    r"""Return 1 if the last `\boxed{...}` of the answer has the right name (NeedleBench V2's reasoning)."""
     text = _last_box(prediction) or "None"
     text = re.sub(r"\\boxed\{([^}]+)\}", r"\1", re.sub(r"\\text\{([^}]+)\}", r"\1", text))
     text = re.sub(r"\s+", " ", re.sub(r"\\[\[\]]", "", text).replace("\\", "")).strip()
@@ -41,7 +42,7 @@ def boxed(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _last_box(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}`, without a second pair of braces; an empty text if none closes."""
+    r"""Return the content of the last `\boxed{...}` without a second pair of braces; "" if the box is not closed."""
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return ""
@@ -54,16 +55,16 @@ def _last_box(text: str) -> str:
 
 
 def stars(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the counts that the answer lists (Counting-Stars, acquisition)."""
+    """Return the share of the counts that the answer lists (Counting-Stars' acquisition)."""
     listed = _listed(prediction, len(references))
     return sum(int(reference) in listed for reference in references) / len(references)
 
 
 def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the mean points for the corrected counts (Counting-Stars, reasoning).
+    """Return the mean points of the corrected counts (Counting-Stars' reasoning).
 
-    The references are `right/wrong`. A pair gives 1 if only the right count is listed, 1/2 if both are, 1/4 if only
-    the wrong count is.
+    A reference such as `5/6` has the right and the wrong count. It gives 1 point if the answer lists only the right
+    count, 1/2 if both, and 1/4 if only the wrong count.
     """
     listed = _listed(prediction, len(references))
     pairs = [reference.split("/") for reference in references]
@@ -71,7 +72,7 @@ def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _listed(answer: str, most: int) -> list[Any]:
-    """Return the first `most` values of the list in the answer's JSON; no values without such a list."""
+    """Return the first `most` values of the list of counts in the answer's JSON; an empty list without one."""
     text = answer.replace("```", "").replace("json", "").strip() if "```" in answer else answer
     if "[" not in text:
         return []

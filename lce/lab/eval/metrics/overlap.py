@@ -1,7 +1,4 @@
-"""The metrics of our own tasks, and scores by common words: F1 as in SQuAD, and ROUGE.
-
-Scores by common words are the best over the references.
-"""
+"""The metrics of the tasks made here, and metrics of common words, which take the best reference: F1 and ROUGE."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from difflib import SequenceMatcher
 from lce.lab.eval.metrics import libraries
 
 _ASCII_SIGNS = frozenset(string.punctuation)
-_CHINESE_SIGNS = _ASCII_SIGNS | frozenset(  # the signs that LongBench and InfiniteBench leave out
+_CHINESE_SIGNS = _ASCII_SIGNS | frozenset(  # the punctuation that LongBench and InfiniteBench remove
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 )
 
@@ -22,12 +19,12 @@ Tokens = Callable[[str], Sequence[str]]
 
 
 def starts(answer: str, expected: tuple[str, ...]) -> float:
-    """Return 1 where the answer, white space aside, begins with one of the expected texts."""
+    """Return 1 if the answer begins with one of the expected texts, after white space or not."""
     return float(answer.strip().startswith(expected))
 
 
 def recall(answer: str, expected: tuple[str, ...]) -> float:
-    """Return the share of expected texts in the answer's first sentence, in any order (RULER's string match)."""
+    """Return the share of the expected texts that the answer's first sentence contains (RULER's string match)."""
     first = answer.partition(".")[0]
     return sum(text in first for text in expected) / len(expected)
 
@@ -39,18 +36,18 @@ def similarity(answer: str, expected: tuple[str, ...]) -> float:
 
 
 def normalised(text: str, *, lower: bool = True) -> str:
-    """Return English text without punctuation, articles and repeated white space, in lower case if `lower`."""
+    """Remove punctuation, articles and repeated white space from English text; convert to lower case if `lower`."""
     text = "".join(c for c in (text.lower() if lower else text) if c not in _ASCII_SIGNS)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def normalised_chinese(text: str) -> str:
-    """Return text in lower case without punctuation, Chinese or not, and without white space."""
+    """Remove punctuation, also Chinese, and white space from text; convert to lower case."""
     return "".join("".join(c for c in text.lower() if c not in _CHINESE_SIGNS).split())
 
 
 def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall over two bags of tokens; 0 without a common token."""
+    """Return the harmonic mean of precision and recall of two bags of tokens; 0 without a common token."""
     common = sum((Counter(prediction) & Counter(reference)).values())
     if common == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a published benchmark is: files in its own layout, prompts to the character, metrics, and its averages."""
+"""The base of published benchmarks: files in the published layout, exact prompts, metrics, and averages."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lce.lab.eval.sample import Sample, Task
 
 @dataclass(frozen=True)
 class PublishedTask(Task):
-    """One task of a published benchmark; answers have at most `max_tokens` tokens."""
+    """One task of a published benchmark. Answers have at most `max_tokens` tokens."""
 
     name: str
     metrics: tuple[str, ...]
     max_tokens: int
-    category: str = ""  # some benchmarks average the tasks of a category first
+    category: str = ""  # some benchmarks average scores by category
 
     def sample(self, document: str, question: str, answers: tuple[str, ...], **more: Any) -> Sample:
-        """Return a sample of this task; `more` are further fields."""
+        """Return a sample of this task. `more` are further fields of `Sample`."""
         return Sample(document, question, answers, self.metrics[0], max_tokens=self.max_tokens, **more)
 
 
@@ -42,11 +42,11 @@ class Answered:
 
 
 class Benchmark(ABC):
-    """A published benchmark, described in `suites.toml`. One immutable instance a benchmark."""
+    """A published benchmark. Its tasks and texts are those of `suites.toml`."""
 
     name: ClassVar[str]
-    files: ClassVar[tuple[str, ...]] = ()  # paths or patterns of a task's file under the data folder, with {task}
-    answer_field: ClassVar[str] = "pred"  # of an answer in a file of predictions
+    files: ClassVar[tuple[str, ...]] = ()  # patterns of a task's file under the data folder, with {task}
+    answer_field: ClassVar[str] = "pred"  # the field of the answer in files of predictions
 
     def __init__(self) -> None:
         found = _described()[self.name]
@@ -58,7 +58,7 @@ class Benchmark(ABC):
             PublishedTask(name, tuple(metrics.split()), most, category)
             for name, metrics, most, category in found["tasks"]
         )
-        self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts; the first is the default
+        self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # prompts; first the default
 
     def task(self, name: str) -> PublishedTask:
         """Return the task called `name`. Raises `UsageError`."""
@@ -68,7 +68,7 @@ class Benchmark(ABC):
         return found
 
     def variant(self, name: str | None) -> str:
-        """Return the name of the set of prompts, or of the default for None. Raises `UsageError`."""
+        """Return `name` if there is such a set of prompts, and the default for None. Raises `UsageError`."""
         if name is None:
             return self.variants[0]
         if name not in self.variants or name == "":
@@ -77,23 +77,23 @@ class Benchmark(ABC):
         return name
 
     def paths(self, task: PublishedTask) -> tuple[str, ...]:
-        """Return paths or patterns of the task's file under the data folder; the first is the published place."""
+        """Return the patterns of the task's file under the data folder. The first is the published path."""
         return tuple(place.format(task=task.name) for place in self.files)
 
     @abstractmethod
     def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterable[Sample]:
-        """Return the questions of one line of the task's file."""
+        """Make the samples of one line of the task's file."""
 
     @abstractmethod
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterable[Answered]:
-        """Return the answers in one line of a published file of predictions."""
+        """Return the answers in one line of a file of predictions."""
 
     def prediction(self, sample: Sample, text: str) -> dict[str, Any]:
-        """Return the line for a file of predictions in the benchmark's own layout, which `answered` can read."""
+        """Return the line of an answer in a file of predictions, which `answered` can read."""
         return {**(sample.source or {}), self.answer_field: text}
 
     def present(self, folder: Path) -> list[PublishedTask]:
-        """Return the tasks whose files exist. If none exist, raises `DataError`, which names the expected files."""
+        """Return the tasks whose files exist. Raises `DataError`, which names the expected files, if there are none."""
         found = [task for task in self.tasks if find_file(folder, self.paths(task)) is not None]
         if not found:
             first = self.paths(self.tasks[0])[0]
@@ -105,41 +105,38 @@ class Benchmark(ABC):
         return f"put there what is published at {self.data}: {self.layout}"
 
     def file(self, folder: Path, *places: str) -> Path:
-        """Return the first existing file of `places` under `folder`. Raises `DataError`."""
+        """Return the first existing file of `places` under `folder`. Raises `DataError` if there is none."""
         path = find_file(folder, places)
         if path is None:
             raise DataError(f"{named(folder / places[0])} is missing; {self.remedy}")
         return path
 
     def read(self, folder: Path, task: PublishedTask, variant: str, tokenizer: Any) -> Iterator[Sample]:
-        """Yield the task's questions, read from the user's file.
-
-        Raises `DataError` for a file that is missing or broken.
-        """
+        """Yield the samples of the user's file of a task. Raises `DataError` for a missing or broken file."""
         for index, row in enumerate(json_rows(self.file(folder, *self.paths(task)))):
             yield from self.samples(row, index, task, variant)
 
     def predictions(self, path: Path, task: PublishedTask) -> Iterator[Answered]:
-        """Yield the answers in a file of predictions in the benchmark's own layout."""
+        """Yield the answers in a file of predictions."""
         for index, row in enumerate(json_rows(path)):
             yield from self.answered(row, index, task)
 
     def task_of(self, path: Path) -> PublishedTask | None:
-        """Return the task that the file name of predictions names; None for no task."""
+        """Return the task that the name of a file of predictions tells; None if it tells none."""
         stem = path.name.partition(".")[0].removeprefix("preds_")
         return next((task for task in self.tasks if task.name == stem), None)
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the benchmark's own averages of task scores; an average needs the scores of all its tasks."""
+        """Return the benchmark's own averages of task scores. An average needs the scores of all of its tasks."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         return {"average": sum(scores[task.name] for task in self.tasks) / len(self.tasks)}
 
 
 def filled(template: str, **values: str) -> tuple[str, str, str]:
-    """Fill a template; return the text before `{context}`, the context, and the text behind.
+    """Fill a template; return the text before `{context}`, the context, and the text after.
 
-    Braces in values, and braces without a value's name, stay as they are.
+    Braces that enclose no name of a value, and braces in values, stay as they are.
     """
 
     def put(text: str) -> str:
@@ -156,5 +153,5 @@ def _described() -> dict[str, Any]:
 
 @cache
 def prompts(name: str) -> Any:
-    """Return the prompts of a benchmark, from the JSON file beside its module."""
+    """Return the content of the JSON file `name` in this folder: the prompts of a benchmark."""
     return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Builds the prompts of NeedleBench V2: texts joined and cut to a length, with needles at depths."""
+"""Builds the prompts of NeedleBench V2: texts of a given length, with needles at given depths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lce.lab.eval.published.reading import Row
 from lce.lab.eval.sample import Sample
 
 DEPTHS = range(0, 101, 10)  # percent
-BETWEEN = 10  # percent of the text between the needles of a chain
+BETWEEN = 10  # the distance between the needles of a chain, in percent of the text
 
 
 @dataclass(frozen=True)
 class Language:
-    """A language's files of texts and needles, and how many tokens are kept free for the prompt."""
+    """A language: the file of texts, the number of tokens `left` for the rest of the prompt, and punctuation."""
 
     name: str
     code: str
@@ -53,10 +53,9 @@ class Haystack(ABC):
         """Make the samples of one length; `counter` is the seed of random choices."""
 
     def hide(self, needles: Sequence[str], depth: int, between: int, length: int, *, chained: bool = False) -> str:
-        """Return the first tokens of the texts, with the first needle at `depth` percent and each other `between`
-        percent behind the needle before.
+        """Return the first tokens of the texts, with needles at `depth` percent and every `between` percent after.
 
-        As published, the lengths of earlier needles are added twice to each point if the needles are `chained`.
+        If `chained`, a point counts the lengths of earlier needles twice, as in the published code.
         """
         lengths = [len(self.encode(needle)) for needle in needles]
         n_tokens, ids = max(0, length - self.language.left - sum(lengths)), list[int]()
@@ -88,7 +87,7 @@ class Haystack(ABC):
 class Needles(Haystack):
     """Samples of the tasks single and multi_retrieval."""
 
-    needles: Sequence[Row]  # in all languages
+    needles: Sequence[Row]  # the needles in all languages
 
     def samples(self, counter: int, length: int) -> Iterator[Sample]:
         if self.task.category == "single":

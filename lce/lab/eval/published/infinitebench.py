@@ -1,4 +1,4 @@
-"""InfiniteBench (Zhang et al., 2024): 12 tasks of over 100,000 tokens, cut in the middle if too long."""
+"""InfiniteBench (Zhang et al., 2024): 12 tasks with texts of over 100,000 tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WITH_OPTIONS = frozenset({"longbook_choice_eng", "code_debug"})
 
 
 class InfiniteBench(Benchmark):
-    """The 12 tasks, with the published code's prompts for open models (`yarn-mistral`) or for others.
+    """The 12 tasks, with the published prompts for open models (`yarn-mistral`) or for others.
 
-    The published example conversation before Math.Calc for GPT-4 is not here.
+    The example conversation that the published code puts before Math.Calc for GPT-4 is left out.
     """
 
     name = "infinitebench"
@@ -44,7 +44,7 @@ class InfiniteBench(Benchmark):
 
 
 def _values(row: Row, task: PublishedTask) -> dict[str, str]:
-    """Return the template's values by name."""
+    """Return the values of a prompt's template by name."""
     asked = row.text("input")
     values = {"context": row.text("context", "content"), "input": asked, "question": asked}
     if task.name in WITH_OPTIONS:

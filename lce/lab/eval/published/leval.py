@@ -1,4 +1,4 @@
-"""L-Eval (An et al., 2024): 20 tasks in English, several questions about one document."""
+"""L-Eval (An et al., 2024): 20 tasks in English with several questions about one document."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, prom
 from lce.lab.eval.published.reading import Row
 from lce.lab.eval.sample import Sample
 
-_SCORED = ("exam", "f1", "rouge")  # people or models judge the other kinds, which are left out
+_SCORED = ("exam", "f1", "rouge")  # other kinds are judged by people or models, and left out
 _TOPICS = ("first", "second", "third")
 
 
 class LEval(Benchmark):
-    """The 7 closed-ended tasks, and the open-ended ones by F1 and ROUGE.
+    """The 7 closed-ended tasks, and the open-ended tasks that are scored by F1 or ROUGE.
 
     Prompts and Llama 2's template are those of llama2-chat-test.py; `--template chat` uses the model's own template.
-    Long documents lose words at the end (code at the beginning) until the answer has room. The judgement of `sci_fi`
-    without the document is a second sample.
+    Long documents lose words at the end (code at the beginning) until the answer has room. Each question of `sci_fi` is
+    two samples: one about the document, and one about the real world.
     """
 
     name = "l-eval"
@@ -70,7 +70,7 @@ class LEval(Benchmark):
 def _asked(
     document: str, question: str, answer: str, task: PublishedTask, number: int, source: dict[str, Any]
 ) -> Iterator[Sample]:
-    """Yield the samples of one question, as the published code writes prompts for Llama 2."""
+    """Yield the samples of one question, with the published prompts for Llama 2."""
     data = prompts("leval")
     closed = task.category == "closed-ended"
     style = task.name if task.name in data["prompts"] else "closed" if closed else "open"
@@ -90,6 +90,6 @@ def _asked(
 
 
 def _two_judgements(text: str) -> tuple[str, str]:
-    """Split a text such as `true [fact: false]` into the two judgements."""
+    """Split a text such as `true [fact: false]` into its two judgements."""
     loyalty, _, fact = text.lower().partition("[fact:")
     return loyalty.strip(), fact.partition("[fact:")[0][:-1].strip()

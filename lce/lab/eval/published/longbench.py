@@ -1,4 +1,4 @@
-"""LongBench (Bai et al., 2024) in three editions, cut in the middle if too long."""
+"""LongBench (Bai et al., 2024) in three editions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, fill
 from lce.lab.eval.published.reading import Row
 from lce.lab.eval.sample import Sample
 
-# Chat models get these tasks without their template, as in the published pred.py.
+# The tasks that chat models get without their template, as in the published pred.py.
 BARE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"})
 
 
 class LongBench(Benchmark):
-    """The 21 tasks. Few-shot tasks and code get no chat template; the answer's first line is scored.
+    """The 21 tasks. Few-shot and code tasks have no chat template, and only the first line of an answer is scored.
 
-    For `samsum`, the published code forbids a line break as the first token and stops at the next. Here the answer is
-    `max_tokens` long, which differs only for models that would begin with the end token.
+    For `samsum`, the published code forbids a line break as the first token and stops at the next. Here answers go on
+    to `max_tokens`, which changes the score only if a model would begin with its end token.
     """
 
     name = "longbench"
@@ -41,7 +41,7 @@ class LongBench(Benchmark):
         return ""
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return each language's average over categories, code in both, as in the published tables."""
+        """Return the average over categories for each language, with code in both, as in the published tables."""
         languages = {
             "English": {task.name for task in self.tasks} - CHINESE,
             "Chinese": CHINESE | {"lcc", "repobench-p"},
@@ -58,7 +58,7 @@ class LongBench(Benchmark):
 
 
 class LongBenchE(LongBench):
-    """The 13 tasks whose samples are spread evenly over lengths; scores are also given by length, in words."""
+    """The 13 tasks whose samples are spread evenly over lengths. Scores are also given by length in words."""
 
     name = "longbench-e"
     files = ("{task}_e.jsonl", "data/{task}_e.jsonl")
@@ -72,11 +72,10 @@ class LongBenchE(LongBench):
 
 
 class LongBenchV2(Benchmark):
-    """503 questions with four options about texts of up to 2 million words: one task. Scores are also given by
-    difficulty and by length, as in the published table.
+    """One task: 503 questions with four options about texts of up to 2 million words.
 
-    The published code draws answers at temperature 0.1; here answers are greedy. The published chain-of-thought prompts
-    (a second question about the model's own answer) and retrieval are not here.
+    Scores are also given by difficulty and length, as in the published table. Answers are greedy; the published code
+    draws them at temperature 0.1. The published chain-of-thought prompts and retrieval are left out.
     """
 
     name = "longbench-v2"

@@ -16,7 +16,7 @@ from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Needles
 from lce.lab.eval.published.reading import Row, json_rows, json_value, row_of
 from lce.lab.eval.sample import Sample
 
-LENGTHS = {  # tokens of each size
+LENGTHS = {  # the lengths of texts in tokens, for each size of NeedleBench
     "4k": (1000, 2000, 3000, 4000),
     "8k": tuple(range(1000, 8001, 1000)),
     "32k": (1000, *range(4000, 32001, 4000)),
@@ -25,12 +25,12 @@ LENGTHS = {  # tokens of each size
     "256k": (32000, 128000, 256000),
     "1000k": (1000, *range(125000, 1000001, 125000)),
 }
-# The kinds of tasks by their names in OpenCompass's files.
+# The kinds of NeedleBench's tasks, by their names in files of OpenCompass.
 _KINDS = {"origin": "single", "parallel": "multi_retrieval"} | {
     f"{n}needle": f"multi_reasoning_{n}" for n in (2, 3, 4, 5)
 }
 REPEATS = {"single": 10, "multi_retrieval": 25, "multi_reasoning": 10}
-# The wrong counts of the published files with 32 counts; other files give the wrong counts in their text.
+# The wrong counts in the published files of Counting-Stars with 32 counts. Other files have them in the text.
 WRONG = ("16 116 43 70 59 106 8 48 112 67 25 101 82 93 76 62 6 18 108 4 34 53 85 90 126 22 45 121 39 96 75 30").split()
 _CORRECTED = (
     r"counted (\d+) ★, but found that a mistake had been made, so the counting was done again, and this time (\d+) ★",
@@ -41,9 +41,9 @@ _CORRECTED = (
 class Ruler(Benchmark):
     """RULER (Hsieh et al., 2024): the 13 tasks of its synthetic.yaml, as its own generator wrote them.
 
-    A line's `input` is the prompt, `answer_prefix` begins the answer and `outputs` is expected. `input` already has the
-    model's template if the generator's `--model_template_type` was not `base`, so only `--template` adds one. Data are
-    made for a length; nothing is cut.
+    A line has the prompt as `input`, the beginning of the answer as `answer_prefix`, and the references as `outputs`.
+    The generator's `--model_template_type` puts a template into `input`, so only `--template` adds one. Prompts are
+    never cut, because the generator makes them for a length.
     """
 
     name = "ruler"
@@ -62,10 +62,10 @@ class Ruler(Benchmark):
 class NeedleBench(Benchmark):
     """NeedleBench V2 (Li et al., 2025): one needle, eleven, or a chain of 2 to 5 relatives, in English and Chinese.
 
-    Prompts and draws of numbers are those of the published code, with two differences: the model's tokenizer counts
-    tokens (there GPT-4's), and the eleven needles of multi_retrieval are drawn with seed 0 (there unseeded). The
-    published limit of an answer's length belongs to the model. Here the chain has 4096 tokens, as in OpenCompass's
-    example, and the others 256. The Ancestral Trace Challenge, which has no long text, is not here.
+    Prompts and random numbers are those of the published code, with two differences: tokens are counted by the model's
+    tokenizer instead of GPT-4's, and the needles of multi_retrieval are drawn with seed 0 instead of none. OpenCompass
+    limits answers by model; here the limit is 4096 tokens for a chain, as in its example, and 256 for other tasks. The
+    Ancestral Trace Challenge, which has no long text, is left out.
     """
 
     name = "needlebench"
@@ -97,7 +97,7 @@ class NeedleBench(Benchmark):
         raise NotImplementedError("the samples of NeedleBench are built, not read")
 
     def predictions(self, path: Path, task: PublishedTask) -> Iterator[Answered]:
-        """Yield the answers of a file; OpenCompass's own file is one object with an entry for each answer."""
+        """Yield the answers of a file. A `.json` file is OpenCompass's: one object with an entry for each answer."""
         if path.suffix != ".json":
             yield from super().predictions(path, task)
             return
@@ -115,7 +115,7 @@ class NeedleBench(Benchmark):
         yield Answered(row.text("prediction"), answers, str(row.content.get("length", "")))
 
     def task_of(self, path: Path) -> PublishedTask | None:
-        """Return the task of OpenCompass's file names, such as `Length1000Depth0_origin_en_4k.json`, or of ours."""
+        """Return the task of a file named by OpenCompass, such as `Length1000Depth0_origin_en_4k.json`, or by lce."""
         language = next((x for x in LANGUAGES if f"_{x}" in path.name), None)
         kind = next((new for old, new in _KINDS.items() if old in path.name), None)
         if language is None or kind is None:
@@ -123,7 +123,7 @@ class NeedleBench(Benchmark):
         return self.task(f"{kind}_{language}")
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean of each of the three kinds of tasks, and the mean of these three, as V2 does."""
+        """Return the means of the three kinds of tasks, and the mean of these means."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         kinds = {kind: [scores[t.name] for t in self.tasks if t.category == kind] for kind in REPEATS}
@@ -134,8 +134,8 @@ class NeedleBench(Benchmark):
 class CountingStars(Benchmark):
     """Counting-Stars (Song et al., 2025): 32 counts of stars, right or corrected, in two languages.
 
-    The published code sends the prompt to chat models and sets no limit on the answer; here the limit is 512 tokens.
-    A sample's `group` is its context length in words or characters.
+    Answers are limited to 512 tokens; the published code has no limit. A sample's `group` is the length of its context
+    in words or characters.
     """
 
     name = "counting-stars"
@@ -169,7 +169,7 @@ class CountingStars(Benchmark):
 
 
 def _references(row: Row, task: PublishedTask) -> tuple[str, ...]:
-    """Return the right counts; for reasoning tasks, each with the wrong count that it corrects."""
+    """Return the right counts; for reasoning tasks as `right/wrong`, with the count that was corrected."""
     right = row.texts("reference_counting_results")
     if task.name.startswith("acquisition"):
         return right

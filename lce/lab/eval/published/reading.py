@@ -15,7 +15,7 @@ from lce.files import JsonError, named, open_regular, parse_json
 
 @dataclass(frozen=True)
 class Row:
-    """One object of a file. For other types, methods raise `DataError`, which names the file and the line."""
+    """A JSON object of a file. `where` names file and line in the `DataError` that methods raise for other types."""
 
     content: dict[str, Any]
     where: str
@@ -37,7 +37,7 @@ class Row:
         return value
 
     def texts(self, *names: str) -> tuple[str, ...]:
-        """Return the texts or numbers of a list, numbers as in JSON; a single value counts as a list of one."""
+        """Return the texts of a list of texts or numbers. A single value counts as a list of one."""
         name, value = self._value(names)
         values = value if isinstance(value, list) else [value]
         if len(values) == 1 and isinstance(values[0], list):
@@ -64,9 +64,9 @@ def row_of(content: Any, where: str) -> Row:
 
 
 def find_file(folder: Path, places: Sequence[str]) -> Path | None:
-    """Return the first existing file of `places`, which are paths or patterns under `folder`.
+    """Return the first existing file of `places`, which are patterns under `folder`; None if there is none.
 
-    Raises `DataError` if two files fit a place.
+    Raises `DataError` if two files match one pattern.
     """
     for place in places:
         found = sorted(glob.glob(os.path.join(glob.escape(str(folder)), place)))

@@ -1,4 +1,4 @@
-"""Asks a published benchmark: cuts prompts that are too long, and applies the chat template."""
+"""The suite of a published benchmark: shortens long prompts, and applies templates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lce import Engine
 
 AUTO, NONE, CHAT = "auto", "none", "chat"
-_FOR_ANSWER = 512  # tokens that L-Eval keeps free for the answer
-_STEP = 250  # further words that L-Eval cuts off while a document is still too long
+_FOR_ANSWER = 512  # the tokens that L-Eval leaves for the answer
+_STEP = 250  # the number of words by which L-Eval shortens a document that is still too long
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class PublishedSuite(Suite):
     """A benchmark in a folder of the user's files, and how its prompts are made for a model.
 
     `template` is `auto` (as in the benchmark's own code), `chat` (the model's chat template), `none`, or a text with
-    `{prompt}`, such as `[INST]{prompt}[/INST]`. Prompts of more than `max_length` tokens are cut as the benchmark cuts
-    prompts; None cuts none. `most` limits the questions of a task; None asks all. Raises `UsageError`.
+    `{prompt}`, such as `[INST]{prompt}[/INST]`. Prompts of more than `max_length` tokens are shortened in the
+    benchmark's own way. `most` limits the questions of a task. None is no limit. Raises `UsageError`.
     """
 
     scale = 100
@@ -50,7 +50,7 @@ class PublishedSuite(Suite):
             raise UsageError(f"max_length is {self.max_length}; expected 2 or more tokens")
 
     def tasks(self, names: Sequence[str] | None = None) -> list[PublishedTask]:
-        """Return the tasks called `names`, or all whose files exist. Raises `UsageError` or `DataError`."""
+        """Return the tasks called `names`, or all tasks whose files exist. Raises `UsageError` or `DataError`."""
         return [self.benchmark.task(name) for name in names] if names else self.benchmark.present(self.folder)
 
     def make(self, engine: Engine, task: PublishedTask, length: int = 0) -> list[Sample]:
@@ -81,7 +81,7 @@ class PublishedSuite(Suite):
         return self.benchmark.prediction(sample, text)
 
     def prompted(self, sample: Sample, tokenizer: Any) -> Sample:
-        """Cut a sample and put the template around it; the document then ends where the benchmark's context ends."""
+        """Shorten a sample and put the template around it. The document still ends where the context ends."""
         if self.max_length is not None:
             sample = CUTS[sample.cut](sample, tokenizer, self.max_length)
         template = sample.template if sample.fixed or self.template == AUTO else self.template
@@ -93,7 +93,7 @@ class PublishedSuite(Suite):
             text = tokenizer.chat([*system, {"role": "user", "content": prompt}])
         else:
             text = template.replace("{system}", sample.system).replace("{prompt}", prompt)
-        context = sample.document.strip()  # templates may strip the prompt
+        context = sample.document.strip()  # a template may strip the prompt
         before, found, after = text.partition(context) if context else (text, "", "")
         return replace(sample, before=before, document=found, question=after)
 
@@ -101,7 +101,8 @@ class PublishedSuite(Suite):
 def _middle(sample: Sample, tokenizer: Any, most: int, *, joined: bool = False) -> Sample:
     """Keep the first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models).
 
-    If `joined`, decode them in one piece, and keep `most` tokens also if odd (LongBench v2, InfiniteBench's GPT-4).
+    If `joined`, keep one more token if `most` is odd, and decode all tokens together (LongBench v2, InfiniteBench's
+    GPT-4).
     """
     ids, half = tokenizer.encode(sample.beginning + sample.question), most // 2
     if len(ids) <= most:
@@ -112,7 +113,7 @@ def _middle(sample: Sample, tokenizer: Any, most: int, *, joined: bool = False) 
 
 
 def _words(sample: Sample, tokenizer: Any, most: int, *, keep_first: bool) -> Sample:
-    """Drop words at one end of the document until the answer has room (L-Eval)."""
+    """Drop words at the document's end, or else beginning, until the answer has room (L-Eval)."""
     limit, cut, text = most - _FOR_ANSWER, 0, sample.document
     while text and len(tokenizer.encode(text)) > limit:
         n_words = limit - cut

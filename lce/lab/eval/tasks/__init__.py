@@ -1,4 +1,4 @@
-"""Tasks made here: seeded, at any length, for any tokenizer. `TASKS` has them by name."""
+"""Tasks made here: seeded, at any length, for any tokenizer. `TASKS` has the classes by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks: generators of puzzles, whose statements go into a text and whose questions end a prompt."""
+"""Tasks make puzzles. A puzzle's statements go into a text, and one of its questions ends the prompt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WORDS = tuple(dict.fromkeys([*THINGS, *ANIMALS, *FOODS, *COLOURS]))
 
 @dataclass(frozen=True)
 class Question:
-    """A question whose last words begin the answer.
+    """A question, and the beginning of a sentence that the answer completes.
 
-    `answer` is the expected continuation, without the full stop. `answers` are the texts that the metric looks for.
-    `facts` are the numbers of the statements that the answer follows from.
+    `answer` is the expected continuation without the full stop. `answers` are the texts that the metric looks for.
+    `facts` are the numbers of the statements from which the answer follows.
     """
 
     text: str
@@ -30,24 +30,24 @@ class Question:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Statements, in the order in which they stand in the text, and questions about them."""
+    """Statements, in the order of the text, and questions about the statements."""
 
     statements: tuple[str, ...]
     questions: tuple[Question, ...]
-    opening: str = ""  # begins the document
+    opening: str = ""  # the beginning of the document
 
 
 @dataclass(frozen=True)
 class MadeTask(Task, ABC):
-    """A task made here; its fields are its knobs.
+    """A task made here. The fields of a task are its knobs.
 
-    If `fills` is set, the statements are the whole text, as many as the length allows. Otherwise the knobs say how many
-    statements a filler hides.
+    If `fills` is set, a text consists of statements, as many as the length allows. Otherwise the knobs say how many
+    statements there are, and a filler hides the statements.
     """
 
     metrics = ("starts",)
     fills: ClassVar[bool] = False
-    least: ClassVar[int] = 1  # statements of the smallest puzzle, where `fills` is set
+    least: ClassVar[int] = 1  # the statements of the smallest puzzle, if `fills` is set
 
     @abstractmethod
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
@@ -60,9 +60,9 @@ def digits(rng: Random, n: int) -> str:
 
 
 def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
-    """Return `n` different texts of `make(rng)`. Raises `ValueError` if `make` has too few."""
+    """Return `n` different texts of `make(rng)`. Raises `ValueError` if `make` has fewer texts."""
     found: dict[str, None] = {}
-    misses = 0  # since the last new text
+    misses = 0  # the draws since the last new text
     while len(found) < n:
         before = len(found)
         found[make(rng)] = None
@@ -73,7 +73,7 @@ def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
 
 
 def names(rng: Random, n: int) -> list[str]:
-    """Return `n` different names of three words, such as "red fox box"; more words beyond 3,420 names."""
+    """Return `n` different names of three words, such as "red fox box". More than 3,420 names have more words."""
     things = 1
     while len(COLOURS) * len(ANIMALS) * len(THINGS) ** things < 2 * n:
         things += 1

@@ -1,4 +1,4 @@
-"""Tasks whose answers follow from several statements, each of which points to the next."""
+"""Tasks whose answers follow from several statements, each of which leads to the next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _name(rng: Random) -> str:
 class Variables(MadeTask):
     """Numbers copied between variables; the question asks for all variables with a number (RULER's variable tracking).
 
-    The answer repeats the copies, one by one, so that a model need not follow several in one step.
+    The answer lists the copies one by one, so no step of the answer needs more than one copy.
     """
 
     name = "variables"
@@ -54,7 +54,7 @@ class Variables(MadeTask):
 
 @dataclass(frozen=True)
 class Walk(MadeTask):
-    """A walk of some steps along a list of edges; every node has one edge. The answer repeats the edges of the walk."""
+    """A walk along a list of edges, one edge from each node. The answer lists the edges of the walk."""
 
     name = "walk"
     metrics = ("recall",)
@@ -82,7 +82,7 @@ class Walk(MadeTask):
 
 @dataclass(frozen=True)
 class Whereabouts(MadeTask):
-    """People move about with things; the question asks who had a thing last, and its place (bAbI, arXiv:1502.05698)."""
+    """People carry things about; the question asks who had a thing last, and where it is (bAbI, arXiv:1502.05698)."""
 
     name = "whereabouts"
     metrics = ("recall",)
@@ -92,9 +92,9 @@ class Whereabouts(MadeTask):
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
         names, things = rng.sample(NAMES, self.people), rng.sample(THINGS, self.things)
-        at: dict[str, tuple[str, int]] = {}  # a person's place, and the statement's number
-        holder: dict[str, tuple[str, int]] = {}
-        lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # who put a thing down, and its place
+        at: dict[str, tuple[str, int]] = {}  # a person's place, and the number of the statement
+        holder: dict[str, tuple[str, int]] = {}  # a thing's holder, and the number of the statement
+        lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # a thing's last holder, place, and statements
         statements: list[str] = []
 
         def move(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Facts hidden in a text: one, or several keys, values and questions (RULER's NIAH family, arXiv:2404.06654)."""
+"""Tasks of facts hidden in a text: one fact, or several keys, values or questions (RULER's NIAH, arXiv:2404.06654)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 
 
 def check_ordinals(knob: str, value: int) -> None:
-    """Raise `ValueError` for a value without an ordinal word."""
+    """Raise `ValueError` if `value` has no word in `ORDINALS`."""
     if value > len(ORDINALS):
         raise ValueError(f"{knob} is {value}; expected {len(ORDINALS)} or fewer")
 
 
 class Needle(NamedTuple):
-    """One hidden fact: `statement` goes into a text, `question` ends a prompt, and `answer` continues the question."""
+    """A hidden fact. `statement` goes into a text, `question` ends the prompt, and `answer` continues `question`."""
 
     statement: str
     question: str
@@ -29,16 +29,16 @@ class Needle(NamedTuple):
 
 @dataclass(frozen=True)
 class OneNeedle(MadeTask):
-    """One fact, stated once. `drawn` names the words of the texts in the order of drawing; `n4` is four digits."""
+    """One fact, stated once. `drawn` names the words to draw for the three templates in order; `n4` is four digits."""
 
     drawn: ClassVar[str]
     statement: ClassVar[str]
-    question: ClassVar[str]  # its last words begin the answer
+    question: ClassVar[str]  # ends with the beginning of the answer
     answer: ClassVar[str]
 
     @classmethod
     def draw(cls, rng: Random) -> Needle:
-        """Return a fact. Facts with one question contradict each other."""
+        """Return a random fact. Two facts with the same question contradict each other."""
         words = {}
         for kind in cls.drawn.split():
             words[kind] = rng.choice(prose.WORDS[kind]) if kind in prose.WORDS else digits(rng, int(kind[1:]))
@@ -51,7 +51,7 @@ class OneNeedle(MadeTask):
 
 
 class PassKey(OneNeedle):
-    """A pass key of five digits, stated twice in one place, worded as by Mohtashami and Jaggi (2023)."""
+    """A pass key of five digits, stated twice in one place, in the words of Mohtashami and Jaggi (2023)."""
 
     name, drawn = "passkey", "n5"
     statement = "The pass key is {n5}. Remember it. {n5} is the pass key."
@@ -68,7 +68,7 @@ class Code(OneNeedle):
 
 
 class Secret(OneNeedle):
-    """The secret of a named person: two words."""
+    """The secret of a person: two words."""
 
     name, drawn = "secret", "name colour animal"
     statement = "The secret of {name} is the {colour} {animal}."
@@ -76,7 +76,7 @@ class Secret(OneNeedle):
 
 
 class HidingPlace(OneNeedle):
-    """Where a person hid a thing."""
+    """The place where a person hid a thing."""
 
     name, drawn = "place", "name thing place"
     statement = "{name} hid the {thing} in the {place}."
@@ -84,7 +84,7 @@ class HidingPlace(OneNeedle):
 
 
 class Favourite(OneNeedle):
-    """What a person likes best to eat."""
+    """The favourite food of a person."""
 
     name, drawn = "favourite", "name food"
     statement = "Most of all {name} likes {food}."
@@ -95,7 +95,7 @@ NEEDLES = (PassKey, Code, Secret, HidingPlace, Favourite)
 
 
 class PublishedPassKey(PassKey):
-    """The pass key with the published opening (Mohtashami and Jaggi, 2023); the published filler is `noise`."""
+    """The pass key with the published opening (Mohtashami and Jaggi, 2023). The published filler is `noise`."""
 
     name = "passkey_published"
 
@@ -112,7 +112,7 @@ OPENING = (
 
 @dataclass(frozen=True)
 class SplitPassKey(MadeTask):
-    """A key in parts of three digits at different places; the question asks for the parts in order."""
+    """A key in parts of three digits at different places. The question asks for all parts in order."""
 
     name = "split_passkey"
     metrics = ("recall",)
@@ -133,7 +133,7 @@ def _things(rng: Random, n: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SeveralKeys(MadeTask):
-    """Codes of several things; the question asks for one."""
+    """The codes of several things. The question asks for one code."""
 
     name = "several_keys"
     keys: int = 8
@@ -151,7 +151,7 @@ class SeveralKeys(MadeTask):
 
 @dataclass(frozen=True)
 class SeveralQueries(MadeTask):
-    """Codes of several things; the question asks for two at once."""
+    """The codes of several things. The question asks for two codes."""
 
     name = "several_queries"
     metrics = ("recall",)
@@ -171,7 +171,7 @@ class SeveralQueries(MadeTask):
 
 @dataclass(frozen=True)
 class SeveralValues(MadeTask):
-    """Several words of one person; the question asks for all. `others` other people have words too."""
+    """Several words of each person. The question asks for all words of one person; there are `others` more people."""
 
     name = "several_values"
     metrics = ("recall",)
@@ -195,7 +195,7 @@ class SeveralValues(MadeTask):
 
 @dataclass(frozen=True)
 class CountingStars(MadeTask):
-    """Counts of stars, one a statement; an answer needs all (Counting-Stars, arXiv:2403.11802)."""
+    """Counts of stars in several statements. The question asks for all counts (Counting-Stars, arXiv:2403.11802)."""
 
     name = "counting_stars"
     metrics = ("recall",)

@@ -1,4 +1,4 @@
-"""Tasks whose text is one long list: pairs, words, requests."""
+"""Tasks whose text is one long list of pairs, words or requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMS = "song tale joke poem riddle prayer".split()
 
 @dataclass(frozen=True)
 class Pairs(MadeTask):
-    """Keys and values; the question asks for one value (key-value retrieval, arXiv:2307.03172)."""
+    """Keys and values. The question asks for one value (key-value retrieval, arXiv:2307.03172)."""
 
     name = "pairs"
     fills = True
@@ -32,7 +32,7 @@ class Pairs(MadeTask):
 
 @dataclass(frozen=True)
 class CommonWords(MadeTask):
-    """A few words that come up `ratio` times as often as all others (RULER's common words)."""
+    """A list with a few words that are `ratio` times as frequent as all others (RULER's common words)."""
 
     name = "common_words"
     metrics = ("recall",)
@@ -51,7 +51,7 @@ class CommonWords(MadeTask):
 
 @dataclass(frozen=True)
 class FrequentWords(MadeTask):
-    """Words with frequencies by Zipf's law; the question asks for the three most frequent (RULER's frequent words)."""
+    """A list with Zipf's frequencies. The question asks for the most frequent words (RULER's frequent words)."""
 
     name = "frequent_words"
     metrics = ("recall",)
@@ -69,7 +69,7 @@ class FrequentWords(MadeTask):
 
 
 def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: int) -> list[str]:
-    """Return `n` words in random order, with frequencies as near to `weights` as whole numbers allow."""
+    """Return `n` words in random order. Their counts are as near to `weights` as whole numbers allow."""
     sums = list(accumulate(weights))
     marks = [(i + 0.5) / n * sums[-1] for i in range(n)]
     drawn, word = [], 0
@@ -82,7 +82,7 @@ def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: i
 
 
 def _word_list(drawn: list[str], asked: list[str], question: str) -> Puzzle:
-    """Return a puzzle that lists `drawn`; the answer names the `asked` words in order of first occurrence."""
+    """Return a puzzle that lists `drawn`. The answer has the words `asked` in the order of the list."""
     answers = tuple(sorted(asked, key=lambda word: drawn.index(word) if word in drawn else len(drawn)))
     facts = tuple(i for i, word in enumerate(drawn) if word in answers)
     statements = tuple(f"{word}," for word in drawn)
@@ -91,7 +91,7 @@ def _word_list(drawn: list[str], asked: list[str], question: str) -> Puzzle:
 
 @dataclass(frozen=True)
 class NthRequest(MadeTask):
-    """Requests and replies; one request recurs, and the question asks for its i-th reply (MRCR, arXiv:2409.12640)."""
+    """Requests and replies. One request recurs; the question asks for its i-th reply (MRCR, arXiv:2409.12640)."""
 
     name = "nth_request"
     metrics = ("similarity",)

@@ -1,4 +1,4 @@
-"""Makes samples of a task at a length: statements in a filler, or as many statements as fit, and a question."""
+"""Makes samples of a task at a length: statements in a filler, or as many statements as fit, and questions."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lce.lab.eval.prose import sentences
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question
 
-# The filler of the published pass key task, repeated.
+# The sentences of the published pass key task's filler, which repeats them.
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-Filler = Callable[[Random], Iterator[str]]  # the sentences of one sample's text, endless
+Filler = Callable[[Random], Iterator[str]]  # makes the endless sentences of one text
 
 
 class Tokens(NamedTuple):
-    """Two counts of a sentence's tokens: behind a space, and at the beginning of a text."""
+    """Functions that count a sentence's tokens: within a text, after a space, and at the beginning of a text."""
 
     later: Callable[[str], int]
     first: Callable[[str], int]
 
     def more(self, sentence: str) -> int:
-        """Return how many more tokens `sentence` has at the beginning of a text."""
+        """Return how many more tokens a sentence has at the beginning of a text than within the text."""
         return self.first(sentence) - self.later(sentence)
 
 
 def filler_named(name: str) -> Filler:
-    """Return the filler `prose`, `noise`, or `essays:DIR`: the folder's .txt files, read from a random place.
+    """Return the filler `prose`, `noise`, or `essays:DIR`: the .txt files of a folder, from a random sentence on.
 
-    Raises `UsageError` for another name, `DataError` for a folder without text.
+    Raises `UsageError` for other names, and `DataError` for a folder without text.
     """
     kind, _, folder = name.partition(":")
     if kind == "essays" and folder:
@@ -64,12 +64,12 @@ def samples(
     task: MadeTask, *, length: int, n: int, seed: int, count: Callable[[str], int], filler: str = "prose",
     depths: Sequence[float] = (), questions: int = 1,
 ) -> Iterator[Sample]:  # fmt: skip
-    """Make `n` documents of at most `length` tokens, counted by `count`, with questions; yield a sample a question.
+    """Make `n` documents with questions, of at most `length` tokens by `count`; yield a sample for each question.
 
-    The same seed gives the same samples; of sample i, only the depth depends on `n`. A single fact stands at each of
-    `depths` in turn, or else at even depths over the documents. Several facts stand in order at random depths. Each
-    document has `questions` questions, or as many as its puzzle has; samples of one document are adjacent. Raises
-    `UsageError` if a puzzle does not fit.
+    The same seed gives the same samples, but `n` changes the depths of facts. A single fact stands at `depths` in turn,
+    by default at even depths over the documents. Several facts stand in order at random depths. A document has up to
+    `questions` questions, as its puzzle allows; samples of one document are adjacent. Raises `UsageError` if a puzzle
+    does not fit.
     """
     text = filler_named(filler)
     tokens = Tokens(cache(lambda sentence: count(" " + sentence)), cache(count))
@@ -97,7 +97,7 @@ def _document(
             left -= tokens.later(sentence)
             body.append(sentence)
     if len(puzzle.statements) == 1:
-        places = [round(depth * len(body))]  # of the filler's sentence that follows each statement
+        places = [round(depth * len(body))]  # the number of the filler's sentence after each statement
     else:
         places = sorted(rng.randint(0, len(body)) for _ in puzzle.statements)
     if body and places[0] and not puzzle.opening:  # the filler begins the text
@@ -118,7 +118,7 @@ def _document(
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
-    """Return the tokens left for a filler if opening or statement comes first; the beginning token takes one."""
+    """Return the tokens left for a filler if the puzzle begins the text. The beginning token takes one."""
     texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
     used = sum(map(tokens.later, texts)) + max(tokens.later(question.text) for question in asked)
     return length - used - 1 - tokens.more(texts[0])
@@ -127,8 +127,8 @@ def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens
 def _filling(task: MadeTask, rng: Random, length: int, tokens: Tokens) -> Puzzle:
     """Return a puzzle of about as many statements as fit.
 
-    Names grow with their number, so a guess may overshoot the length. Guesses stay between the largest number known to
-    fit and the smallest known not to.
+    More statements need longer names, so the size of a puzzle is found by guesses. A guess stays between the largest
+    number of statements known to fit and the smallest number known not to fit.
     """
     state, n = rng.getstate(), max(task.least, 8)
     fits: Puzzle | None = None
