@@ -158,25 +158,23 @@ class Calibrator:
         self.work.remove()
         return [recall for _, recall in learned]
 
-    def read_piece(self, index: int, layers: Sequence[int]) -> None:
-        """Prefill a piece, and write the queries and keys of these layers to the work folder."""
+    def read_piece(self, index: int, layers: Sequence[int]) -> dict[int, dict[str, Tensor]]:
+        """Prefill a piece. Write the queries and keys of these layers to the work folder, and return them by layer."""
         self.seen.clear()
         self.engine.prefill(self.pieces[index])
         rows = {name: torch.cat(parts).contiguous() for name, parts in self.seen.items()}
         self.seen.clear()
-        for layer in layers:
-            self.work.write(_piece(index, layer), {"q": rows[f"q.{layer}"], "k": rows[f"k.{layer}"]})
+        found = {layer: {name: rows[f"{name}.{layer}"] for name in "qk"} for layer in layers}
+        for layer, tensors in found.items():
+            self.work.write(_piece(index, layer), tensors)
+        return found
 
     def rows(self, layer: int, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a layer's queries `[N, H·D]` and keys `[N, G·D]` in these pieces, in float32."""
         found = []
         for index in pieces:
-            if (held := self.work.read(_piece(index, layer))) is None:
-                self.read_piece(index, [layer])
-                held = self.work.read(_piece(index, layer))
-            if held is None:
-                raise DataError(f"{named(self.work.folder)} does not keep what is written to it; check the disk")
-            found.append(held[0])
+            held = self.work.read(_piece(index, layer))
+            found.append(held[0] if held else self.read_piece(index, [layer])[layer])
         q, k = (torch.cat([tensors[name] for tensors in found]).to(self.engine.device, torch.float32) for name in "qk")
         _check_finite(f"queries or keys of layer {layer}", "check the model's weights, or give --dtype", q, k)
         return q, k

@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers
 from lce.errors import DataError, LceError, ModelError
 from lce.tokenizer import chat
 from lce.tokenizer.chat import MAX_BYTES, render_chat
+from lce.tokenizer.template import render
 from lce.tokenizer.tokenizer import Tokenizer
 from tests.command import output
 from tests.vocabularies import KINDS
@@ -88,6 +89,26 @@ def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], pr
     )
     expected = oracle.apply_chat_template(messages(turns), tokenize=False, add_generation_prompt=prompt)
     assert rendered(template, turns, prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{ ('a' * 2000) | length }}{{ x | int }}", {"text": "2000123"}),
+        (
+            "{% for a in range(3) %}{{ 'a' * 700 }}{% endfor %}",
+            {"failed": "it makes a text of more than 2000 characters"},
+        ),
+        ("{{ 1 / 0 }}", {"failed": "ZeroDivisionError: division by zero"}),
+        ("{{ raise_exception('n' * 1999) }}", {"refused": "n" * 400}),
+    ],
+)
+def test_what_becomes_of_a_template(text: str, expected: dict[str, str]) -> None:
+    assert render(text, {"x": "123"}, 2000) == expected
+
+
+def test_half_a_surrogate_pair_is_rendered() -> None:
+    assert rendered("{{ 'é' ~ messages[0].content }}", [("user", "\ud800")]) == "é\ud800"
 
 
 def test_the_time_is_known() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import lce
-from lce.errors import UsageError
 from lce.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import save_tiny
 
@@ -238,16 +237,6 @@ def test_chats_as_transformers(folders: dict[str, Path], kind: str, name: str, p
     ids = oracle.apply_chat_template(conversation, add_generation_prompt=prompt, return_dict=False)
     assert tokenizer.encode(text) == tokenizer.encode_chat(conversation, add_generation_prompt=prompt) == ids
     assert ids.count(1 if kind == "ministral3" else -1) == (kind == "ministral3")  # one BOS, or none
-
-
-@pytest.mark.parametrize("kind", ["qwen2.5", "qwen3"])
-def test_qwen_has_no_bos_and_composes_characters(folders: dict[str, Path], kind: str) -> None:
-    tokenizer = Tokenizer.from_folder(folders[kind])
-    assert (tokenizer.bos_id, tokenizer.bos_token, tokenizer.eos_token) == (None, None, "<|im_end|>")
-    assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
-    assert tokenizer.decode(tokenizer.encode("cafe\u0301")) == "caf\u00e9"
-    with pytest.raises(UsageError, match="no BOS token"):
-        tokenizer.encode("Hi", bos=True)
 
 
 @pytest.mark.parametrize(("kind", "model_type"), [("qwen2.5", "qwen2"), ("qwen3", "qwen3")])

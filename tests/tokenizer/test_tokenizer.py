@@ -130,21 +130,6 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> Non
         assert tokenizer.decode(ids[:after]).startswith("".join(pieces[:before]))
 
 
-def test_larger_than_the_embedding(folders: dict[str, Path]) -> None:
-    size = Tokenizer.from_folder(folders["byte_level"]).vocab_size
-    assert Tokenizer.from_folder(folders["byte_level"], vocab_size=size).vocab_size == size
-    with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(folders["byte_level"], vocab_size=size - 1)
-    assert str(size) in one_line(error)
-    assert str(size - 1) in one_line(error)
-
-
-def test_ids_that_pad_the_embedding_have_no_text(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.from_folder(folders["byte_level"], vocab_size=1024)
-    fox = tokenizer.encode("fox")
-    assert tokenizer.decode([1023, *fox, 1000]) == "fox"
-
-
 @pytest.mark.parametrize("token_id", [-1, 1 << 40, "1", 1.5, None])
 def test_ids_out_of_range(made: dict[str, Tokenizer], token_id: object) -> None:
     for kind in KINDS:

@@ -85,16 +85,17 @@ def test_added_tokens_over_sentencepiece(tiny_sentencepiece: bytes, tmp_path: Pa
             "405": {"content": "<tool>", "special": False},
         }
     write_json(tmp_path, "tokenizer_config.json", config)
+    assert Tokenizer.from_folder(tmp_path, vocab_size=406).vocab_size == 406
     tokenizer = Tokenizer.from_folder(tmp_path, vocab_size=410)
     ids = tokenizer.encode("fox<|im_end|><tool>", bos=False)
     assert ids[-2:] == [400, 405]
     assert tokenizer.vocab_size == 406
     assert tokenizer.decode(ids) == "fox<tool>"
-    assert tokenizer.decode([402, *ids]) == "fox<tool>"  # a gap in the vocabulary
+    assert tokenizer.decode([402, *ids, 409]) == "fox<tool>"  # a gap in the vocabulary, and a row beyond it
     with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(tmp_path, vocab_size=400)
+        Tokenizer.from_folder(tmp_path, vocab_size=405)
     assert "406" in one_line(error)
-    assert "400" in one_line(error)
+    assert "405" in one_line(error)
 
 
 def test_space_only_before_the_text_itself(tiny_sentencepiece: bytes, tmp_path: Path) -> None:
