@@ -22,7 +22,7 @@ from lce.cache.shared import SPARE, ForFork, RowBuffer
 from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
-from lce.kernels.cpu.gathering import take_rows
+from lce.kernels.cpu.elementwise import take_rows
 from lce.profiling import timed
 from lce.sizes import size_text
 

@@ -8,34 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu import quantised
+from lce.kernels.cpu.quantised import RoundedMatrix, parts
 from lce.weights.packed import PackedMatrix, Scheme, register
-
-
-class RoundedMatrix:
-    """A matrix `[out, in]` that is stored as codes, scales and, for 4 bits, zeros."""
-
-    def __init__(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> None:
-        self.shape = shape[0], shape[1]
-        self.parts = parts
-        self._parts = parts["codes"], parts["scales"], parts.get("zeros")
-
-    def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
-        return quantised.product(x, self.shape[0], *self._parts, bias, **around)
-
-    def unpacked(self, first: int, out: Tensor) -> Tensor:
-        quantised.unpack(first, out, *self._parts)
-        return out
-
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(len(ids), self.shape[1], dtype=dtype)
-        quantised.rows_of(ids, out, *self._parts)
-        return out
 
 
 @dataclass(frozen=True)
@@ -46,13 +24,13 @@ class Rounded(Scheme):
     bits: int
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return dict(quantised.parts(self.bits, *shape))
+        return dict(parts(self.bits, *shape))
 
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
         return RoundedMatrix(shape, parts)
 
     def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
-        quantised.pack(weight, parts["codes"], parts["scales"], parts.get("zeros"))
+        RoundedMatrix(weight.shape, parts).pack(weight)
 
 
 register(Rounded("int8", 8))

@@ -1,7 +1,7 @@
-"""Attention on CPUs, for prefill and decode: dense, and over chosen tiles. `rows` has the work of a task.
+"""Attention on CPUs, for prefill and decode: dense, and over chosen tiles. `rows` computes a task.
 
-The work is cut into tasks by the shapes alone, and threads take tasks from a queue: the bits of a result do not depend
-on their number.
+Threads take tasks from a queue. The shapes alone determine the tasks, so the bits of a result do not depend on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ import torch
 from numba import carray, float32, int64
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import argument_of, arguments, by_dtype, call, inner, kernel
+from lce.kernels.cpu.compiling import Kernel, argument_of, arguments, by_dtype, call, inner
 from lce.kernels.cpu.numbers import exp2, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.rows import LOWEST, attend_rows, finish, put_query, scratch, scratch_size
 from lce.kernels.cpu.vectors import take
 
-ROWS = 96  # queries of a task: packing keys costs little beside their products
-FEW = 32  # with at most this many queries, a problem's keys are divided among tasks
-PIECE = 512  # keys of a task with FEW queries; other tasks have 8 times as many
-_SLOT_ROWS = 64  # queries whose slots are worth a thread to merge
+ROWS = 96  # the most rows of a task: enough that packing the keys costs little beside their products
+FEW = 32  # the most rows of a KV head that count as few: its keys are then cut into small pieces
+PIECE = 512  # keys of a piece for few rows; with up to ROWS rows, a piece has 8 times as many
+_SLOT_ROWS = 64  # rows of slots for which a thread is worth starting
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend `k v [G, N, D]` with `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32); H / G query heads share a KV
-    head.
+    """Attend keys and values `k v [G, N, D]` with queries `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32).
 
-    Of one dtype, on the CPU, the last dimension contiguous. Causal: the last query sees the last key; with `window` a
-    query sees its nearest `window` keys at most. Query t is turned by `cos sin [t]`, `[T, D/2]`, on its way. Keys are
-    read once for each `ROWS` queries of all heads that share them. Time: O(H · T · N · D). Bytes: about a megabyte a
-    thread.
+    H / G query heads share a KV head. The tensors are on the CPU, of one dtype, with a contiguous last dimension. With
+    `causal`, the last query sees the last key, and each query at most its nearest `window` keys. Queries are rotated by
+    `cos sin [T, D/2]`, if given. Keys are read once for each `ROWS` queries of the heads that share them. Time:
+    O(H · T · N · D). Memory: about a megabyte a thread.
     """
     (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
     rep, (q_head, q_row, q_one) = n_heads // groups, q.stride()
@@ -51,14 +50,14 @@ def attend(
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
     out, lse = torch.empty(n_heads, n_queries, dim, dtype=q.dtype), torch.empty(n_heads, n_queries)
-    n_rows, per_block, piece, n_pieces = rep * n_queries, n_queries, n_keys, 1  # of a KV head; of a task
+    n_rows, per_block, piece, n_pieces = rep * n_queries, n_queries, n_keys, 1
     if n_rows > ROWS:
         per_block = max(1, ROWS // rep)
     else:
         piece = PIECE if n_rows <= FEW else 8 * PIECE
         n_pieces = -(-n_keys // piece)
     n_tasks = groups * -(-n_queries // per_block) * n_pieces
-    partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # not used if there is one piece
+    partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # unused with one piece
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
     strides = q_head, q_row, k_group, k_row, v_group, v_row
@@ -71,12 +70,12 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Attend chosen tiles. Row `a = (h·T + t)·K + s` is `q[h, t]` turned by `cos sin [t, s]`, and sees tile `tile[a]`
-    of `k v`.
+    """Attend one tile of keys and values with each of A = H · T · K rows: E tiles of L keys, `k v [E, L, D]`.
 
-    `q [H, T, D]`, `cos sin [T, K, D/2]` or `[T, 1, D/2]` of one dtype, `tile [A]` int64, -1 for none, `k v [E, L, D]`.
-    Writes `out [A, D]` and `lse [A]` (float32) where there is a tile. Each tile is packed once for every `ROWS` rows
-    that chose it. Time: O(A · L · D), and a sort of A numbers.
+    Row `a = (h·T + t)·K + s` is the query `q[h, t]` of `q [H, T, D]`, rotated by `cos sin [t, s]` of `[T, K, D/2]` or
+    `[T, 1, D/2]`; it attends tile `tile[a]` of `tile [A]` (int64). Writes `out [A, D]` and `lse [A]` (float32), but not
+    the rows whose tile is -1. A tile is packed once for each `ROWS` rows that chose it. Time: O(A · L · D), and a sort
+    of A numbers.
     """
     n_heads, n_queries, dim = q.shape
     n_slots = tile.numel() // (n_heads * n_queries)
@@ -84,28 +83,28 @@ def attend_tiles(
     assert k.shape == v.shape == (n_tiles, size, dim)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
-    assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2)
-    assert cos.shape[1] in (1, n_slots)
+    n_turns = cos.shape[1]
+    fits = cos.shape == sin.shape == (n_queries, n_turns, dim // 2) and n_turns in (1, n_slots)
+    assert fits, (cos.shape, sin.shape, n_slots)
+    fits = out.shape == (tile.numel(), dim) and all(x.is_contiguous() for x in (tile, out, lse))
+    assert fits, (tile.shape, out.shape)
     assert tile.dtype == torch.int64
-    assert out.shape == (tile.numel(), dim)
-    assert all(x.is_contiguous() for x in (tile, out, lse))
     assert cos.dtype == sin.dtype == q.dtype == out.dtype
     addresses = (x.data_ptr() for x in (q, cos, sin, tile, k, v, out, lse))
-    sizes = n_heads, n_queries, n_slots, cos.shape[1], n_tiles, size, dim
+    sizes = n_heads, n_queries, n_slots, n_turns, n_tiles, size, dim
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
     given = array("q", (*addresses, *sizes, *strides, _steepness(dim), attend_rows[q.dtype].address, 0))
     _attend_tiles[q.dtype](tile.numel(), given.buffer_info()[0])
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge `out [H, T, K, D]`, `lse [H, T, K]` into one softmax over K: `[H, T, D]` and `[H, T]`. Time: O(H · T · K ·
-    D).
+    """Merge `out [H, T, K, D]`, `lse [H, T, K]` (float32), both contiguous, over K: `[H, T, D]` and `[H, T]`.
+
+    Time: O(H · T · K · D).
     """
     *shape, n_slots, dim = out.shape
-    assert out.is_contiguous()
-    assert lse.is_contiguous()
-    assert lse.dtype == torch.float32
-    assert lse.shape == out.shape[:-1]
+    fits = lse.shape == out.shape[:-1] and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
+    assert fits, (out.shape, lse.shape, lse.dtype)
     merged, total = torch.empty(*shape, dim, dtype=out.dtype), torch.empty(*shape)
     addresses = out.data_ptr(), lse.data_ptr(), merged.data_ptr(), total.data_ptr()
     _merge_slots[out.dtype](total.numel(), *addresses, n_slots, dim, least=_SLOT_ROWS)
@@ -113,13 +112,13 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steepness(dim: int) -> int:
-    """Return the argument that turns products of vectors into scores, of which kernels take powers of two."""
+    """Return the encoded factor that turns dot products into scores in base 2: `log2(e) / √dim`."""
     return argument_of(1 / math.sqrt(dim) * 1.4426950408889634)
 
 
 @by_dtype(inner)
 def _merge_pieces(states, partial, dim):
-    """Merge pieces of a row, `states [P, 2]`, `partial [P, D]`, into the first."""
+    """Merge the P pieces of a row, `states [P, 2]` and `partial [P, D]`, into the first piece."""
     top = LOWEST
     for part in range(len(states)):
         top = max(top, states[part, 0])
@@ -136,18 +135,18 @@ def _merge_pieces(states, partial, dim):
     states[0, 0] = top
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _attend(_first, _stop, args):
     q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
     groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece = arguments(args + 56, 9)
     q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, partial_at = arguments(args + 128, 9)
-    queue, done = args + 200, args + 208  # the next task, and how many pieces of each group are done
+    queue, done = args + 200, args + 208  # addresses of the next task and of the number of done pieces of each group
     out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
     lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))
     n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_keys + piece - 1) // piece
     n_tasks, n_rows = groups * n_blocks * n_pieces, rep * per_block
     wide = (dim + 15) // 16 * 16
-    partial = carray(pointer(partial_at, float32), (groups, n_rows, n_pieces, wide))  # of pieces
+    partial = carray(pointer(partial_at, float32), (groups, n_rows, n_pieces, wide))
     states_at = partial_at + 4 * n_tasks * n_rows * wide
     states = carray(pointer(states_at, float32), (groups, n_rows, n_pieces, 2))
     memory, given = np.empty(scratch_size(n_rows, dim), np.float32), np.empty(9, np.int64)
@@ -159,7 +158,7 @@ def _attend(_first, _stop, args):
         if task >= n_tasks:
             break
         group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
-        if causal:  # the last queries have the most keys: they come first
+        if causal:  # the last queries see the most keys, so they start first
             block = n_blocks - 1 - block
         first_query = block * per_block
         n = min(per_block, n_queries - first_query)
@@ -187,14 +186,14 @@ def _attend(_first, _stop, args):
             else:
                 at = (group * rep + row // n) * n_queries + first_query + row % n
                 finish(state[row], sums[row], out, lse, at, dim)
-        if n_pieces > 1 and take(done + 8 * group) == n_pieces - 1:  # the last piece of its group
+        if n_pieces > 1 and take(done + 8 * group) == n_pieces - 1:  # all other pieces of the group are done
             for row in range(n_rows):
                 _merge_pieces(states[group, row], partial[group, row], dim)
                 finish(states[group, row, 0], partial[group, row, 0], out, lse, group * n_rows + row, dim)
-    memory[0] = 0  # it lives until here
+    memory[0] = 0  # this use keeps the memory until here
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _attend_tiles(_first, _stop, args):
     q_at, cos_at, sin_at, tile_at, k_at, v_at, out_at, lse_at = arguments(args, 8)
     n_heads, n_queries, n_slots, n_turns, n_tiles, size, dim = arguments(args + 64, 7)
@@ -203,8 +202,8 @@ def _attend_tiles(_first, _stop, args):
     tile = carray(pointer(tile_at, int64), (n_rows,))
     out = carray(pointer(out_at, stored), (n_rows, dim))
     lse = carray(pointer(lse_at, float32), (n_rows,))
-    order = _sorted_rows(tile, n_tiles)  # every thread has its own
-    tasks = np.empty(len(order) + 1, np.int64)  # where in `order` each task begins: rows of one tile
+    order = _sorted_rows(tile, n_tiles)  # each thread sorts for itself
+    tasks = np.empty(len(order) + 1, np.int64)  # the index in `order` of each task's first row; a task has one tile
     n_tasks, begin = 0, 0
     for i in range(len(order)):
         if i == 0 or tile[order[i]] != tile[order[i - 1]] or i - begin == ROWS:
@@ -235,12 +234,12 @@ def _attend_tiles(_first, _stop, args):
         call(rows_at, 0, size, given.ctypes.data)
         for i in range(n):
             finish(state[i], sums[i], out, lse, order[first + i], dim)
-    memory[0] = 0  # it lives until here
+    memory[0] = 0  # this use keeps the memory until here
 
 
 @inner
 def _sorted_rows(tile, n_tiles):
-    """Sort the rows that have a tile by tile, by digits of 11 bits; rows of one tile stay in order."""
+    """Sort the rows that have a tile by their tile, in a stable radix sort by digits of 11 bits."""
     n = 0
     for row in range(len(tile)):
         n += tile[row] >= 0
@@ -266,7 +265,7 @@ def _sorted_rows(tile, n_tiles):
     return order
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _merge_slots(first, stop, out_at, lse_at, merged_at, total_at, n_slots, dim):
     out = carray(pointer(out_at, stored), (stop, n_slots, dim))
     lse = carray(pointer(lse_at, float32), (stop, n_slots))

@@ -1,7 +1,7 @@
 """Choices by scores: the best chunks of each query, and the best tokens of a block of queries.
 
-Scores are compared as keys: 32-bit integers in the same order, NaN above all. Of equal scores the first are taken, so a
-choice depends on nothing but its scores.
+Scores are compared as keys: 32-bit integers in the order of the scores, with NaN as the largest. The first of equal
+scores are taken, so a choice depends on the scores alone.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 from numba import carray, float32, int32, int64, uint8
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import by_dtype, inner, kernel
+from lce.kernels.cpu.compiling import Kernel, by_dtype, inner
 from lce.kernels.cpu.numbers import bits_of_float, float_of_bits, itemsize, pointer, read, stored
 
-_ROWS = 8  # rows of scores that are worth a thread
+_ROWS = 8  # rows of scores for which a thread is worth starting
 _PIECE = 4096  # scores that a thread takes at a time
-_GROUP = 16  # scores that are compared at once
+_GROUP = 16  # neighbouring scores whose largest key is kept: a group with too small a largest key is skipped
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> Tensor:
-    """Choose the n best of each row's chunks before its own, `[C, T, min(n, M)]`, ascending, -1 after the last.
+    """Choose the n best of M chunks for each of C choosers and T queries: ascending ids `[C, T, min(n, M)]`, then -1.
 
-    `scores [C, T, M]` contiguous. Row t is the query at index `start + t`; its own chunk is `(start + t) // size`.
-    `forced [T, M]` (bool) are taken first; a score of -inf is never taken unless it is forced. Time: O(C · T · M),
-    some twenty passes over a row's keys, which fit in the first-level cache.
+    `scores [C, T, M]` is contiguous. Query t has the index `start + t` and chooses among the chunks before its own
+    chunk `(start + t) // size`. Chunks with `forced [T, M]` (bool) are taken first. A score of -inf is taken only if it
+    is forced. Time: O(C · T · M), about twenty passes over a row's keys in the L1 cache.
     """
     n_choosers, n_queries, n_chunks = scores.shape
     assert forced.dtype == torch.bool, forced.dtype
@@ -38,15 +38,16 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
 
 
 def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
-    """Choose the n best of M tokens, `[n]`, ascending; a token scores as the best one at most `eps` away.
+    """Choose the n best of M ≥ n tokens by `scores [M]` (float32, contiguous): ascending indices `[n]`.
 
-    `scores [M]` float32, contiguous, M at least n. Time: O(M · eps), with all threads; the rest is O(M / 16 + n).
+    A token's score is the largest of the scores at most `eps` away. Time: O(M · eps), divided among the threads, and
+    O(M / 16 + n).
     """
     n_tokens = len(scores)
     assert scores.dtype == torch.float32, scores.dtype
     assert scores.is_contiguous(), scores.stride()
     assert 0 < n <= n_tokens, (n, n_tokens)
-    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # of scores, and of groups of scores
+    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # the tokens' keys, then the groups'
     chosen = torch.empty(n, dtype=torch.int64)
     _spread_keys(-(-n_tokens // _PIECE), scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
     _best_keys(1, keys.data_ptr(), chosen.data_ptr(), n_tokens, n)
@@ -55,7 +56,7 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 
 @inner
 def key_of_score(score):
-    """Return an int32 that is ordered as the scores are; NaN is the largest."""
+    """Return a score's key: an int32 that is larger if the score is larger; NaN has the largest key."""
     bits = bits_of_float(score)
     signed = np.int32(bits)
     ordered = np.int32(signed ^ np.int32(np.int32(signed >> np.int32(31)) & np.int32(0x7FFF_FFFF)))
@@ -65,14 +66,14 @@ def key_of_score(score):
 
 @inner
 def score_of_key(key):
-    """Return the score that a key was made of."""
+    """Return the score that has a key."""
     return float_of_bits(np.uint32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
 _LEAST = np.int32(-0x7F80_0001)  # the key of -inf
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size):
     chosen, keys = carray(pointer(chosen_at, int64), (stop, n)), np.empty(n_chunks, np.int32)
     for row in range(first, stop):
@@ -82,9 +83,9 @@ def _best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chun
         forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
         for i in range(seen):
             keys[i] = key_of_score(read(scores[i]))
-        for i in range(seen):  # the largest key where it is forced, else the smallest
+        for i in range(seen):  # the largest with the highest key if the chunk is forced, else with the lowest key
             keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
-        # n or more keys are at least `low`, fewer than n at least `high`: halve the range between.
+        # At least n keys are ≥ `low`, and fewer than n are ≥ `high`. Each step halves the range between the two.
         low, high = np.int64(_LEAST), np.int64(0x8000_0000)
         n_low, n_high = np.int64(seen), np.int64(0)
         while n_low > n and high - low > 1:
@@ -106,7 +107,7 @@ def _best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chun
             chosen[row, i] = -1
 
 
-@kernel
+@Kernel
 def _spread_keys(begin, end, scores_at, keys_at, n, eps):
     for task in range(begin, end):
         first = task * _PIECE
@@ -116,7 +117,7 @@ def _spread_keys(begin, end, scores_at, keys_at, n, eps):
         for i in range(stop - first):
             keys[i] = key_of_score(own[i])
         for away in range(1, eps + 1):
-            before = max(0, away - first)  # tokens at the start, with none `away` before them
+            before = max(0, away - first)  # tokens of this piece that have no token `away` places before them
             if before < stop - first:
                 left = carray(pointer(scores_at + 4 * (first + before - away), float32), (_PIECE,))
                 some = carray(pointer(keys_at + 4 * (first + before), int32), (_PIECE,))
@@ -136,7 +137,7 @@ def _spread_keys(begin, end, scores_at, keys_at, n, eps):
 
 @inner
 def _nth_largest(keys, n):
-    """Find the n-th largest of int32 keys: a digit of 11, 11 and 10 bits at a time. Time: O(keys)."""
+    """Find the n-th largest of int32 keys, one digit of 11, 11 and 10 bits after the other. Time: O(keys)."""
     counts = np.empty(2048, np.int64)
     found, mask, shift = np.uint32(0), np.uint32(0), 32
     for width in (11, 11, 10):
@@ -155,9 +156,9 @@ def _nth_largest(keys, n):
     return np.int32(found ^ np.uint32(0x8000_0000))
 
 
-@kernel
+@Kernel
 def _best_keys(_first, _stop, keys_at, chosen_at, n_keys, n):
-    """n groups have a key of `least` or more each, so the n best keys are no less."""
+    """Choose the n best keys. n groups have a key ≥ `least` each, so the n best keys are ≥ `least` too."""
     n_groups = (n_keys + _GROUP - 1) // _GROUP
     keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))
     chosen = carray(pointer(chosen_at, int64), (n,))

@@ -1,4 +1,4 @@
-"""Numba as the kernels use it: compiled once for a processor, cached, and run by PyTorch's threads."""
+"""How the kernels use Numba: it compiles them once for a processor, caches them, and runs them on PyTorch's threads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ import numba
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import event
 from numba.extending import intrinsic
 
 from lce.errors import UsageError
 from lce.progress import notice
 
-MOST_ROWS = 8  # the most rows that a product for decoding takes
+MOST_ROWS = 8  # the largest number of rows of x that a decode product takes
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-_MOST_ARGUMENTS = 16  # arguments of a kernel; more are passed in memory
+_MOST_ARGUMENTS = 16  # the largest number of a kernel's arguments; a kernel that needs more takes their address
 _I64 = ir.IntType(64)
 
 _lock = threading.RLock()
@@ -36,32 +35,16 @@ _turn = threading.Lock()
 _threads = threading.local()
 
 
-class _Announcement(event.Listener):
-    """Prints once, in one line on stderr, that kernels are being compiled."""
-
-    said = False
-
-    def on_start(self, event: Any) -> None:
-        if not _Announcement.said:
-            _Announcement.said = True
-            kept = "; later runs find them in a cache" if usable_cache() else ", which every run does: no cache"
-            notice(f"compiling kernels for this processor{kept}")
-
-    def on_end(self, event: Any) -> None:
-        pass
-
-
-def cache_folder() -> Path:
-    """Return where compiled kernels are kept: a folder for each state of this room's source, so that none is ever
-    stale.
-    """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lce" / f"kernels-{_source()}"
+@cache
+def _announce(cached: bool) -> None:
+    """Say once on stderr that kernels are being compiled."""
+    kept = "; later runs find them in a cache" if cached else ", which every run does: no cache"
+    notice(f"compiling kernels for this processor{kept}")
 
 
 @cache
 def _source() -> str:
-    """Return a digest of this room's source."""
+    """Return a digest of the source of all kernels for CPUs."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -69,12 +52,14 @@ def _source() -> str:
 
 
 def usable_cache() -> Path | None:
-    """Return the folder of compiled kernels, made if need be; None where it cannot be used.
+    """Create and return the folder of compiled kernels; None if it cannot be used.
 
-    Files in this folder are executed, so it is used only if nobody else can have written to it.
+    The folder's name has a digest of the source, so a cached kernel is never stale. Files in this folder are executed,
+    so it is used only if this user owns it and nobody else can write to it.
     """
     try:
-        folder = cache_folder().absolute()
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = (Path(home) / "lce" / f"kernels-{_source()}").absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except (OSError, RuntimeError):  # RuntimeError: a user without a home
@@ -84,11 +69,12 @@ def usable_cache() -> Path | None:
 
 
 class Kernel:
-    """A function `body(first, stop, *args)` over a range, compiled at its first call. Threads share the range.
+    """A function `body(first, stop, *args)` that is compiled at its first call; threads divide the range among them.
 
-    Arguments are 64-bit integers; `argument_of` encodes a float as one. One thread calls the body directly and does not
-    start Numba's threads, which do not survive a fork. Several threads call the body through `_spread`, which is
-    compiled once for all kernels. Sums do not depend on how the range is divided.
+    Arguments are 64-bit integers: numbers, addresses, and floats encoded by `argument_of`. The body does not hold the
+    GIL. A single thread calls the body directly and does not start Numba's threads, which do not survive a fork.
+    Several threads call the body through `_spread`. The compiler may reassociate a sum to vectorise it, but the order
+    of a sum does not depend on the number of threads.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
@@ -96,7 +82,7 @@ class Kernel:
         self._signature = types.void(*[types.intp] * body.__code__.co_argcount)
 
     def __call__(self, n: int, *args: int, least: int = 1) -> None:
-        """Run the range `0..n-1`; a thread takes `least` of it or more."""
+        """Run the body on the range `0..n-1`; each thread takes at least `least` numbers of the range."""
         n_parts = 1 if n < 2 * least else min(n // least, n_threads())
         if n_parts == 1:
             self._alone(0, n, *args)
@@ -111,21 +97,13 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        """Return where the machine code is: kernels can `call` each other."""
+        """The address of the machine code, by which one kernel can `call` another."""
         made = cast("Any", self._alone).overloads[self._signature.args]
         return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 
-def kernel(body: Callable[..., Any]) -> Kernel:
-    """Make a `Kernel` of a function of a range and of numbers and addresses. The GIL is released.
-
-    Sums may be reassociated, so that they are vectorised; the order does not depend on the number of threads.
-    """
-    return Kernel(body)
-
-
 class ByDtype(dict[Any, Any]):
-    """Something for each dtype, or other kind of kernel, made when it is first looked up."""
+    """A mapping from dtypes, or other kinds of a kernel, to values that `make(kind)` creates at their first look-up."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make
@@ -136,9 +114,9 @@ class ByDtype(dict[Any, Any]):
 
 
 def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], ByDtype]:
-    """Make a kernel, or another compiled function, for each dtype of one body.
+    """Compile one body by `make` for each dtype: `@by_dtype(Kernel) def norm(...)` defines the kernels `norm[dtype]`.
 
-    `@by_dtype(kernel) def norm(...)` is `norm[dtype]`: what the body names that is `ByDtype` is that dtype's there.
+    Each global of the body that is a `ByDtype` stands for its value for that dtype.
     """
 
     def instances(body: Callable[..., Any]) -> ByDtype:
@@ -156,9 +134,10 @@ def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..
 
 @cache
 def _spread() -> Callable[..., Any]:
-    """Return the function `(n, n_parts, address, args, n_args)` that divides a kernel's range among threads.
+    """Return the function `(n, n_parts, address, args, n_args)` by which threads run any kernel in `n_parts` parts.
 
-    The threads must have been started by `n_threads`. Returns how many parts failed: for want of memory.
+    `address` is the kernel's, and `args` the address of its arguments. `n_threads` must have started the threads. The
+    result is the number of parts that failed because memory ran out.
     """
 
     def spread(n, n_parts, address, args, n_args):
@@ -168,12 +147,19 @@ def _spread() -> Callable[..., Any]:
         return failed
 
     made = compiled(spread, types.intp(*[types.intp] * 5), parallel=True)
-    return _in_turn(made) if _layer() == "workqueue" else made
+    if numba.threading_layer() != "workqueue":
+        return made
+
+    def one_at_a_time(*args):  # workqueue's threads serve one call and abort the process at a second
+        with _turn:
+            return made(*args)
+
+    return one_at_a_time
 
 
 @intrinsic(prefer_literal=True)
 def arguments(typing: Any, address: Any, n: Any) -> Any:
-    """Return n arguments that lie at an address, of a kernel that takes more than fit a call, as a tuple."""
+    """Return the n integers at an address as a tuple: arguments of a kernel that has more than a call can pass."""
     number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -186,13 +172,13 @@ def arguments(typing: Any, address: Any, n: Any) -> Any:
 
 @cache
 def argument_of(number: float) -> int:
-    """Return the argument that stands for a number that is not whole: its bits."""
+    """Encode a float as a kernel's argument: the bits of the float64 as an integer."""
     return int.from_bytes(struct.pack("<d", number), "little", signed=True)
 
 
 @intrinsic
 def number_of(typing: Any, argument: Any) -> Any:
-    """Return the number, as float32, that `argument_of` made an argument of."""
+    """Decode a float that `argument_of` encoded, as float32."""
     return types.float32(types.intp), lambda context, builder, _, args: builder.fptrunc(
         builder.bitcast(args[0], ir.DoubleType()), ir.FloatType()
     )
@@ -200,13 +186,13 @@ def number_of(typing: Any, argument: Any) -> Any:
 
 @intrinsic
 def call(typing: Any, address: Any, first: Any, stop: Any, argument: Any) -> Any:
-    """Call the machine code of a kernel with one argument; return 1 if it failed, for want of memory, else 0."""
+    """Call the machine code of a kernel with one argument; return 1 if the kernel ran out of memory, else 0."""
     return types.intp(*[types.intp] * 4), lambda context, builder, _, values: _status(context, builder, *values)
 
 
 @intrinsic
 def _call_packed(typing: Any, address: Any, first: Any, stop: Any, args: Any, n_args: Any) -> Any:
-    """Call the machine code of a kernel with arguments in memory, up to `_MOST_ARGUMENTS`."""
+    """Call the machine code of a kernel with `n_args` arguments, which lie at the address `args`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         *own, at, number = values
@@ -235,11 +221,11 @@ def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
 
 def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False) -> Callable[..., Any]:
     """Compile a function, or load it from the cache."""
-    with _lock, event.install_listener("numba:compile", _Announcement()):
+    with _lock:
         folder = usable_cache()
         if folder is not None:
-            # Whatever lies in the cache, damaged, half written on a full disk, or of another Numba: functions are
-            # compiled again, first to be kept in its place, then without it.
+            # The cache may hold a damaged or half-written file. If loading fails, the function is compiled and its file
+            # replaced; if that fails too, it is compiled without the cache.
             for fresh in (False, True):
                 with contextlib.suppress(Exception):
                     return _made(body, signature, parallel, folder, fresh)
@@ -249,40 +235,48 @@ def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False
 def _made(
     body: Callable[..., Any], signature: Any, parallel: bool, folder: Path | None, fresh: bool
 ) -> Callable[..., Any]:
-    """Compile the function, or load it from a folder of compiled functions; `fresh` overwrites what is there."""
+    """Compile the function, or load it from a folder of compiled functions; `fresh` replaces the function's file."""
     _use_torch_threads()
     with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
         made: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(body)
-        if folder is not None:
-            _name_in_cache(made._cache, body.__name__)
-            if fresh:
-                made._cache.flush()
+        cached = folder is not None and os.path.exists(_name_in_cache(made._cache, body.__name__))
+        if fresh:
+            made._cache.flush()
+        if fresh or not cached:
+            _announce(folder is not None)
         made.compile(signature)
     made.disable_compile()
     return cast("Callable[..., Any]", made)
 
 
-def inner(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that becomes part of each kernel which calls it.
+def inner(body: Callable[..., Any], inlined: bool = True) -> Callable[..., Any]:
+    """Make a function that is inlined into each kernel that calls it.
 
-    Never a function of its own: of several copies in a process the linker would take the first, which depends on what
-    was compiled before, and whose sums may be added up in another order.
+    Without inlining, the linker would keep the first of several copies in a process. Which copy is first depends on the
+    kernels that were compiled before, and two copies may add up a sum in different orders.
     """
     with _configured(DISABLE_JIT=0):
-        return cast("Callable[..., Any]", numba.njit(forceinline=True, **_OPTIONS)(_named(body)))
+        return cast("Callable[..., Any]", numba.njit(forceinline=inlined, **_OPTIONS)(_named(body)))
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a separate function, for code with the same bits however compiled: moves, products of `vectors`.
+    """Make a function that kernels call, to compile faster than with `inner`.
 
-    Kernels compile faster than with `inner`.
+    Every copy of the function must give the same bits: it may move numbers and call products of `vectors`, but not add
+    up a sum itself.
     """
-    with _configured(DISABLE_JIT=0):
-        return cast("Callable[..., Any]", numba.njit(**_OPTIONS)(_named(body)))
+    return inner(body, inlined=False)
 
 
-def intrinsic_of(name: str, signature: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an intrinsic of one signature. The name tells it from others in the cache's keys."""
+def intrinsic_of(name: str, signature: Any, emit: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an intrinsic of one signature; `emit(builder, *values)` emits its code and returns its result, if any.
+
+    The name distinguishes the intrinsic from others in the cache's keys.
+    """
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        result = emit(builder, *values)
+        return context.get_dummy_value() if result is None else result
 
     def made(typing: Any, *args: Any) -> Any:
         return signature, generate
@@ -295,14 +289,14 @@ def intrinsic_of(name: str, signature: Any, generate: Callable[..., Any]) -> Cal
 
 
 def features() -> frozenset[str]:
-    """Return the processor's features that kernels are compiled for: fewer than it has, if the environment says so."""
+    """Return the processor features that kernels are compiled for; Numba's environment variables can restrict them."""
     codegen = numba.core.registry.cpu_target.target_context.codegen()
     return frozenset(name[1:] for name in codegen.magic_tuple()[2].split(",") if name.startswith("+"))
 
 
 @contextlib.contextmanager
 def _configured(**values: Any) -> Iterator[None]:
-    """Set Numba's settings for a while; the environment's, which others in this process rely on, come back after it."""
+    """Change Numba's settings within the context; other users of Numba in this process keep theirs."""
     before = {name: getattr(numba.config, name) for name in values}
     try:
         for name, value in values.items():
@@ -313,11 +307,11 @@ def _configured(**values: Any) -> Iterator[None]:
             setattr(numba.config, name, value)
 
 
-def _name_in_cache(cache: Any, label: Any) -> None:
-    """Give a kernel files of its own in the cache: processes that write at the same time write the same.
+def _name_in_cache(cache: Any, label: str) -> str:
+    """Give a kernel its own files in the cache, the same for all processes; return the path of its index file.
 
-    Numba's own key has pickles of the closure, which differ between processes. The folder stands for the source, so
-    that names are enough.
+    Numba's own key has pickles of the closure, which differ between processes. The kernel's name suffices as a key,
+    because the folder's name has the digest of the source.
     """
     codegen = numba.core.registry.cpu_target.target_context.codegen()
     key = numba.__version__, codegen.magic_tuple(), label
@@ -328,38 +322,18 @@ def _name_in_cache(cache: Any, label: Any) -> None:
     file._data_name_pattern = f"{digest}.{{number:d}}.nbc"
     file._source_stamp = digest
     cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
-
-
-def _in_turn(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Make calls of a kernel wait for each other, where Numba's threads serve one call and abort at a second."""
-
-    def call(*args: Any) -> Any:
-        with _turn:
-            return compiled(*args)
-
-    return call
-
-
-def _layer() -> str:
-    """Return the name of the layer that Numba's threads run on: "omp", "tbb" or "workqueue"; the first call starts
-    them.
-    """
-    n_threads()
-    try:
-        return str(numba.threading_layer())
-    except ValueError:  # one thread has not started any
-        return ""
+    return str(file._index_path)
 
 
 def _named(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function a name of its own: of two with one name in a process the linker would take the first."""
+    """Give a function a unique name: of two functions with one name in a process, the linker would take the first."""
     digest = hashlib.sha256(repr(_label(body)).encode()).hexdigest()[:16]
     body.__name__ = body.__qualname__ = f"{body.__name__}_{digest}"
     return body
 
 
 def _label(x: Any) -> Any:
-    """Return a label that tells a function, closure included, from others of this room's source."""
+    """Return a label that distinguishes a function, with the values of its closure, from all other kernel functions."""
     function = getattr(x, "py_func", x)
     name = getattr(function, "__qualname__", None)
     if name is None:
@@ -369,7 +343,7 @@ def _label(x: Any) -> Any:
 
 
 def n_threads() -> int:
-    """Return PyTorch's number of threads, and set Numba's to the same: 0.2 us."""
+    """Return PyTorch's number of threads, and set Numba's number to the same. Time: 0.2 us."""
     number = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if number == 1:
         return 1
@@ -384,12 +358,12 @@ def n_threads() -> int:
                 "or workqueue, and what it needs; unset NUMBA_THREADING_LAYER"
             ) from error
         _threads.number = number
-        if torch.get_num_threads() != before:  # starting its threads set OpenMP's number, which PyTorch reads
+        if torch.get_num_threads() != before:  # Numba set OpenMP's number of threads, which PyTorch reads
             torch.set_num_threads(before)
     return number
 
 
 def _use_torch_threads() -> None:
-    """Have Numba run on OpenMP, which PyTorch loaded: one pool of threads, and no two that spin for one core."""
+    """Make Numba use the OpenMP threads of PyTorch: with two pools, idle threads of one would slow the other."""
     if not os.environ.get("NUMBA_THREADING_LAYER"):
         numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]

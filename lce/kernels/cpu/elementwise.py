@@ -1,29 +1,33 @@
-"""The operations of a decoder layer between products: norms, gates, and rotations of queries and keys."""
+"""The operations of a decoder layer between products: norms, gates, rotations, and copies of keys and values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, int64, uint64
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import argument_of, by_dtype, inner, kernel, number_of
-from lce.kernels.cpu.numbers import STORED, exp, itemsize, pointer, read, stored, write
+from lce.kernels.cpu.compiling import Kernel, argument_of, by_dtype, inner, number_of
+from lce.kernels.cpu.numbers import STORED, exp, itemsize, pointer, read, stored, sum_of_squares, write
+from lce.kernels.cuda import launching
 
-ALONE = 1 << 15  # numbers that one thread computes before others wake up
+ALONE = 1 << 15  # the numbers of a task that one thread computes in the time in which other threads wake up
+_WORD = 8  # bytes that `take_rows` copies at once
+_ROWS = 64  # rows that a thread of `take_rows` takes at a time
 
 
 def runs_on(x: Tensor) -> bool:
-    """Return whether these kernels take a tensor: on the CPU, of a dtype that they read, nothing to differentiate."""
+    """Return whether the kernels take a tensor: it is on the CPU, has one of their dtypes, and needs no gradient."""
     return x.is_cpu and x.dtype in STORED and not x.requires_grad
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide `x [..., D]`, of two or three dimensions, by its root mean square, times `weight [D]`: contiguous.
+    """Divide each row of `x [T, D]` or `[H, T, D]` by its root mean square, times `weight [D]`; return it contiguous.
 
-    Computed in float32 and rounded once. Bytes: x once, the result once.
+    Arithmetic is float32, rounded once. Bytes: x once, the result once.
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     heads, n, dim = (1, *x.shape) if x.ndim == 2 else x.shape
@@ -31,26 +35,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert fits, (x.shape, weight.shape)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    head = x.stride(0) if x.ndim == 3 else 0
-    _norm[x.dtype](
-        heads * n,
-        x.data_ptr(),
-        head,
-        x.stride(-2),
-        weight.data_ptr(),
-        out.data_ptr(),
-        n,
-        dim,
-        argument_of(eps),
-        least=_share(dim),
-    )
+    run, head, row, least = _norm[x.dtype], x.stride(0) if x.ndim == 3 else 0, x.stride(-2), _share(dim)
+    run(heads * n, x.data_ptr(), head, row, weight.data_ptr(), out.data_ptr(), n, dim, argument_of(eps), least=least)
     return out
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Multiply SiLU of the first half of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`.
+    """Multiply SiLU of the first half of each row of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`.
 
-    Computed in float32 and rounded once. Bytes: x once, the result once.
+    Arithmetic is float32, rounded once. Bytes: x once, the result once.
     """
     n, dim = x.shape[0], x.shape[1] // 2
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
@@ -63,7 +56,7 @@ def silu_mul(x: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, of up to three leading dimensions.
 
-    Dimension i is paired with dimension i + D/2. Computed in float32 and rounded once. Bytes: x once, the result once.
+    Dimension i is paired with dimension i + D/2. Arithmetic is float32, rounded once. Bytes: x once, the result once.
     """
     shape, dtype = x.shape, x.dtype
     half = shape[-1] // 2
@@ -74,9 +67,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x.contiguous()
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # heads and tokens
-        stride, x_strides, turn_strides = x.stride(), (0, 0, 0), (0, 0, cos.stride(0))
-        lead, x_strides = (1, shape[0], shape[1]), (0, stride[0], stride[1])
+    if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # `[H, T, D]` by `[T, D/2]`, the most frequent
+        lead, stride, turn_strides = (1, shape[0], shape[1]), x.stride(), (0, 0, cos.stride(0))
+        x_strides = 0, stride[0], stride[1]
         out = torch.empty(shape, dtype=dtype)
     else:
         common = torch.broadcast_shapes(shape[:-1], turns[:-1])
@@ -92,9 +85,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, cos: Tensor | None, sin: Tensor | None
 ) -> None:
-    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
+    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; rotate k by `cos sin [T, D/2]`, if any.
 
-    One call and no view, for the one token of a decode step. Bytes: k and v once, the rows once.
+    Bytes: k and v once, the rows once.
     """
     shape, into, dtype = k.shape, into_k.shape, k.dtype
     heads, n, dim = shape
@@ -118,40 +111,62 @@ def append(
     _append[dtype](heads * n, *addresses, *k_stride[:2], *v_stride[:2], at, into[1], n, dim, least=_share(dim))
 
 
+def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of one dtype: `[G, n, D]` each.
+
+    `into`, flat, is memory that a CPU may use for both copies: memory of an earlier layer is still in the processor's
+    caches. On a GPU, one launch copies both. Bytes: the rows, read and written.
+    """
+    one, two = tensors
+    n_groups, _, dim = one.shape
+    if launching.runs_on(one) and one.stride(2) == 1 and two.stride() == one.stride():
+        from lce.kernels.cuda import elementwise
+
+        return elementwise.take_rows(one, two, index)
+    words, odd = divmod(dim * one.element_size(), _WORD)
+    strides = one.stride()
+    if odd or one.device.type != "cpu" or strides[1:] != (dim, 1) or two.stride() != strides:
+        return one.index_select(1, index), two.index_select(1, index)
+    assert two.shape == one.shape, two.shape
+    assert index.dtype == torch.int64, index.dtype
+    index = index.contiguous()
+    shape = (2, n_groups, len(index), dim)
+    if into is None or into.numel() < math.prod(shape):
+        taken = one.new_empty(shape)
+    else:
+        fits = into.dtype == one.dtype and into.is_contiguous()
+        assert fits, (into.dtype, into.stride())
+        taken = into[: math.prod(shape)].view(shape)
+    addresses = one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr()
+    stride, n = strides[0] * one.element_size(), len(index)
+    _take_rows(2 * n_groups * -(-n // _ROWS), *addresses, n_groups, n, words, stride)
+    return taken[0], taken[1]
+
+
 def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
-    """Return the strides of x's leading dimensions once they are expanded to three, 0 where they are."""
+    """Return the strides of x's leading dimensions, expanded to `common` and then to three dimensions."""
     strides = x.expand(*common, x.shape[-1]).stride()[:-1]
     first, second, third = (0,) * (3 - len(common)) + tuple(strides)
     return first, second, third
 
 
 def _share(dim: int) -> int:
-    """Return the least number of rows that are worth a thread."""
+    """Return the smallest number of rows of `dim` numbers for which a thread is worth starting."""
     return ALONE // (2 * dim) or 1
 
 
-@by_dtype(inner)
-def _squares(x):
-    """Return the sum of the _squares."""
-    total = np.float32(0)
-    for j in range(len(x)):
-        number = read(x[j])
-        total += number * number
-    return total
-
-
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _norm(first, stop, x_at, head_stride, row_stride, weight_at, out_at, n, dim, eps):
     weight = carray(pointer(weight_at, stored), (dim,))
     out = carray(pointer(out_at, stored), (stop, dim))
     for row in range(first, stop):
         x = carray(pointer(x_at + (row // n * head_stride + row % n * row_stride) * itemsize, stored), (dim,))
-        scale = np.float32(1) / np.sqrt(_squares(x) / np.float32(dim) + number_of(eps))
+        scale = np.float32(1) / np.sqrt(sum_of_squares(x) / np.float32(dim) + number_of(eps))
         for j in range(dim):
             out[row, j] = write(read(x[j]) * scale * read(weight[j]))
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _silu_mul(first, stop, x_at, out_at, dim):
     x = carray(pointer(x_at, stored), (stop, 2, dim))
     out = carray(pointer(out_at, stored), (stop, dim))
@@ -162,9 +177,9 @@ def _silu_mul(first, stop, x_at, out_at, dim):
             out[row, j] = write(gate * sigmoid * read(x[row, 1, j]))
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _rotate(first, stop, x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half):
-    """Rotate rows of three leading dimensions."""
+    """Rotate rows `x [..., n1, n2, 2·half]`; the strides of x and of the angles are in numbers."""
     for row in range(first, stop):
         a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
         x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * itemsize, stored), (2, half))
@@ -175,7 +190,7 @@ def _rotate(first, stop, x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1,
         _turn(x, cos, sin, out, half)
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _append(first, stop, k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k1, v0, v1, at, capacity, n, dim):
     half = dim // 2
     for row in range(first, stop):
@@ -199,8 +214,22 @@ def _append(first, stop, k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k
 
 @by_dtype(inner)
 def _turn(x, cos, sin, out, half):
-    """Turn one vector `x [2, D/2]` into `out`."""
+    """Rotate one vector `x [2, D/2]` by `cos sin [D/2]` and write the result to `out`."""
     for j in range(half):
         first, second = read(x[0, j]), read(x[1, j])
         out[0, j] = write(first * read(cos[j]) - second * read(sin[j]))
         out[1, j] = write(second * read(cos[j]) + first * read(sin[j]))
+
+
+@Kernel
+def _take_rows(begin, end, one_at, two_at, index_at, taken_at, n_groups, n, words, stride):
+    index = carray(pointer(index_at, int64), (n,))
+    n_pieces = (n + _ROWS - 1) // _ROWS
+    for task in range(begin, end):
+        which, piece = task // n_pieces, task % n_pieces
+        source = (one_at if which < n_groups else two_at) + which % n_groups * stride
+        for i in range(piece * _ROWS, min(n, piece * _ROWS + _ROWS)):
+            row = carray(pointer(source + index[i] * words * _WORD, uint64), (words,))
+            out = carray(pointer(taken_at + (which * n + i) * words * _WORD, uint64), (words,))
+            for w in range(words):
+                out[w] = row[w]

@@ -1,4 +1,4 @@
-"""Merges partial attentions over disjoint keys into one softmax over all keys."""
+"""The merge of partial attentions over disjoint keys into one softmax over all keys."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from numba import carray, float32, int64
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import by_dtype, kernel
+from lce.kernels.cpu.compiling import Kernel, by_dtype
 from lce.kernels.cpu.numbers import exp, itemsize, pointer, read, stored, write
 
-_ROWS = 64  # queries that are worth a thread
+_ROWS = 64  # queries for which a thread is worth starting
 
 
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge two or more parts `out [..., D]`, `lse [...]` (float32) into one, with its log-sum-exp.
+    """Merge two or more parts `out [..., D]`, `lse [...]` (float32) into one part.
 
-    A part that saw no key has lse -inf. Sums are float32. Time and bytes: O(parts), read once.
+    A part that saw no key has lse -inf. Sums are float32. Bytes: each part once.
     """
     first, dtype = parts[0][0], parts[0][0].dtype
     n_parts, size = len(parts), first.shape[-1]
@@ -34,7 +34,7 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return out, total
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _merged(first, stop, n_parts, size, out_at, total_at, parts_at):
     parts = carray(pointer(parts_at, int64), (n_parts, 2))
     total = carray(pointer(total_at, float32), (stop,))
@@ -52,7 +52,7 @@ def _merged(first, stop, n_parts, size, out_at, total_at, parts_at):
         scale = np.float32(1) / whole if whole != np.float32(0) else np.float32(0)
         sums[:] = 0
         for i in range(n_parts):
-            if weights[i] != np.float32(0):  # NaN too
+            if weights[i] != np.float32(0):  # true for NaN
                 part = carray(pointer(parts[i, 0] + row * size * itemsize, stored), (size,))
                 weight = weights[i] * scale
                 for d in range(size):

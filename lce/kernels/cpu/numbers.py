@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lce.kernels.cpu.compiling import ByDtype, inner, intrinsic_of
+from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, intrinsic_of
 
-# How the numbers of a dtype lie in memory, for Numba, which has no bfloat16 and no float16 on CPUs.
+# The type by which Numba reads the numbers of a dtype from memory: it has no bfloat16, and no float16 on CPUs.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
 
 
 @intrinsic
 def pointer(typing: Any, address: Any, kind: Any) -> Any:
-    """Return `pointer(address, float32)`: where numbers of a type lie; `carray` makes an array of the pointer."""
+    """Convert an address to a pointer to numbers of a type; `carray` makes an array of the pointer."""
     result = types.CPointer(kind.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -28,16 +27,12 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
     return result(types.intp, kind), generate
 
 
-def _bits(name: str, signature: Any, change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return intrinsic_of(name, signature, lambda context, builder, signature, args: change(builder, args[0]))
-
-
 _F16, _F32, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
-# The float32 that 32 bits are, and the other way.
-float_of_bits = _bits("float_of_bits", types.float32(types.uint32), lambda b, x: b.bitcast(x, _F32))
-bits_of_float = _bits("bits_of_float", types.uint32(types.float32), lambda b, x: b.bitcast(x, _I32))
-_float_of_half = _bits("float16", types.float32(types.uint16), lambda b, x: b.fpext(b.bitcast(x, _F16), _F32))
-_half_of_float = _bits("half", types.uint16(types.float32), lambda b, x: b.bitcast(b.fptrunc(x, _F16), _I16))
+# Conversions between a float and the integer that has its bits.
+float_of_bits = intrinsic_of("float_of_bits", types.float32(types.uint32), lambda b, x: b.bitcast(x, _F32))
+bits_of_float = intrinsic_of("bits_of_float", types.uint32(types.float32), lambda b, x: b.bitcast(x, _I32))
+_float_of_half = intrinsic_of("float16", types.float32(types.uint16), lambda b, x: b.fpext(b.bitcast(x, _F16), _F32))
+_half_of_float = intrinsic_of("half", types.uint16(types.float32), lambda b, x: b.bitcast(b.fptrunc(x, _F16), _I16))
 
 
 @inner
@@ -58,17 +53,30 @@ def _same(number):
     return np.float32(number)
 
 
-# Of a dtype: how numbers lie, their bytes; from a stored number to float32, and back, rounded to nearest even.
+# For each dtype: the stored type of a number, its bytes, and the conversions `read` from a stored number to float32 and
+# `write` from float32 to a stored number, rounded to nearest even.
 stored = ByDtype(STORED.__getitem__)
 itemsize = ByDtype(lambda dtype: dtype.itemsize)
 read = ByDtype({torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _float_of_half}.__getitem__)
 write = ByDtype({torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _half_of_float}.__getitem__)
 
 
+@by_dtype(inner)
+def sum_of_squares(x):
+    """Add up the squares of stored numbers in float32."""
+    total = np.float32(0)
+    for i in range(len(x)):
+        number = read(x[i])
+        total += number * number
+    return total
+
+
 @inner
 def exp(x):
-    """`e**x` in float32 for x ≤ 88, to 2 units in the last place; 0 below -87; NaN for NaN. Vectorised, unlike the C
-    library's."""
+    """Compute `e**x` in float32 for x ≤ 88, to 2 units in the last place; 0 below -87, NaN for NaN.
+
+    Unlike the C library's function, this one can be vectorised.
+    """
     x = np.float32(-87.33) if x < np.float32(-87.33) else np.float32(x)
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
@@ -84,7 +92,7 @@ def exp(x):
 
 @inner
 def exp2(x):
-    """`2**x` in float32 for x ≤ 0, to 2 units in the last place; 0 below -126; NaN for NaN."""
+    """Compute `2**x` in float32 for x ≤ 0, to 2 units in the last place; 0 below -126, NaN for NaN."""
     y = np.float32(-126) if x < np.float32(-126) else np.float32(x)
     n = np.floor(y + np.float32(0.5))
     r = y - n

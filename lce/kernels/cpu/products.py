@@ -1,7 +1,7 @@
 """Products of a few rows with a weight matrix, which read the weights once, at the speed of memory.
 
-The operations before and after a product in a decoder layer are fused: the norm of its input, the bias, the gate of an
-MLP, the sum with the hidden states.
+The kernel also does the operations around a product in a decoder layer: the norm of the input, the bias, the gate of an
+MLP, and the sum with the hidden states.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from numba import carray
 from torch import Tensor
 
 from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, argument_of, by_dtype, features, inner, kernel, number_of
-from lce.kernels.cpu.numbers import exp, itemsize, pointer, read, stored, write
+from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, Kernel, argument_of, by_dtype, features, inner, number_of
+from lce.kernels.cpu.numbers import exp, itemsize, pointer, read, stored, sum_of_squares, write
 from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time
-_CHAINS = 2  # sums of a product that do not wait for each other
-_COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that four rows of x meet at a time, in registers
-_APART = 80  # padding of x's rows, in numbers: rows a power of two apart share few L1 cache lines
+_CHAINS = 2  # independent sums of a dot product, so that no addition waits for the one before it
+_COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that are multiplied with four rows of x at a time
+_APART = 80  # numbers of padding behind each row of x: rows a power of two apart would compete for L1 cache lines
 
 
 def product(
@@ -28,42 +28,46 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
 
-    With `norm [in]` the rows of x are first divided by their root mean square, and multiplied by it. `gated` takes the
-    first half of the result, through the SiLU function, times the second: `[T, out / 2]`. With `onto` the result is
-    added to that tensor, in place.
+    With `norm [in]`, each row of x is first divided by its root mean square and multiplied by `norm`. With `gated`, the
+    result is SiLU of its first half times its second half, `[T, out / 2]`. With `onto`, the result is added to that
+    tensor in place.
 
-    All are contiguous, on the CPU and of one dtype. Arithmetic is float32, rounded once at the end. Bytes: the weights,
-    once. A row of the result has the same bits whatever T and the number of threads. Eight rows take two to four times
-    as long as one.
+    All tensors are contiguous, on the CPU and of one dtype. Arithmetic is float32, rounded once at the end. A row of
+    the result has the same bits for any T and number of threads. Bytes: the weights once. Eight rows take two to four
+    times as long as one row.
     """
-    n, size = x.shape
-    n_rows, width = weight.shape
-    dtype = weight.dtype
-    n_out = n_rows // 2 if gated else n_rows
-    out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
-    fits = n <= MOST_ROWS and size == width and x.dtype is dtype
-    assert fits, (x.shape, weight.shape, x.dtype, dtype)
-    contiguous = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    assert contiguous, (x.stride(), weight.stride(), out.stride())
-    assert onto is None or (onto.shape == (n, n_out) and onto.dtype is dtype), (onto.shape, onto.dtype)
-    assert norm is None or norm.dtype is dtype, norm.dtype
-    assert bias is None or bias.dtype is dtype, bias.dtype
-    addresses = x.data_ptr(), weight.data_ptr(), _address(bias), _address(norm), out.data_ptr()
-    sizes = n, n_out, size, gated, onto is not None
-    _product[dtype](-(-n_out // _ROWS), *addresses, *sizes, argument_of(eps))
+    (n_rows, size), dtype = weight.shape, weight.dtype
+    out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gated, onto)
+    fits = weight.is_contiguous() and out.dtype is dtype
+    assert fits, (weight.stride(), dtype, x.dtype)
+    _product[dtype](-(-n_out // _ROWS), x.data_ptr(), weight.data_ptr(), *given)
     return out
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def around_product(
+    x: Tensor, n_rows: int, width: int, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    gated: bool = False, onto: Tensor | None = None,
+) -> tuple[Tensor, int, tuple[int, ...]]:  # fmt: skip
+    """Check what `product` takes beside a matrix `[n_rows, width]`; return the output, n_out and kernel arguments."""
+    (n, size), dtype = x.shape, x.dtype
+    n_out = n_rows // 2 if gated else n_rows
+    fits = n <= MOST_ROWS and size == width and x.is_contiguous()
+    assert fits, (x.shape, n_rows, width)
+    assert onto is None or (onto.shape == (n, n_out) and onto.dtype is dtype and onto.is_contiguous()), onto.shape
+    assert norm is None or norm.dtype is dtype, norm.dtype
+    assert bias is None or bias.dtype is dtype, bias.dtype
+    out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
+    bias_at, norm_at = 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr()
+    sizes = n, n_out, width, gated, onto is not None, argument_of(eps)
+    return out, n_out, (bias_at, norm_at, out.data_ptr(), *sizes)
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, eps):
     n_parts = 2 if gated else 1
     norm = carray(pointer(norm_at, stored), (size,))
     given = carray(pointer(x_at, stored), (n, size))
-    x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)  # every thread has its own
+    x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)  # each thread has its own copy
     x[n:] = np.float32(0)
     for i in range(n):
         for j in range(size):
@@ -97,15 +101,7 @@ def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, si
                 out[row] = write(sums[0, i, row])
 
 
-@inner
-def _squares(x):
-    """Return the sum of the squares."""
-    total = np.float32(0)
-    for j in range(len(x)):
-        total += x[j] * x[j]
-    return total
-
-
+_squares = sum_of_squares[torch.float32]
 _dots_1 = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1}, _CHAINS))
 _dots_2 = ByDtype(lambda dtype: vectors.dots(False, dtype, {2: 1}, _CHAINS))
 _dots_4 = ByDtype(lambda dtype: vectors.dots(False, dtype, {4: _COLUMNS}, _CHAINS))
@@ -113,11 +109,11 @@ _dots_4 = ByDtype(lambda dtype: vectors.dots(False, dtype, {4: _COLUMNS}, _CHAIN
 
 @by_dtype(inner)
 def _dots(x, n, weight_at, size, n_here, sums):
-    """Multiply all rows of `x [n, …]` by `n_here` weight rows of `size` numbers, from the address `weight_at` on.
+    """Multiply n rows of `x [n, ≥ size]` with `n_here` weight rows at an address: `sums [n, n_here]`.
 
-    Writes `sums [n, n_here]`. A weight row is read from memory once. If n > 2, x is taken four rows at a time; each
-    read of x then serves `_COLUMNS` weight rows, `x` and `sums` have rows up to the next multiple of four, and `sums`
-    has `_COLUMNS` spare columns. The order of a sum is the same for any n.
+    A weight row is read from memory once. If n > 2, four rows of x are multiplied with `_COLUMNS` weight rows at a
+    time; the rows of `x` and `sums` are then padded to a multiple of four, and `sums` has `_COLUMNS` spare columns. The
+    order of a sum is the same for any n.
     """
     n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
     whole, row = n_steps * _CHAINS * LANES, 0
@@ -129,7 +125,7 @@ def _dots(x, n, weight_at, size, n_here, sums):
         elif n == 2:
             _dots_2(2, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
         else:
-            weight_row = size * itemsize if step == _COLUMNS else 0  # 0: one row in all columns
+            weight_row = size * itemsize if step == _COLUMNS else 0  # 0: all columns are the same weight row
             for i in range(0, n, 4):
                 _dots_4(4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
         row += step

@@ -1,164 +1,134 @@
-"""Weights of 8 and 4 bits: rounding them, products of a few rows with them, and unpacking them.
+"""Matrices whose weights are rounded to 8 and 4 bits: packing, unpacking, and products of a few rows with them.
 
-A matrix `[out, in]` lies in blocks of 16 rows. A vector of 64 bytes holds some inputs of a block, a word for each row:
+A matrix `[out, in]` is stored in blocks of 16 rows. A vector of 64 bytes has 16 words, one for each row of a block, and
+a word has the codes of 4 neighbouring inputs (8 bits) or 8 neighbouring inputs (4 bits):
 
     codes   [blocks, in / 4, 64]   int8: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
-            [blocks, in / 8, 64]   uint8, 4 bits: the n-th halves of a word's two halfwords are inputs 2·n and 2·n + 1
-    scales  [blocks, groups, 16]   bfloat16, one for a group of inputs of a row
-    zeros   [blocks, groups, 16]   uint8, sixteenths of a code; 4 bits only
+            [blocks, in / 8, 64]   uint8, 4 bits: the n-th nibbles of a word's two halfwords are inputs 2·n and 2·n + 1
+    scales  [blocks, groups, 16]   bfloat16, one for each row and group of neighbouring inputs
+    zeros   [blocks, groups, 16]   uint8, in sixteenths of a code; only with 4 bits
 
-A weight is `scale * code`, or `scale * (code - zero / 16)`. Rows and inputs are padded with zeros to whole blocks and
-groups.
+A weight is `scale * code` with 8 bits and `scale * (code - zero / 16)` with 4 bits. Rows and inputs are padded with
+zeros to whole blocks and groups.
 
-Products are of integers: each group of inputs of x is rounded to 16 bits, of which the largest uses all, and halfwords
-of neighbouring inputs are multiplied in pairs and added up without error. A float32 x has a second 16 bits.
+Products multiply integers: each group of inputs of x is rounded to 16 bits, so scaled that the group's largest number
+uses all 16 bits. Halfwords of neighbouring inputs are multiplied in pairs and added without error. A float32 number of
+x is the sum of two such halfwords, the second for the next 16 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
-from numba.core import cgutils
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import (
-    MOST_ROWS,
-    ByDtype,
-    argument_of,
-    by_dtype,
-    features,
-    inner,
-    intrinsic_of,
-    kernel,
-    number_of,
-)
+from lce.kernels.cpu.compiling import ByDtype, Kernel, by_dtype, features, inner, intrinsic_of, number_of
 from lce.kernels.cpu.numbers import STORED, bits_of_float, exp, float_of_bits, pointer, read, write
-from lce.kernels.cpu.vectors import LANES, multiply_add_of, transposed
+from lce.kernels.cpu.products import around_product
+from lce.kernels.cpu.vectors import LANES, call_llvm, i64, loop, multiply_add, splat, transposed
 
-GROUPS = {8: 128, 4: 32}  # bits: inputs that share a scale
+GROUPS = {8: 128, 4: 32}  # for each number of bits, the inputs that share a scale
 
 _TASK = 4  # blocks that a thread takes at a time
-_ROWS = 4  # rows of x that meet a block at a time; a single row goes alone
-_STEP = 4  # vectors of codes that a turn of the innermost loop takes
-_CHAINS = 4  # sums of a vector that do not wait for each other
+_ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
+_STEP = 4  # vectors of codes in one step of the innermost loop
+_CHAINS = 4  # independent sums of a dot product, so that no addition waits for the one before it
 _VECTOR = 4 * LANES  # bytes of a vector
-_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # numbers of 16 bits that hold a number of x
-_MULTIPLIES_PAIRS = "avx512bw" in features()  # has an instruction for 32 products of 16 bits
-_SHRINKS = 4  # ranges of a group that rounding to 4 bits tries, each _SHRINK narrower
+_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # halfwords that represent a number of x
+_MULTIPLIES_PAIRS = "avx512bw" in features()  # whether one instruction multiplies 32 halfwords and adds the pairs
+_SHRINKS = 4  # ranges that 4-bit rounding tries for a group: the n-th is narrower by n · _SHRINK
 _SHRINK = np.float32(0.06)
-_FITS = 2  # least-squares corrections of each scale and zero
+_FITS = 2  # least-squares corrections of each group's scale and zero
 
-_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
+_F32, _I8, _I16, _I32 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
 _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I8, _I16, _I32))
 _PAIRED = ir.VectorType(_I16, 2 * LANES)
 
 
 def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
-    """Return the shape and dtype of each tensor of a packed matrix `[n_out, n_in]`."""
+    """Return the shape and dtype of each stored tensor of a matrix `[n_out, n_in]`."""
     blocks, groups = -(-n_out // LANES), -(-n_in // GROUPS[bits])
     codes = (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR), torch.int8 if bits == 8 else torch.uint8
     scales = (blocks, groups, LANES), torch.bfloat16
     return {"codes": codes, "scales": scales} | ({"zeros": (scales[0], torch.uint8)} if bits == 4 else {})
 
 
-def pack(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-    """Round `weight [out, in]` into the tensors of a packed matrix. Time: some 0.3 ns a weight and thread for
-    8 bits, 4 ns for 4 bits, where scale and zero of each group are fitted to it by least squares."""
-    bits = _check(weight.shape, codes, scales, zeros)
-    assert weight.is_contiguous()
-    _pack[bits, weight.dtype](len(codes), weight.data_ptr(), *_addresses(codes, scales, zeros), *weight.shape)
+class RoundedMatrix:
+    """A matrix `[out, in]` whose stored tensors are `parts`: codes, scales and, with 4 bits, zeros."""
 
+    def __init__(self, shape: tuple[int, ...], stored: Mapping[str, Tensor]) -> None:
+        self.shape = shape[0], shape[1]
+        self.parts = stored
+        self.bits = 4 if "zeros" in stored else 8
+        for name, expected in parts(self.bits, *self.shape).items():
+            assert (stored[name].shape, stored[name].dtype) == expected, (name, stored[name].shape, expected)
+            assert stored[name].is_contiguous(), name
+        zeros_at = stored["zeros"].data_ptr() if "zeros" in stored else 0
+        self._addresses = stored["codes"].data_ptr(), stored["scales"].data_ptr(), zeros_at
 
-def product(
-    x: Tensor, n_rows: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None, *,
-    norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, onto: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Multiply `x [T, in]` with a packed matrix `[n_rows, in]` transposed, plus `bias`: see
-    `lce.kernels.cpu.products.product`.
+    def pack(self, weight: Tensor) -> None:
+        """Round `weight [out, in]`, contiguous, into the stored tensors.
 
-    T is up to `MOST_ROWS`; `gated` needs whole blocks in each half of the rows. Bytes: the packed weights, once.
-    x is rounded to 16 bits (32 if it is float32), so a group's sum is exact; sums of groups are float32. A row of the
-    result has the same bits for any T and number of threads, and is NaN if its row of x is not finite.
-    """
-    n, n_in = x.shape
-    bits = _check((n_rows, n_in), codes, scales, zeros)
-    dtype, n_out = x.dtype, n_rows // 2 if gated else n_rows
-    out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
-    assert n <= MOST_ROWS
-    assert x.is_contiguous()
-    assert out.is_contiguous()
-    assert not gated or n_out % LANES == 0
-    assert out.shape == (n, n_out), out.shape
-    assert out.dtype is dtype, out.dtype
-    assert norm is None or (norm.dtype is dtype and norm.shape == (n_in,)), norm
-    assert bias is None or (bias.dtype is dtype and bias.shape == (n_rows,)), bias
-    addresses = x.data_ptr(), *_addresses(codes, scales, zeros, bias, norm), out.data_ptr()
-    n_tasks = -(-n_out // (_TASK * LANES))
-    _product[bits, dtype](n_tasks, *addresses, n, n_out, n_in, gated, onto is not None, argument_of(eps))
-    return out
+        With 4 bits, the scale and zero of each group are fitted to its weights by least squares. Time: about 0.3 ns a
+        weight and thread for 8 bits, 4 ns for 4 bits.
+        """
+        assert weight.shape == self.shape, weight.shape
+        assert weight.is_contiguous()
+        n_blocks = -(-self.shape[0] // LANES)
+        _pack[self.bits, weight.dtype](n_blocks, weight.data_ptr(), *self._addresses, *self.shape)
 
+    def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
+        """Multiply `x [T, in]` with the matrix transposed, as `lce.kernels.cpu.products.product` does.
 
-def unpack(first: int, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-    """Unpack rows from `first` on, a multiple of 16, of a packed matrix: into `out [rows, in]`, any dtype."""
-    bits = 8 if zeros is None else 4
-    assert first % LANES == 0
-    assert first + len(out) <= codes.shape[0] * LANES
-    assert out.is_contiguous()
-    _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
-    _unpack[bits, out.dtype](
-        -(-len(out) // LANES), *_addresses(codes, scales, zeros), out.data_ptr(), first, *out.shape
-    )
+        `gated` needs whole blocks in each half of the rows. x is rounded to 16 bits, or 32 if it is float32; the sum of
+        a group is then exact, and the sum of groups float32. A row of the result has the same bits for any T and number
+        of threads; it is NaN if its row of x is not finite. Bytes: the packed weights once.
+        """
+        out, n_out, given = around_product(x, *self.shape, bias, **around)
+        assert not around.get("gated") or n_out % LANES == 0, self.shape
+        n_tasks, kernel = -(-n_out // (_TASK * LANES)), _product[self.bits, x.dtype]
+        kernel(n_tasks, x.data_ptr(), *self._addresses, *given)
+        return out
 
+    def unpacked(self, first: int, out: Tensor) -> Tensor:
+        """Fill `out [rows, in]`, of any dtype, with the rows from `first` on, a multiple of 16; return `out`."""
+        n_rows, n_in = out.shape
+        fits = first % LANES == 0 and first + n_rows <= -(-self.shape[0] // LANES) * LANES and n_in == self.shape[1]
+        assert fits, (first, out.shape, self.shape)
+        assert out.is_contiguous()
+        _unpack[self.bits, out.dtype](-(-n_rows // LANES), *self._addresses, out.data_ptr(), first, n_rows, n_in)
+        return out
 
-def rows_of(ids: Tensor, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-    """Unpack the rows `ids [T]` (int64) of a packed matrix: into `out [T, in]`, any dtype."""
-    bits = 8 if zeros is None else 4
-    _check((codes.shape[0] * LANES, out.shape[1]), codes, scales, zeros)
-    assert len(ids) == len(out)
-    assert ids.dtype == torch.int64
-    assert ids.is_contiguous()
-    assert out.is_contiguous()
-    assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < codes.shape[0] * LANES)
-    addresses = ids.data_ptr(), *_addresses(codes, scales, zeros), out.data_ptr()
-    _rows_of[bits, out.dtype](len(ids), *addresses, out.shape[1], least=LANES)
-
-
-def _addresses(*tensors: Tensor | None) -> list[int]:
-    return [0 if x is None else x.data_ptr() for x in tensors]
-
-
-def _check(shape: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> int:
-    """Check the tensors of a packed matrix of this shape; return its bits."""
-    bits = 8 if zeros is None else 4
-    blocks, groups = -(-shape[0] // LANES), -(-shape[1] // GROUPS[bits])
-    assert codes.shape == (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR)
-    assert scales.shape == (blocks, groups, LANES)
-    assert codes.is_contiguous()
-    assert scales.is_contiguous()
-    assert scales.dtype == torch.bfloat16
-    assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous())
-    return bits
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Unpack the rows `ids [T]` (int64): `[T, in]`."""
+        assert ids.dtype == torch.int64, ids.dtype
+        assert ids.is_contiguous()
+        assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < self.shape[0]), self.shape
+        out = torch.empty(len(ids), self.shape[1], dtype=dtype)
+        addresses = ids.data_ptr(), *self._addresses, out.data_ptr()
+        _rows_of[self.bits, dtype](len(ids), *addresses, self.shape[1], least=LANES)
+        return out
 
 
 def _const(kind: Any, value: Any) -> Any:
-    return ir.Constant(kind, [value] * LANES)
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Load vector number `index` from an address on."""
+    """Load vector number `index` of the vectors of type `kind` at an address."""
     return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
 
 
 def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
-    """Take the codes out of a vector, one input after the other: 16 rows' codes, float32, times a power of two, and its
-    exponent.
+    """Extract the codes of each input in turn from a vector of 16 rows' words.
 
-    Codes stay at their places in the words, or lie in the highest byte, so that they need not be shifted down.
+    Returns for each input the 16 codes, as float32 numbers that are too large by a power of two, and its exponent. A
+    code is not shifted down, but masked where it lies or moved to the word's highest byte, which gives its sign.
     """
     found = []
     for n in range(32 // bits):
@@ -175,22 +145,19 @@ def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
 
 
 def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
-    """Take the inputs out of a vector, two at a time: 16 rows' pairs of halfwords."""
+    """Extract the codes of two inputs at a time from a vector of 16 rows' words: vectors of 32 halfwords."""
     halves = builder.bitcast(words, _PAIRED)
-    const = lambda value: ir.Constant(_PAIRED, [value] * 2 * LANES)  # noqa: E731
     if bits == 8:
-        return [builder.ashr(builder.shl(halves, const(8)), const(8)), builder.ashr(halves, const(8))]
-    found = [builder.lshr(halves, const(4 * n)) if n else halves for n in range(4)]
-    return [builder.and_(each, const(15)) for each in found[:3]] + found[3:]
+        eight = _const(_PAIRED, 8)
+        return [builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)]
+    found = [builder.lshr(halves, _const(_PAIRED, 4 * n)) if n else halves for n in range(4)]
+    return [builder.and_(each, _const(_PAIRED, 15)) for each in found[:3]] + found[3:]
 
 
 def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
-    """Add both products of each pair of halfwords to `total`: one instruction where the processor has AVX512_VNNI."""
+    """Add both products of each pair of halfwords to `total`: one instruction on a processor with AVX512_VNNI."""
     if _MULTIPLIES_PAIRS:
-        name = "llvm.x86.avx512.pmaddw.d.512"
-        found = builder.module.globals.get(name)
-        function = found or ir.Function(builder.module, ir.FunctionType(_WORDS, [_PAIRED, _PAIRED]), name)
-        return builder.add(total, builder.call(function, [first, second]))
+        return builder.add(total, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, [first, second]))
     words = builder.bitcast(first, _WORDS), builder.bitcast(second, _WORDS)
     sixteen = _const(_WORDS, 16)
     low = [builder.ashr(builder.shl(each, sixteen), sixteen) for each in words]
@@ -204,97 +171,90 @@ def _scale(builder: Any, scales: Any, group: Any) -> Any:
 
 
 def _zero(builder: Any, zeros: Any, group: Any) -> Any:
-    """Load the zeros of a group, in sixteenths."""
+    """Load the 16 zeros of a group, in sixteenths of a code, as float32."""
     return builder.sitofp(builder.zext(_load(builder, zeros, group, _BYTES), _WORDS), _FLOATS)
 
 
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return builder.call(multiply_add_of(builder.module, False), [a, b, c])
-
-
-def _splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
+def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
     """Load the number at an index into all lanes of a vector."""
-    nothing = ir.Constant(kind, ir.Undefined)
-    number = builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset]))
-    return builder.shuffle_vector(
-        builder.insert_element(nothing, number, ir.Constant(_I32, 0)), nothing, _const(_WORDS, 0)
+    return splat(
+        builder, builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset])), kind
     )
 
 
 def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
     """Make the intrinsic `(x, factors, codes, scales, zeros, n_groups, out)`: `rows` rows of x times one block.
 
-    All are addresses but `n_groups`. x is `[planes, rows, n_groups * group]` int16; `factors [2, rows, n_groups]` what
-    one of it stands for in each group, and the sums of each group, times -1/16; out `[rows, 16]`. Instructions for 64
-    bytes of codes: 3 to take them apart for 8 bits, 6 for 4 bits, and 2 or 4 for each row of x and plane.
+    The arguments are addresses, but for `n_groups`: of x `[planes, rows, n_groups · group]` int16, of `factors
+    [2, rows, n_groups]`, and of `out [rows, 16]`. For each group, `factors[0]` is the number that one unit of x stands
+    for, and `factors[1]` the sum of x in these units, times -1/16. Instructions for 64 bytes of codes: 3 to extract the
+    codes with 8 bits, 6 with 4 bits, and 2 or 4 for each row and plane of x.
     """
     size = GROUPS[bits]
-    signature = types.void(*[types.intp] * 7)
-    n_vectors, in_word = size * bits // 32, 16 // bits  # of a group; pairs of inputs in a vector
+    n_vectors, n_pairs = size * bits // 32, 16 // bits  # vectors of a group; pairs of inputs in a vector
+    n_chains = max(1, _CHAINS // rows)
+    cells = [(plane, t) for plane in range(planes) for t in range(rows)]
+    no_sums = {(*cell, chain): _const(_WORDS, 0) for cell in cells for chain in range(n_chains)}
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, factors, codes, scales, zeros, n_groups, out = args
-        i64 = lambda value: ir.Constant(_I64, value)  # noqa: E731
-        n_pairs = builder.mul(n_groups, i64(size // 2))
-        n_chains = max(1, _CHAINS // rows)
-        cells = [(plane, t) for plane in range(planes) for t in range(rows)]
-        totals = [cgutils.alloca_once_value(builder, _const(_FLOATS, 0.0)) for _ in range(rows)]
-        sums = {
-            (*cell, chain): cgutils.alloca_once_value(builder, _const(_WORDS, 0))
-            for cell in cells for chain in range(n_chains)
-        }  # fmt: skip
-        with cgutils.for_range(builder, n_groups) as loop:
-            group = loop.index
+    def emit(builder: Any, x: Any, factors: Any, codes: Any, scales: Any, zeros: Any, n_groups: Any, out: Any) -> None:
+        row_pairs = builder.mul(n_groups, i64(size // 2))
+
+        def add_group(group: Any, totals: Any) -> Any:
             first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
-            starts = {cell: builder.add(builder.mul(n_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
-            for each in sums.values():
-                builder.store(_const(_WORDS, 0), each)
-            with cgutils.for_range(builder, i64(n_vectors // _STEP)) as inside:
-                vector = builder.mul(inside.index, i64(_STEP))
-                number = builder.mul(vector, i64(in_word))
+            starts = {cell: builder.add(builder.mul(row_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
+
+            def add_vectors(step: Any, before: Any) -> Any:
+                sums, vector = dict(before), builder.mul(step, i64(_STEP))
+                number = builder.mul(vector, i64(n_pairs))
                 for j in range(_STEP):
                     words = _load(builder, codes, builder.add(first, builder.add(vector, i64(j))), _WORDS)
-                    for n, weights in enumerate(_pairs(builder, bits, words), j * in_word):
+                    for n, weights in enumerate(_pairs(builder, bits, words), j * n_pairs):
                         for cell in cells:
                             place = builder.add(starts[cell], builder.add(number, i64(n)))
-                            numbers = builder.bitcast(_splat(builder, x, place, _WORDS), _PAIRED)
-                            held = sums[(*cell, n % n_chains)]
-                            builder.store(_add_products(builder, builder.load(held), weights, numbers), held)
+                            numbers = builder.bitcast(_load_splat(builder, x, place, _WORDS), _PAIRED)
+                            chain = (*cell, n % n_chains)
+                            sums[chain] = _add_products(builder, sums[chain], weights, numbers)
+                return sums
+
+            sums = loop(builder, i64(n_vectors // _STEP), no_sums, add_vectors)
             scale = _scale(builder, scales, group)
             zero = _zero(builder, zeros, group) if bits == 4 else None
+            after = {}
             for t in range(rows):
                 dots = []
                 for plane in range(planes):
-                    dot = builder.load(sums[plane, t, 0])
+                    dot = sums[plane, t, 0]
                     for chain in range(1, n_chains):
-                        dot = builder.add(dot, builder.load(sums[plane, t, chain]))
+                        dot = builder.add(dot, sums[plane, t, chain])
                     dots.append(builder.sitofp(dot, _FLOATS))
-                dot = dots[0] if planes == 1 else _multiply_add(builder, dots[1], _const(_FLOATS, 2.0**-15), dots[0])
+                dot = dots[0]
+                if planes == 2:
+                    dot = multiply_add(builder, False, dots[1], _const(_FLOATS, 2.0**-15), dot)
                 at = builder.add(builder.mul(n_groups, i64(t)), group)
                 if bits == 4:
                     sum_at = builder.add(at, builder.mul(n_groups, i64(rows)))
-                    dot = _multiply_add(builder, zero, _splat(builder, factors, sum_at, _FLOATS), dot)
-                factor = builder.fmul(scale, _splat(builder, factors, at, _FLOATS))
-                builder.store(_multiply_add(builder, factor, dot, builder.load(totals[t])), totals[t])
+                    dot = multiply_add(builder, False, zero, _load_splat(builder, factors, sum_at, _FLOATS), dot)
+                factor = builder.fmul(scale, _load_splat(builder, factors, at, _FLOATS))
+                after[t] = multiply_add(builder, False, factor, dot, totals[t])
+            return after
+
+        totals = loop(builder, n_groups, dict.fromkeys(range(rows), _const(_FLOATS, 0.0)), add_group)
         place = builder.inttoptr(out, ir.PointerType(_FLOATS))
         for t in range(rows):
-            builder.store(builder.load(totals[t]), builder.gep(place, [i64(t)]), align=4)
-        return context.get_dummy_value()
+            builder.store(totals[t], builder.gep(place, [i64(t)]), align=4)
 
-    return intrinsic_of(f"dot {bits} {rows} {planes}", signature, generate)
+    return intrinsic_of(f"dot {bits} {rows} {planes}", types.void(*[types.intp] * 7), emit)
 
 
 def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make the intrinsic `(codes, scales, zeros, n, out, stride)`, which unpacks a block's 16 rows and 32 inputs.
+    """Make the intrinsic `(codes, scales, zeros, n, out, stride)`, which unpacks inputs `32·n .. 32·n + 31` of a block.
 
-    The inputs are `32·n` to `32·n + 31`. Row i goes to `out + i · stride`, in bytes. Two numbers of two bytes make a
-    word, and 16 words of 16 rows are transposed in registers: about 0.4 instructions a weight.
+    The arguments are the addresses of the block and of `out [16, 32]`, and the bytes between rows of `out`. Numbers of
+    two bytes are joined to words in pairs; then 16 words of 16 rows are transposed in registers. Instructions: about
+    0.4 a weight.
     """
-    signature = types.void(*[types.intp] * 6)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        codes, scales, zeros, n, out, stride = args
-        i64 = lambda value: ir.Constant(_I64, value)  # noqa: E731
+    def emit(builder: Any, codes: Any, scales: Any, zeros: Any, n: Any, out: Any, stride: Any) -> None:
         group = builder.lshr(n, i64({128: 2, 32: 0}[GROUPS[bits]]))
         scale = _scale(builder, scales, group)
         first = builder.mul(n, i64(bits))
@@ -306,7 +266,7 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
             weights = [builder.fmul(code, factors[e]) for code, e in in_order]
         else:  # products and sums are exact
             offset = builder.fmul(builder.fmul(_zero(builder, zeros, group), _const(_FLOATS, -1 / 16)), scale)
-            weights = [_multiply_add(builder, code, factors[e], offset) for code, e in in_order]
+            weights = [multiply_add(builder, False, code, factors[e], offset) for code, e in in_order]
         if dtype == torch.float32:
             words = [builder.bitcast(each, _WORDS) for each in weights]
         else:
@@ -315,13 +275,12 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
             for i, row in enumerate(transposed(builder, words[start : start + LANES])):
                 at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
                 builder.store(row, builder.inttoptr(at, ir.PointerType(_WORDS)), align=1)
-        return context.get_dummy_value()
 
-    return intrinsic_of(f"rows {bits} {dtype}", signature, generate)
+    return intrinsic_of(f"rows {bits} {dtype}", types.void(*[types.intp] * 6), emit)
 
 
 def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
-    """Round two times 16 finite numbers to a dtype of two bytes, as words."""
+    """Round two vectors of 16 finite float32 numbers to a dtype of two bytes, joined to 16 words."""
     if dtype == torch.float16:
         halves = (builder.fptrunc(each, ir.VectorType(ir.HalfType(), LANES)) for each in (low, high))
         low, high = (builder.zext(builder.bitcast(each, _HALVES), _WORDS) for each in halves)
@@ -333,7 +292,7 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
     return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
 
-# Of a kind of matrix, (bits, dtype of x): what kernels are made of.
+# The parts of kernels for each kind `(bits, dtype)`: the bits of a code, and the dtype of x or of the output.
 _bits = ByDtype(lambda kind: kind[0])
 _size = ByDtype(lambda kind: GROUPS[kind[0]])
 _planes = ByDtype(lambda kind: _PLANES[kind[1]])
@@ -348,14 +307,14 @@ _numpy = ByDtype(lambda kind: np.float32 if kind[1] == torch.float32 else np.uin
 _read_scale, _write_scale = read[torch.bfloat16], write[torch.bfloat16]
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, eps):
     n_parts = 2 if gated else 1
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     rows = 1 if n == 1 else _ROWS
     n_tiles = (n + rows - 1) // rows
-    tile_size = rows * n_groups  # groups of a tile, which is the rows of x that meet a block together
-    # Every thread rounds x for itself: into numbers, their factors, and one row that is wide; then come products.
+    tile_size = rows * n_groups  # groups in a tile of x, the rows that are multiplied with a block together
+    # Each thread rounds x into its own memory: integers, their factors, one row as float32, and the dot products.
     n_words = n_tiles * tile_size * (_planes * _size // 2 + 2) + n_groups * _size + 2 * n_tiles * rows * LANES
     memory = np.empty(n_words + LANES, np.float32)
     integers_at = (memory.ctypes.data + _VECTOR - 1) // _VECTOR * _VECTOR
@@ -392,14 +351,14 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
                 if adds:
                     total += _read(out[lane])
                 out[lane] = _write(total)
-    memory[0] = 0  # it lives until here
+    memory[0] = 0  # this use keeps the memory until here
 
 
 @by_dtype(inner)
 def _as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
-    """Round x, normalised and padded, as `_dot` takes it.
+    """Round x `[n, n_in]`, normalised if there is a norm, to the padded integers and factors that `_dot` takes.
 
-    What one stands for is a power of two, so that a bfloat16 number is exact down to 1/128 of its group's largest.
+    The factor of a group is a power of two, so bfloat16 numbers down to 1/128 of the group's largest are exact.
     """
     n_groups = (n_in + _size - 1) // _size
     padded = n_groups * _size
@@ -444,7 +403,7 @@ def _as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_t
             factors[tile, 1, row, g] = total * np.float32(-0.0625)
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _unpack(begin, end, codes, scales, zeros, out_at, first, n_rows, n_in):
     n_groups = (n_in + _size - 1) // _size
     out, edge = carray(pointer(out_at, _stored), (n_rows, n_in)), np.empty((LANES, 32), _numpy)
@@ -463,7 +422,7 @@ def _unpack(begin, end, codes, scales, zeros, out_at, first, n_rows, n_in):
                     out[task * LANES + i, n * 32 + j] = edge[i, j]
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _rows_of(begin, end, ids_at, codes, scales, zeros, out_at, n_in):
     n_groups = (n_in + _size - 1) // _size
     ids = carray(pointer(ids_at, types.int64), (end,))
@@ -477,7 +436,7 @@ def _rows_of(begin, end, ids_at, codes, scales, zeros, out_at, n_in):
                 out[i, n * 32 + j] = rows[ids[i] % LANES, j]
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _pack(begin, end, weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     weight = carray(pointer(weight_at, _stored), (n_out, n_in))

@@ -1,8 +1,8 @@
-"""Rows of queries that attend keys in the processor's caches (FlashAttention, Dao et al., 2022).
+"""Attention of rows of queries over keys that fit in the processor's caches (FlashAttention, Dao et al., 2022).
 
-Some hundred keys at a time are packed so that a vector holds 16 keys: scores are products of whole vectors. With
-AVX512_BF16, bfloat16 numbers are multiplied in pairs; else everything is widened to float32. Scores, their softmax and
-all sums are float32. A few rows read the keys in place.
+`KEYS` keys at a time are packed so that a vector holds a word of 16 keys. Scores are then products of whole vectors. A
+word has four bytes: a float32 number or, with AVX512_BF16, a pair of bfloat16 numbers. Scores, softmax and sums are
+float32. A few rows read the keys in place. `k_row`, `v_row` and `q_row` are the bytes between rows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from numba import carray, float32, int64, uint32
 
 from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
+from lce.kernels.cpu.compiling import ByDtype, Kernel, arguments, by_dtype, inner, number_of, separate
 from lce.kernels.cpu.numbers import bits_of_float, exp2, float_of_bits, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.vectors import largest
 
-KEYS = 256  # keys that are packed together: with 64 to 128 dimensions, keys and values stay in a core's second cache
-FEW_ROWS = 8  # up to this many rows, keys are not packed
-LOWEST = np.float32(-3.0e38)  # below any score
+KEYS = 256  # keys that are packed together: with 64 to 128 dimensions, keys and values stay in a core's L2 cache
+FEW_ROWS = 8  # the largest number of rows for which keys are not packed
+LOWEST = np.float32(-3.0e38)  # the largest score of a row that has seen no key
 
 
 @cache
 def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make `C [rows, width] += A · B` of `vectors.multiply`; rows are 6, 4, 2 or 1, the width whole vectors."""
+    """Make `C [rows, width] += A [rows, n] · B [n, width]` for 6, 4, 2 or 1 rows and a multiple of 16 as width."""
     multiply, itemsize = vectors.multiply(pairs, dtype), dtype.itemsize
 
     @separate
@@ -43,8 +43,8 @@ def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     return product
 
 
-# Of a dtype: whether numbers are multiplied in pairs; how many of a query, of a key, or of keys are in a word of four
-# bytes; how many of a vector `_dots` takes at a time.
+# For each dtype: whether numbers are multiplied in pairs, the numbers in a word, and the numbers of a query that a
+# step of `_dots` takes.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == torch.bfloat16)
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
 _chunk = ByDtype(lambda dtype: 16 * per_word[dtype])
@@ -56,9 +56,7 @@ _dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {1: 16, 2: 8, 4
 
 @by_dtype(separate)
 def _pack_keys(k_at, k_row, n, dim, packed):
-    """Pack `n` keys `[n, D]` at an address into `packed [KEYS/64, words of D, 64]`: a vector holds a word of 16
-    keys.
-    """
+    """Pack keys `[n, D]` at an address into `packed [KEYS/64, D/per_word, 64]`: 64 keys side by side, word by word."""
     words, packed_at = dim // per_word, packed.ctypes.data
     whole_keys, whole_words = n // 16 * 16, words // 16 * 16
     for key in range(0, whole_keys, 16):
@@ -78,7 +76,10 @@ def _pack_keys(k_at, k_row, n, dim, packed):
 
 @by_dtype(separate)
 def _pack_values(v_at, row, n, dim, packed):
-    """Pack `n` values `[n, D]` into `packed [words of keys, D]`; with _pairs, a word has keys i and i + 16 of 32."""
+    """Pack values `[n, D]` at an address into `packed [KEYS/per_word, D]`, padded with zeros to 32 keys.
+
+    With `_pairs`, a word has the same dimension of two keys: keys i and i + 16 of each 32 keys.
+    """
     for key in range((n + 31) // 32 * 32):
         source = carray(pointer(v_at + key * row, stored), (dim,))
         if _pairs:
@@ -104,10 +105,11 @@ def _pack_values(v_at, row, n, dim, packed):
 
 @by_dtype(inner)
 def _soften(scores, first, stop, scale, state, sums, dim):
-    """Turn one row's scores of keys `first..stop-1` into weights, in place, by its largest score so far.
+    """Replace one row's scores of keys `first..stop-1` by weights `2^(score - largest)`.
 
-    `state` is the largest score and the sum of the weights. If the largest score grows, earlier sums are scaled
-    down.
+    `state` is the row's largest score so far and the sum of its weights. If the largest score grows, the sum of weights
+    and `sums [D]`, the weighted sum of the values so far, are scaled down. Keys that share a block of 32 with the range
+    get weight 0.
     """
     begin, end = first // 32 * 32, (stop + 31) // 32 * 32
     for i in range(begin, first):
@@ -130,22 +132,22 @@ def _soften(scores, first, stop, scale, state, sums, dim):
 
 @by_dtype(separate)
 def _score_keys(rows, q_at, q_row, k_at, k_row, n, out, dim):
-    """Score `n` keys in place, `n` at least 16, with 8, 4, 2 or 1 queries: `out [rows, n]`."""
+    """Multiply 8, 4, 2 or 1 queries with n ≥ 16 keys, read in place: `out [rows, n]`."""
     n_chunks, at_once, key = dim // _chunk, 16 // rows, 0
     while key < n:
-        key = min(key, n - at_once)  # the last keys overlap with earlier ones
+        key = min(key, n - at_once)  # the last step computes some scores again
         _dots(rows, q_at, q_row, k_at + key * k_row, k_row, out[0, key:].ctypes.data, 4 * KEYS, n_chunks)
         key += at_once
 
 
 @by_dtype(inner)
 def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
-    """Attend as `attend_rows`, for few rows: reads keys and values in place, which is cheaper than packing."""
+    """Attend keys as `attend_rows` does, but read keys and values in place: for few rows packing costs more."""
     queries, spans, state, sums, _, _, scores, _ = memory
     q_row, sums_row, start = 4 * queries.shape[1], 4 * sums.shape[1], first
     while start < stop:
         left = stop - start
-        size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # never fewer than 16
+        size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # leaves no rest of fewer than 16
         row = 0
         while row < n:
             left = n - row
@@ -171,12 +173,13 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
         start += size
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def attend_rows(first, stop, args):
-    """Attend keys `first..stop-1` with a task's rows; row i sees those of its span alone.
+    """Attend keys `first..stop-1` with the n rows of a task, of which row i sees the keys of `spans[i]`.
 
-    Its arguments are the memory that `scratch` divides, for how many rows, the dimensions, how many rows there are,
-    keys and values, at addresses, each with the bytes between rows, and what turns products into scores.
+    The address `args` has: the memory that `scratch` divides and the number of rows that it is for; D; n; the addresses
+    of the keys and of the values, each followed by the bytes between rows; and the encoded scale, which turns dot
+    products into scores.
     """
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
@@ -235,7 +238,9 @@ def attend_rows(first, stop, args):
 
 @by_dtype(inner)
 def put_query(q_at, cos_at, sin_at, dim, turned, to):
-    """Put a query `[D]` at the address `to`, turned if it is to be: bfloat16 with _pairs, else float32."""
+    """Copy a query `[D]` to the address `to`, rotated by `cos sin [D/2]` if `turned`: bfloat16 with `_pairs`, else
+    float32.
+    """
     half = dim // 2
     left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
     cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
@@ -256,8 +261,8 @@ def put_query(q_at, cos_at, sin_at, dim, turned, to):
 
 @by_dtype(inner)
 def finish(state, sums, out, lse, at, dim):
-    """Write a row's output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf where the row saw no key."""
-    seen = state[1] != 0  # NaN too: it must not pass for a row without keys
+    """Write a row's output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf if the row saw no key."""
+    seen = state[1] != 0  # true for NaN: a row with NaN has seen keys
     share = np.float32(1) / state[1] if seen else np.float32(0)
     for d in range(dim):
         out[at, d] = write(sums[d] * share)
@@ -266,17 +271,16 @@ def finish(state, sums, out, lse, at, dim):
 
 @by_dtype(inner)
 def scratch_size(n_rows, dim):
-    """Count the words of four bytes that a thread needs: see `scratch`."""
+    """Return the words of four bytes that `scratch` divides."""
     wide = (dim + 15) // 16 * 16
     return n_rows * (dim // per_word + 6 + wide) + (dim + wide) * KEYS // per_word + 14 * KEYS + 32
 
 
 @by_dtype(inner)
 def scratch(at, n_rows, dim):
-    """Divide the memory of one thread: queries, spans, states, sums, packed keys and values, scores, and packed
-    weights.
+    """Divide a thread's memory into queries, spans, states, sums, packed keys and values, scores and packed weights.
 
-    Arrays at addresses: arrays that Numba allocates are counted at each use, which costs more than most uses.
+    The arrays are views of an address, because Numba counts references to arrays that it allocates at each use.
     """
     wide, words = (dim + 15) // 16 * 16, dim // per_word
     spans = carray(pointer(at, int64), (n_rows, 2))

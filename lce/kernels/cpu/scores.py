@@ -1,4 +1,4 @@
-"""Scores of a few queries, and reductions of many queries' scores: one pass over the keys, or over the scores."""
+"""Scores of a few queries, which read the keys once, and reductions of the scores of many queries."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from numba import carray, float32
 from torch import Tensor
 
 from lce.kernels.cpu.choices import key_of_score, score_of_key
-from lce.kernels.cpu.compiling import argument_of, by_dtype, inner, kernel, number_of
+from lce.kernels.cpu.compiling import Kernel, argument_of, by_dtype, inner, number_of
 from lce.kernels.cpu.numbers import STORED, exp, itemsize, pointer, read, stored
 
 _KEYS = 256  # keys that a thread takes at a time
-_COLUMNS = 512
+_COLUMNS = 512  # tokens that a thread of `best_below_top` takes at a time
 
 
 def compiled_for(x: Tensor) -> bool:
-    """Return whether there are kernels for a tensor: it is on the CPU, and its dtype is one that they read."""
+    """Return whether the kernels take a tensor: it is on the CPU and has one of their dtypes."""
     return x.device.type == "cpu" and x.dtype in STORED
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Multiply `q [G, T, D]` with `keys [G, M, D]`: float32 dot products `[G, T, M]`, for few queries.
+    """Multiply a few queries `q [G, T, D]` with `keys [G, M, D]` in each of G groups: float32 products `[G, T, M]`.
 
-    The dtypes are one; rows of keys are contiguous. Sums are float32. Bytes: the keys, once.
+    The keys of a group are contiguous. Sums are float32. Bytes: the keys once.
     """
     n_groups, n, dim = q.shape
     n_keys = keys.shape[1]
@@ -38,9 +38,10 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def best_below_top(scores: Tensor) -> Tensor:
-    """Score each token by its best query: `scores [M, T]` to `[M]`, `max_t (s[m, t] - max_m' s[m', t])`.
+    """Reduce the `scores [M, T]` (contiguous) of M tokens by T queries to `max_t (s[m, t] - max_m' s[m', t])`.
 
-    Contiguous. Float32. Bytes: the scores, twice.
+    The result `[M]` is float32: a token's score relative to the query's best token, for the query that ranks the token
+    highest. Bytes: the scores twice.
     """
     n_tokens, n = scores.shape
     assert scores.is_contiguous(), scores.stride()
@@ -55,10 +56,10 @@ def best_below_top(scores: Tensor) -> Tensor:
 
 
 def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_behind: int, window: int) -> None:
-    """Sum the attention weights of keys over queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
+    """Add the attention weights of N keys by T queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
 
-    `logits [H, T, n]`, `lse [H, T]` float32, `into [H, n]` float32; into's rows may be apart. Query t stands at key
-    `first_behind + t`, sees no later key, and none that is `window` or more behind it. Time: O(H · T · window).
+    `logits [H, T, N]`, `lse [H, T]` (float32), `into [H, N]` (float32), with contiguous rows. Query t has the index of
+    key `first_behind + t` and sees that key and the `window - 1` keys before it. Time: O(H · T · window).
     """
     n_heads, n_queries, n_keys = logits.shape
     assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)
@@ -77,7 +78,7 @@ def _dot(q, key):
     return total
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _scores_of_few(begin, end, q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
     q = carray(pointer(q_at, float32), (n_groups, n, dim))
     out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
@@ -90,7 +91,7 @@ def _scores_of_few(begin, end, q_at, keys_at, out_at, n_groups, n, n_keys, dim, 
                 out[group, t, i] = _dot(q[group, t], keys[i])
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _tops_of(begin, end, scores_at, tops_at, n_tokens, n):
     scores = carray(pointer(scores_at, stored), (n_tokens, n))
     tops = carray(pointer(tops_at, float32), (end, n))
@@ -103,7 +104,7 @@ def _tops_of(begin, end, scores_at, tops_at, n_tokens, n):
                 tops[task, t] = max(tops[task, t], read(scores[i, t]))
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _best_of(begin, end, scores_at, best_at, n_tokens, n, top_at):
     scores = carray(pointer(scores_at, stored), (n_tokens, n))
     top, best = carray(pointer(top_at, float32), (n,)), carray(pointer(best_at, float32), (n_tokens,))
@@ -114,7 +115,7 @@ def _best_of(begin, end, scores_at, best_at, n_tokens, n, top_at):
         best[i] = score_of_key(largest)
 
 
-@by_dtype(kernel)
+@by_dtype(Kernel)
 def _add_weights(
     begin_task, end_task, logits_at, lse_at, into_at, n_heads, n, n_keys, stride, first_behind, window, scale
 ):

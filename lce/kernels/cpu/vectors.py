@@ -1,7 +1,7 @@
-"""The inner loops that compilers do not find on their own, as vectors of 16 numbers.
+"""Inner loops that compilers do not vectorise well, written in LLVM's language on vectors of 16 numbers.
 
-LLVM translates such vectors for any processor: one instruction each where it has AVX-512, several where it has not.
-`PAIRS` says whether this one multiplies pairs of bfloat16 numbers (AVX512_BF16): twice the speed of float32.
+LLVM translates a vector operation for any processor: to one instruction with AVX-512, to several without. `PAIRS` says
+whether this processor multiplies pairs of bfloat16 numbers (AVX512_BF16), at twice the speed of float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _BFloat(ir.HalfType):
 _PAIRED = ir.VectorType(_BFloat(), 2 * LANES)
 
 
-def _const(value: int) -> Any:
+def i64(value: int) -> Any:
     return ir.Constant(_I64, value)
 
 
@@ -44,97 +44,103 @@ def _at(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
     return builder.inttoptr(builder.add(address, offset), ir.PointerType(kind))
 
 
-def _splat(builder: Any, number: Any, kind: Any) -> Any:
+def splat(builder: Any, number: Any, kind: Any) -> Any:
+    """Return a vector of type `kind` with a number in all lanes."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
+def multiply_add(builder: Any, pairs: bool, x: Any, y: Any, total: Any) -> Any:
+    """Return `x * y + total`, 16 float32 numbers; with `pairs`, x and y are words of two bfloat16 numbers each."""
+    kind = _PAIRED if pairs else _FLOATS
+    x, y = builder.bitcast(x, kind), builder.bitcast(y, kind)
+    name, args = ("llvm.x86.avx512bf16.dpbf16ps.512", [total, x, y]) if pairs else ("llvm.fma.v16f32", [x, y, total])
+    return call_llvm(builder, name, _FLOATS, args)
+
+
+def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+    """Call one of LLVM's own functions, whose result has the type `result`."""
+    kind = ir.FunctionType(result, [x.type for x in args])
+    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
+
+
 def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make the product that everything rests on: `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]`.
+    """Make the matrix product `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]` as an intrinsic.
 
     The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride, n)`: 6, 4, 2 or 1 rows, 4, 2 or 1
-    columns, addresses, strides in bytes, and n, 1 or more. A and C are float32, and B is of `dtype`. With `pairs`, A
-    and B are words of two bfloat16 numbers, whose products are added to C both. C stays in registers: `rows · columns`
-    of them, and `columns` for B. Each number of C is one sum over n in order, so that it does not depend on `rows` and
-    `columns`.
+    columns of 16 numbers, the addresses of the matrices, the bytes between their rows, and n ≥ 1. A and C are float32,
+    and B is of `dtype`. With `pairs`, A and B consist of words of two bfloat16 numbers, and both products of two words
+    are added to C. All of C stays in `rows · columns` vector registers. Each number of C is one sum over n in order, so
+    its bits do not depend on `rows` and `columns`.
     """
     width = 64 if pairs else 16 * dtype.itemsize  # bytes of a vector of B
 
     def emit(builder: Any, rows: int, columns: int, args: Any) -> None:
         a, a_stride, b, b_stride, c, c_stride, n = args
-        multiply_add = multiply_add_of(builder.module, pairs)
         places = {
-            (i, j): _at(builder, c, builder.add(builder.mul(c_stride, _const(i)), _const(64 * j)), _FLOATS)
+            (i, j): _at(builder, c, builder.add(builder.mul(c_stride, i64(i)), i64(64 * j)), _FLOATS)
             for i in range(rows)
             for j in range(columns)
         }
 
         def turn(step: Any, sums: Any) -> Any:
             here, after = builder.mul(step, b_stride), {}
-            right = [_load_words(builder, b, builder.add(here, _const(width * j)), kind) for j in range(columns)]
+            right = [_load_words(builder, b, builder.add(here, i64(width * j)), kind) for j in range(columns)]
             for i in range(rows):
-                offset = builder.add(builder.mul(a_stride, _const(i)), builder.mul(step, _const(4)))
+                offset = builder.add(builder.mul(a_stride, i64(i)), builder.mul(step, i64(4)))
                 word = builder.load(_at(builder, a, offset, _I32 if pairs else _F32), align=4)
-                left = _splat(builder, word, _WORDS if pairs else _FLOATS)
+                left = splat(builder, word, _WORDS if pairs else _FLOATS)
                 for j in range(columns):
-                    factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left, right[j])]
-                    after[i, j] = builder.call(
-                        multiply_add, [sums[i, j], *factors] if pairs else [*factors, sums[i, j]]
-                    )
+                    after[i, j] = multiply_add(builder, pairs, left, right[j], sums[i, j])
             return after
 
         kind = torch.float32 if pairs else dtype
-        sums = _loop(builder, n, {cell: builder.load(place, align=4) for cell, place in places.items()}, turn)
+        sums = loop(builder, n, {cell: builder.load(place, align=4) for cell, place in places.items()}, turn)
         for cell, place in places.items():
             builder.store(sums[cell], place, align=4)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def emit_all(builder: Any, n_rows: Any, n_columns: Any, *args: Any) -> None:
         shapes = [(rows, columns) for rows in (6, 4, 2, 1) for columns in (4, 2, 1)]
-        number = builder.add(builder.mul(args[0], _const(8)), args[1])
-        cases = {8 * rows + columns: partial(emit, builder, rows, columns, args[2:]) for rows, columns in shapes}
-        _switch(builder, number, cases)
-        return context.get_dummy_value()
+        cases = {8 * rows + columns: partial(emit, builder, rows, columns, args) for rows, columns in shapes}
+        _switch(builder, builder.add(builder.mul(n_rows, i64(8)), n_columns), cases)
 
-    return intrinsic_of(f"multiply {pairs} {dtype}", types.void(*[types.intp] * 9), generate)
+    return intrinsic_of(f"multiply {pairs} {dtype}", types.void(*[types.intp] * 9), emit_all)
 
 
 def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int = 1) -> Callable[..., Any]:
-    """Make dot products of some vectors with others, all read in place: `Q · Kᵀ` of few queries.
+    """Make the product `Q · Kᵀ` of a few rows of Q with a few rows of K, both read in place, as an intrinsic.
 
-    The intrinsic takes `(rows, q, q_stride, k, k_stride, out, out_stride, n)`: the number of vectors of Q, which
-    `columns` maps to the number of vectors of K, addresses, strides in bytes, and how many steps a vector has, 1 or
-    more. A step is `chains` vectors of 16 numbers, each of which has a sum of its own. Q and the result are float32, K
-    is of `dtype`; with `pairs`, both are bfloat16, and a vector has 32 numbers. `rows · columns` is a power of two.
-    Each result is added up in the same order, whatever `rows` and `columns` are.
+    The intrinsic takes `(rows, q, q_stride, k, k_stride, out, out_stride, n)`: the number of rows of Q, which `columns`
+    maps to the number of rows of K; addresses; the bytes between rows; and the number of steps, n ≥ 1. One step takes
+    `chains` vectors of 16 numbers of a row, and each of these vectors is added to its own sum. Q and the result are
+    float32, and K is of `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. `rows · columns` is a
+    power of two. The order of a sum does not depend on `rows` and `columns`.
     """
     width, kind = 64 if pairs else 16 * dtype.itemsize, torch.float32 if pairs else dtype
 
     def emit(builder: Any, rows: int, n_keys: int, args: Any) -> None:
         q, q_stride, k, k_stride, out, out_stride, n = args
-        multiply_add = multiply_add_of(builder.module, pairs)
         cells = [(chain, i, j) for chain in range(chains) for j in range(n_keys) for i in range(rows)]
 
         def turn(step: Any, sums: Any) -> Any:
             left, right, after = {}, {}, {}
             for chain, i, j in cells:
                 if j == 0:
-                    here = builder.add(builder.mul(step, _const(64 * chains)), _const(64 * chain))
-                    at = builder.add(builder.mul(q_stride, _const(i)), here)
+                    here = builder.add(builder.mul(step, i64(64 * chains)), i64(64 * chain))
+                    at = builder.add(builder.mul(q_stride, i64(i)), here)
                     left[i] = _load_words(builder, q, at, torch.float32)
                 if i == 0:
-                    there = builder.add(builder.mul(step, _const(width * chains)), _const(width * chain))
-                    right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, _const(j)), there), kind)
-                factors = [builder.bitcast(x, _PAIRED if pairs else _FLOATS) for x in (left[i], right[j])]
-                own = sums[chain, i, j]
-                after[chain, i, j] = builder.call(multiply_add, [own, *factors] if pairs else [*factors, own])
+                    there = builder.add(builder.mul(step, i64(width * chains)), i64(width * chain))
+                    right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, i64(j)), there), kind)
+                after[chain, i, j] = multiply_add(builder, pairs, left[i], right[j], sums[chain, i, j])
             return after
 
-        after = _loop(builder, n, dict.fromkeys(cells, ir.Constant(_FLOATS, [0.0] * LANES)), turn)
+        after = loop(builder, n, dict.fromkeys(cells, ir.Constant(_FLOATS, [0.0] * LANES)), turn)
         sums = [after[0, i, j] for i in range(rows) for j in range(n_keys)]
         for chain in range(1, chains):
             sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
         for distance in (8, 4, 2, 1):
-            if distance < len(sums):  # half as many vectors, each with the sums of twice as many
+            if distance < len(sums):  # pairs of vectors become one vector, which has the partial sums of both
                 halves = [exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
                 sums = [builder.fadd(*pair) for pair in halves]
             else:
@@ -143,42 +149,43 @@ def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int =
         for i in range(rows):
             lanes = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
             part = builder.shuffle_vector(sums[0], sums[0], lanes)
-            place = _at(builder, out, builder.mul(out_stride, _const(i)), ir.VectorType(_F32, n_keys))
+            place = _at(builder, out, builder.mul(out_stride, i64(i)), ir.VectorType(_F32, n_keys))
             builder.store(part, place, align=4)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        cases = {rows: partial(emit, builder, rows, n_keys, args[1:]) for rows, n_keys in columns.items()}
-        _switch(builder, args[0], cases)
-        return context.get_dummy_value()
+    def emit_all(builder: Any, n_rows: Any, *args: Any) -> None:
+        _switch(builder, n_rows, {rows: partial(emit, builder, rows, n, args) for rows, n in columns.items()})
 
-    return intrinsic_of(f"dots {pairs} {dtype} {columns} {chains}", types.void(*[types.intp] * 8), generate)
+    return intrinsic_of(f"dots {pairs} {dtype} {columns} {chains}", types.void(*[types.intp] * 8), emit_all)
 
 
-def _loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict[Any, Any]]) -> dict[Any, Any]:
-    """Emit a loop of n turns, 1 or more, over values in registers: `turn(step, values)` returns them after a step."""
-    before, loop = builder.block, builder.append_basic_block("loop")
+def loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict[Any, Any]]) -> dict[Any, Any]:
+    """Emit a loop of n ≥ 1 steps over named values in registers and return the last values.
+
+    `starts` are the first values, and `turn(step, values)` emits one step and returns the values after it.
+    """
+    before, body = builder.block, builder.append_basic_block("loop")
     end = builder.append_basic_block("end")
-    builder.branch(loop)
-    builder.position_at_end(loop)
+    builder.branch(body)
+    builder.position_at_end(body)
     step = builder.phi(_I64)
     values = {cell: builder.phi(start.type) for cell, start in starts.items()}
     after = turn(step, values)
-    following = builder.add(step, _const(1))
-    for phi, first, last in [(step, _const(0), following), *((values[x], starts[x], after[x]) for x in starts)]:
+    following = builder.add(step, i64(1))
+    for phi, first, last in [(step, i64(0), following), *((values[x], starts[x], after[x]) for x in starts)]:
         phi.add_incoming(first, before)
         phi.add_incoming(last, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, n), loop, end)
+    builder.cbranch(builder.icmp_signed("<", following, n), body, end)
     builder.position_at_end(end)
     return after
 
 
 def _switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
-    """Emit all cases, of which the number says which one runs."""
+    """Emit the code of all cases and a jump to the case that `number` names."""
     blocks = {value: builder.append_basic_block("case") for value in cases}
     end = builder.append_basic_block("chosen")
     chosen = builder.switch(number, list(blocks.values())[-1])
     for value, emit in cases.items():
-        chosen.add_case(_const(value), blocks[value])
+        chosen.add_case(i64(value), blocks[value])
         builder.position_at_end(blocks[value])
         emit()
         builder.branch(end)
@@ -186,34 +193,19 @@ def _switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
 
 
 def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
-    """Make the intrinsic `(source, source_stride, target, target_stride)`: 16 rows of 16 words, transposed; strides in
-    bytes.
+    """Make the intrinsic `(source, source_stride, target, target_stride)`, which transposes 16 rows of 16 words.
 
-    With `pairs` a word is two bfloat16 numbers that stay together. Else it is a float32, widened from `dtype`.
+    Strides are the bytes between rows. A word is a float32 number, widened from `dtype`, or with `pairs` two bfloat16
+    numbers, which stay together.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, source_stride, target, target_stride = args
-        rows = []
-        for i in range(LANES):
-            offset = builder.mul(source_stride, _const(i))
-            rows.append(_load_words(builder, source, offset, torch.float32 if pairs else dtype))
-        rows = transposed(builder, rows)
-        for i, row in enumerate(rows):
-            builder.store(row, _at(builder, target, builder.mul(target_stride, _const(i)), _WORDS), align=4)
-        return context.get_dummy_value()
+    def emit(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
+        kind, steps = torch.float32 if pairs else dtype, [i64(i) for i in range(LANES)]
+        rows = [_load_words(builder, source, builder.mul(source_stride, i), kind) for i in steps]
+        for i, row in zip(steps, transposed(builder, rows), strict=True):
+            builder.store(row, _at(builder, target, builder.mul(target_stride, i), _WORDS), align=4)
 
-    return intrinsic_of(f"transpose {dtype} {pairs}", types.void(*[types.intp] * 4), generate)
-
-
-def multiply_add_of(module: Any, pairs: bool) -> Any:
-    """Declare LLVM's own function: `(sum, x, y)` of pairs of bfloat16 numbers, or `(x, y, sum)` of float32."""
-    if pairs:
-        kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRED, _PAIRED]), "llvm.x86.avx512bf16.dpbf16ps.512"
-    else:
-        kind, name = ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
-    found = module.globals.get(name)
-    return found if found is not None else ir.Function(module, kind, name)
+    return intrinsic_of(f"transpose {dtype} {pairs}", types.void(*[types.intp] * 4), emit)
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
@@ -227,7 +219,9 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any, Any]:
-    """Exchange lanes with and without the bit `distance`, of two vectors side by side: a step of a transposition."""
+    """Do one step of a transposition: exchange the upper half of each `2 · distance` lanes of `first` with the lower
+    half of the same lanes of `second`.
+    """
     low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
     high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
     result = (builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes)) for lanes in (low, high))
@@ -245,15 +239,13 @@ def _load_words(builder: Any, address: Any, offset: Any, dtype: torch.dtype) -> 
     return builder.shl(builder.zext(bits, _WORDS), ir.Constant(_WORDS, [16] * LANES))
 
 
-def _largest(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    address, n = args
-
+def _largest(builder: Any, address: Any, n: Any) -> Any:
     def turn(step: Any, best: Any) -> Any:
-        row = builder.load(_at(builder, address, builder.mul(step, _const(4 * LANES)), _FLOATS), align=4)
+        row = builder.load(_at(builder, address, builder.mul(step, i64(4 * LANES)), _FLOATS), align=4)
         return {0: builder.select(builder.fcmp_ordered(">", row, best[0]), row, best[0])}
 
-    start = builder.load(_at(builder, address, _const(0), _FLOATS), align=4)
-    larger = _loop(builder, builder.lshr(n, _const(4)), {0: start}, turn)[0]
+    start = builder.load(_at(builder, address, i64(0), _FLOATS), align=4)
+    larger = loop(builder, builder.lshr(n, i64(4)), {0: start}, turn)[0]
     for distance in (8, 4, 2, 1):
         order = ir.Constant(_WORDS, [(e + distance) % LANES for e in range(LANES)])
         other = builder.shuffle_vector(larger, larger, order)
@@ -261,11 +253,12 @@ def _largest(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.extract_element(larger, ir.Constant(_I32, 0))
 
 
-def _take(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    return builder.atomic_rmw("add", _at(builder, args[0], _const(0), _I64), _const(1), "acq_rel")
+def _take(builder: Any, address: Any) -> Any:
+    return builder.atomic_rmw("add", _at(builder, address, i64(0), _I64), i64(1), "acq_rel")
 
 
-# The largest of n floats at an address, n a multiple of 16.
+# `largest(address, n)` returns the largest of n float32 numbers at an address, n a multiple of 16.
 largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _largest)
-# The number at an address, which is counted up: a queue of tasks. Later threads see what a thread wrote before it.
+# `take(address)` returns the integer at an address and adds 1 to it, atomically: threads take tasks from a queue by it.
+# A thread sees everything that other threads wrote before their earlier calls.
 take = intrinsic_of("take", types.intp(types.intp), _take)

@@ -1,8 +1,8 @@
-"""Attention of a decode step: one query a head over runs of tokens, whose bounds are read on the device.
+"""Attention of a decode step: one query for each head over runs of tokens, whose bounds are read on the device.
 
-Runs are cut into pieces. A program takes a piece for one query head, or for all query heads of a KV head where they see
-the same runs: the keys are then read once. A second kernel merges the pieces. The grid depends on shapes alone, so a
-step can be recorded and run again.
+Runs are cut into pieces. A program attends a piece with one query head, or with all query heads of a KV head if they
+see the same runs, so that the keys are read once. A second kernel merges the pieces. The grid depends on shapes alone,
+so a step can be recorded and replayed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lce.kernels.cuda import merging
 from lce.kernels.cuda.launching import launch
 from lce.kernels.cuda.rows import LN2, Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
 
-LONGEST, SHORTEST = 512, 64  # tokens of a piece
-ENOUGH = 528  # programs that keep a GPU of 132 processors busy
+LONGEST, SHORTEST = 512, 64  # the bounds of a piece's number of tokens
+ENOUGH = 528  # programs that keep a GPU with 132 processors busy
 
 
 def attend_runs(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, count: Tensor, turn: Tensor, cos: Tensor, sin: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend the tokens of S runs of `k v [G, N, D]` with `q [H, D]`, unrotated: `out [H, D]`, `lse [H]` (float32).
+    """Attend S runs of tokens of `k v [G, N, D]` with unrotated queries `q [H, D]`: `out [H, D]`, `lse [H]` (float32).
 
-    Chooser c's run s is `first[c, s] .. first[c, s] + count[c, s] - 1`, `first count [C, S]` int64, C of 1, G or H; no
-    count exceeds `most`. The query sees run s turned by `cos sin [turn[s]]`, `turn [S]` int64, `cos sin [n, D/2]`.
-    Memory outside of the runs is never read. Time: O(H · tokens · D). Bytes: each key once for each program that sees
-    it, and pieces · H · D float32 numbers of partial results.
+    For each of C choosers, run s has the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`, at most `most`: `first
+    count [C, S]`, int64. C is 1, G (KV heads) or H (query heads). For run s, the queries are rotated by row `turn[s]`
+    of `cos sin [n, D/2]`; `turn [S]` is int64. Memory outside of the runs is not read. Time: O(H · tokens · D). Bytes:
+    each key once for each program that attends it, and pieces · H · D float32 numbers of partial results.
     """
     (n_heads, dim), n_kv_heads, (n_choosers, n_runs) = q.shape, len(k), first.shape
     assert k.shape == v.shape == (n_kv_heads, k.shape[1], dim), (k.shape, v.shape)
@@ -58,10 +58,11 @@ def attend_runs(
 
 
 def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel for so many query heads a program, and its constants: `tools/compile_cuda.py` prints their
-    costs.
+    """Return the kernel for programs of `rows` query heads, and its constants.
+
+    `tools/compile_cuda.py` prints the registers and the shared memory that these constants cost.
     """
-    if rows == 1:  # a thread holds 32 numbers of the keys, of the values and of the sums
+    if rows == 1:  # a thread holds 32 numbers each of the keys, the values and the sums
         blocks = Blocks(dim, 1, max(8, 4096 // max(16, triton.next_power_of_2(dim))), "ieee")
         return _one_row, {"REP": rep, "B": blocks, "num_warps": 4}
     blocks = Blocks(dim, max(16, triton.next_power_of_2(rows)), 64 if dim <= 128 and dtype.itemsize < 4 else 32, "ieee")
@@ -69,7 +70,7 @@ def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int) -> tuple[Any, 
 
 
 def _piece(most: int, n_runs: int) -> int:
-    """Return the tokens of a piece, where `n_runs` runs of up to `most` tokens are to fill a GPU."""
+    """Return the number of a piece's tokens with which `n_runs` runs of up to `most` tokens keep a GPU busy."""
     piece = min(LONGEST, max(SHORTEST, triton.next_power_of_2(most)))
     while piece > SHORTEST and n_runs * -(-most // piece) < ENOUGH:
         piece //= 2
@@ -78,7 +79,7 @@ def _piece(most: int, n_runs: int) -> int:
 
 @triton.jit
 def _run_of(runs, sizes, chooser):
-    """Return a program's run, the stretch of it to attend, and the run's first token there."""
+    """Return a program's run, the bounds of its piece within the run, and the index of the piece's first token."""
     n_runs, n_pieces, piece, _ = sizes
     run, begin = tl.program_id(0) // n_pieces, tl.program_id(0) % n_pieces * piece
     here = chooser * n_runs + run
@@ -88,9 +89,9 @@ def _run_of(runs, sizes, chooser):
 
 @triton.jit(do_not_specialize=["sizes"])
 def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: constexpr, B: constexpr):
-    """Attend a piece with one query head, by plain products: tensor cores want 16 rows.
+    """Attend a piece with one query head, without tensor cores, which need 16 rows.
 
-    Each of `B.keys` lanes of keys keeps a state of its own; they become one at the end.
+    Key i of each block of `B.keys` keys adds to state i; the `B.keys` states are merged at the end.
     """
     part, head = tl.program_id(0), tl.program_id(1)
     run, begin, stop, token = _run_of(runs, sizes, head // SHARE)
@@ -132,7 +133,7 @@ def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: co
 
 @triton.jit(do_not_specialize=["sizes"])
 def _rows_together(q, k, v, runs, parts, lses, sizes, scale, SHARE: constexpr, ROWS: constexpr, B: constexpr):
-    """Attend a piece with the `ROWS` query heads of a KV head, as rows of one product of matrices."""
+    """Attend a piece with the ROWS query heads of a KV head, as rows of a matrix product."""
     part, group = tl.program_id(0), tl.program_id(1)
     run, begin, stop, token = _run_of(runs, sizes, group * ROWS // SHARE)
     row, column = tl.arange(0, B.rows), tl.arange(0, B.wide)

@@ -1,8 +1,8 @@
-"""How Triton kernels are launched: one door, through which every launch goes.
+"""The launch of Triton kernels, and whether they can run on this machine.
 
-The modules of this folder import Triton, which comes with PyTorch on CUDA; nothing imports them before `usable` says
-that they can run. With `TRITON_INTERPRET=1` in the environment before Triton is loaded, kernels run in Triton's
-interpreter on CPU tensors: slow, and without a GPU.
+All other modules of this folder import Triton, which comes with PyTorch for CUDA, so callers import them only after
+`usable` or `runs_on` returned True. If the environment has `TRITON_INTERPRET=1` before Triton is imported, kernels run
+in Triton's interpreter on CPU tensors, slowly and without a GPU.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch import Tensor
 
 from lce.progress import notice
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of kernels' inputs; arithmetic is float32
-MOST_ROWS = 4  # rows of x that `products` takes; more are a product of matrices
-MOST_CHUNKS = 1 << 14  # chunks that a program of `choices` chooses from, in its registers
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that kernels read; arithmetic is float32
+MOST_ROWS = 4  # the largest number of rows of x that `products.product` takes
+MOST_CHUNKS = 1 << 14  # the largest number of chunks that `choices` chooses from: one program holds all in registers
 
 
 @cache
 def installed() -> bool:
-    """Return whether Triton is there, and can compile: it wants a C compiler."""
+    """Return whether Triton is installed and can compile."""
     return missing() is None
 
 
 @cache
 def missing() -> str | None:
-    """Return what kernels need and this machine lacks, or None. If there is a GPU, one kernel is run there.
+    """Return what the kernels need and this machine lacks; None if nothing is missing.
 
-    If that fails a notice says so, and PyTorch's operators serve. Takes a second if no run before has compiled it.
+    On a GPU, one kernel is compiled and launched to find out, which takes a second if it is not in Triton's cache. If
+    the launch fails, a notice on stderr says that PyTorch's operators are used instead.
     """
     if importlib.util.find_spec("triton") is None:
         return "the triton package, which comes with PyTorch for CUDA"
@@ -44,7 +45,7 @@ def missing() -> str | None:
 
         launch(store_one, (1,), torch.empty(1, device="cuda"))
         torch.cuda.synchronize()
-    except Exception as error:  # of a compiler, a linker, a driver
+    except Exception as error:  # any error of a C compiler, a linker or a driver
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         notice(f"Triton's kernels do not run here ({why}); PyTorch's operators are used")
         return f"a Triton that can compile here ({why})"
@@ -52,24 +53,22 @@ def missing() -> str | None:
 
 
 def interpreting() -> bool:
-    """Return whether kernels run in the interpreter, on CPU tensors."""
+    """Return whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def usable(x: Tensor) -> bool:
-    """Return whether kernels can run on this tensor."""
+    """Return whether kernels can run on a tensor's device."""
     return (x.is_cuda or interpreting()) and installed()
 
 
 def runs_on(x: Tensor) -> bool:
-    """Return whether lce takes these kernels for a tensor: on a GPU, of a dtype that they read, nothing to
-    differentiate.
-    """
+    """Return whether the kernels take a tensor: it is on a GPU, has one of their dtypes, and needs no gradient."""
     return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
 
 
 def flat(args: Any) -> Iterator[Any]:
-    """Yield the arguments of a launch, those in tuples one by one."""
+    """Yield the arguments of a launch; a tuple yields its own arguments."""
     for arg in args:
         if isinstance(arg, tuple):
             yield from flat(arg)
@@ -78,9 +77,9 @@ def flat(args: Any) -> Iterator[Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel's programs on the device of its first tensor, in the current stream; returns at once.
+    """Start a kernel's programs in the current stream, on the device of its first tensor; return without waiting.
 
-    CUDA starts at most 2^31 - 1 programs along the first axis of a grid, and 65,535 along the others.
+    CUDA starts at most 2^31 - 1 programs along the first axis of a grid and 65,535 along each other axis.
     """
     assert all(n < 65_536 for n in grid[1:]), f"a grid of {grid}"
     if 0 in grid:

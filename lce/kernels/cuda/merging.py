@@ -1,4 +1,4 @@
-"""Merges partial attentions over disjoint keys into one softmax over all keys, by log-sum-exps."""
+"""The merge of partial attentions over disjoint keys into one softmax over all keys, by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lce.kernels.cuda.rows import LOG2E, LOWEST
 
 
 def merge_pieces(parts: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge `parts [P, …, D]`, `lses [P, …]` (float32), contiguous, into one softmax: `out […, D]`, `lse […]`.
+    """Merge P pieces `parts [P, …, D]`, `lses [P, …]` (float32), both contiguous: `out […, D]`, `lse […]`.
 
-    A part with lse -inf is not read. Time and bytes: O(parts), read once.
+    A piece with lse -inf is not read. Bytes: each piece once.
     """
     n_parts, *shape, dim = parts.shape
     n_rows = lses.numel() // n_parts
@@ -25,7 +25,7 @@ def merge_pieces(parts: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge `out [H, T, K, D]`, `lse [H, T, K]`, contiguous, into one softmax over K: `[H, T, D]` and `[H, T]`."""
+    """Merge K slots, `out [H, T, K, D]`, `lse [H, T, K]` (float32), both contiguous: `[H, T, D]` and `[H, T]`."""
     *shape, n_slots, dim = out.shape
     return _merge(out, lse, shape, out.dtype, (dim, n_slots * dim, 1, n_slots))
 
@@ -33,7 +33,7 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def _merge(
     parts: Tensor, lses: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: tuple[int, int, int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Launch one program a row; `strides` are those of parts and of rows, of `parts` and of `lses`."""
+    """Launch one program for each row. `strides`: from part to part and from row to row, in `parts`, then in `lses`."""
     dim = parts.shape[-1]
     out = torch.empty(*shape, dim, dtype=dtype, device=parts.device)
     lse = torch.empty(*shape, dtype=torch.float32, device=parts.device)
@@ -48,9 +48,9 @@ def _merge(
 
 
 def combined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge parts `out [..., D]`, `lse [...]` (float32) into one, with its log-sum-exp.
+    """Merge parts `out [..., D]`, `lse [...]` (float32) into one part; a part that saw no key has lse -inf.
 
-    A part that saw no key has lse -inf. Time and bytes: O(parts), read once.
+    Bytes: each part once.
     """
     held = tuple((x.contiguous(), y.contiguous()) for x, y in parts)
     out, lse = (torch.empty_like(x) for x in held[0])
@@ -64,6 +64,7 @@ def combined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["counts"])
 def _merge_row(parts, lses, out, lse, strides, counts, DIM: constexpr, WIDE: constexpr, BLOCK: constexpr):
+    """Merge the parts of one row, BLOCK parts at a time; DIM numbers of a part are padded to WIDE."""
     n_parts, lse_part, lse_row = counts
     row = tl.program_id(0).to(tl.int64)
     column, p = tl.arange(0, WIDE), tl.arange(0, BLOCK)
@@ -92,7 +93,7 @@ def _merge_row(parts, lses, out, lse, strides, counts, DIM: constexpr, WIDE: con
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _combine_rows(parts, out, lse, n_rows, DIM: constexpr, WIDE: constexpr, ROWS: constexpr):
-    """Add up the rows of all parts, each weighted by the exponential of its log-sum-exp."""
+    """Merge ROWS rows of all parts; DIM numbers of a row are padded to WIDE."""
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     held = row < n_rows
     top = tl.full([ROWS], LOWEST, tl.float32)

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix, which read the weights once: see `lce.kernels.cpu.products` for CPUs."""
+"""Products of a few rows with a weight matrix on GPUs, which read the weights once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lce.kernels.cuda.launching import MOST_ROWS, launch
 
-_COLUMNS = 1024  # numbers of a weight row that a program reads at a time: 16 bytes a thread of each row
+_COLUMNS = 1024  # numbers of each weight row that a program reads at a time: each thread reads 16 bytes
 _TILE = 16_384  # bytes of weights that a program reads at a time
-_PROGRAMS = 512  # programs that keep 132 processors reading
+_PROGRAMS = 512  # programs that keep a GPU with 132 processors busy
 
 
 def product(
@@ -25,10 +25,10 @@ def product(
     gated: bool = False,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """Multiply up to `MOST_ROWS` rows of x with a weight matrix, as `lce.kernels.cpu.products.product` does.
+    """Multiply `x [T, in]` with `weight [out, in]` transposed, as `lce.kernels.cpu.products.product` does.
 
-    One launch. All are contiguous, on one GPU and of one dtype. Arithmetic is float32, rounded once at the end. Bytes:
-    the weights, once; x, once a program, from the cache. Each number is one sum in one order.
+    T is up to `MOST_ROWS`. The tensors are contiguous, on one GPU and of one dtype. Arithmetic is float32, rounded once
+    at the end. One launch. Bytes: the weights once, and x from the cache once for each program.
     """
     n, size = x.shape
     n_rows, width = weight.shape
@@ -52,22 +52,22 @@ def product(
 
 @dataclass(frozen=True)
 class Product:
-    """Constants of a product: inputs, rows of x, and what a program computes."""
+    """Constants of a product."""
 
-    size: int
-    n: int
-    rows: int
-    columns: int
-    parts: int
-    adds: bool
+    size: int  # inputs
+    n: int  # rows of x
+    rows: int  # numbers of each output row that a program computes
+    columns: int  # inputs that a program reads at a time
+    parts: int  # 2 with a gate, else 1
+    adds: bool  # whether the result is added to the output
 
 
 @triton.jit
 def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
     """Compute `P.rows` numbers of each row of `out`, from `P.parts` times as many weight rows.
 
-    With two parts a weight row of the gate is followed by the one of the second half that belongs to it. The root mean
-    square is a factor of the whole sum: x is read once. Each row of x has its own sums, all of them in registers.
+    With two parts, each weight row of the first half is followed by its counterpart in the second half. x is divided by
+    its root mean square only at the end, so it is read once. The sums of each row of x are held in registers.
     """
     rows = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
     of_part = tl.arange(0, P.rows * P.parts)
@@ -107,20 +107,20 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
 
 @triton.jit
 def _none(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sums of no column, of products and of squares."""
+    """Return sums of products and of squares that are zero."""
     return tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((COLUMNS,), tl.float32)
 
 
 @triton.jit
 def _add(x, here, inside, w, factor, state):
-    """Add some columns more to the sums of one row of x, and of its squares."""
+    """Add the columns `here` to one row's sums of products and of squares."""
     some = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
     return state[0] + w * (some * factor)[None, :], state[1] + some * some
 
 
 @triton.jit
 def _finish(state, eps, more, into, there, norm, P: tl.constexpr):
-    """Finish one row's sums: bias, gate, and the sum with `out`."""
+    """Finish one row: apply the norm, the bias `more` and the gate, add the output so far, and store the result."""
     total = tl.sum(state[0], 1)
     if len(norm):
         total *= 1.0 / tl.sqrt(tl.sum(state[1], 0) / P.size + eps)

@@ -1,9 +1,11 @@
-"""Shared parts of the attention kernels: rows of queries, turned in registers, and softmax over blocks of keys.
+"""What the attention kernels share: queries that are rotated in registers, and the softmax over blocks of keys.
 
-Scores are held in base 2: a score is `q · k · scale` with `scale = log2(e) / √D`. A row's state is its largest score so
-far, the sum of `2^(score - largest)`, and the sum of values with these weights, all float32.
+A score is `q · k · scale` with `scale = log2(e) / √D`, so weights are powers of two. The state of M rows is `(top [M],
+total [M], sums [M, D])`, float32: each row's largest score so far, the sum of its weights `2^(score - top)`, and the
+sum of the values times their weights.
 
-A head's dimensions are held as two halves, padded to a power of two each: RoPE pairs dimension i with i + D/2.
+The D dimensions of queries and keys are two halves, because RoPE pairs dimension i with i + D/2; each half is padded to
+a power of two.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from torch import Tensor
 
 from lce.kernels.cuda.launching import DTYPES
 
-LOWEST = tl.constexpr(-3.0e38)  # the largest score of a row that has seen no key: finite, so that no NaN arises
+LOWEST = tl.constexpr(-3.0e38)  # the largest score of a row that has seen no key: with -inf, NaN would arise
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-LARGEST = 256  # dimensions of a head
+LARGEST = 256  # the largest number of a head's dimensions
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
-    """Return whether the kernels take these: one dtype that they know, one device, vectors contiguous, heads not too
-    large.
+    """Return whether the kernels take tensors `[..., D]`: of one known dtype, on one device, the last dimension
+    contiguous, D even and at most `LARGEST`.
     """
     dim = x.shape[-1]
     return (
@@ -40,7 +42,7 @@ def takes(x: Tensor, *others: Tensor) -> bool:
 
 
 class Heads(NamedTuple):
-    """Vectors of heads `[heads, rows, D]`, as a kernel takes them: a tensor, and how far heads and rows are apart."""
+    """A tensor `[heads, rows, D]` as a kernel's argument, with the strides of heads and of rows."""
 
     at: Tensor
     head: int
@@ -53,21 +55,21 @@ def heads(x: Tensor) -> Heads:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Constants of an attention kernel: a head's dimensions, and the rows and keys of a block."""
+    """Constants of an attention kernel: a head's dimensions, and the numbers of rows and keys in a block."""
 
     dim: int
     rows: int
     keys: int
-    precision: str  # of products
+    precision: str  # Triton's `input_precision` of products
 
     @cached_property
     def half(self) -> int:
-        """Half of the dimensions, padded."""
+        """Half of the dimensions, padded to a power of two."""
         return max(16, triton.next_power_of_2(self.dim // 2))
 
     @cached_property
     def wide(self) -> int:
-        """The dimensions, padded."""
+        """The dimensions, padded to a power of two."""
         return max(16, triton.next_power_of_2(self.dim))
 
 
@@ -78,13 +80,16 @@ def score_scale(dim: int) -> float:
 
 @triton.jit
 def nothing_seen(ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Return the state of rows that have seen no key."""
+    """Return the state of ROWS rows that have seen no key."""
     return tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
 
 
 @triton.jit
 def load_turned(x, at, seen, turn, turn_at, B: tl.constexpr):
-    """Load rows `x + at[i]`, where `seen`, as two halves `[M, B.half]`, turned by `turn + turn_at[i]` unless empty."""
+    """Load the rows at `x + at [M]` for which `seen [M]` as two halves `[M, B.half]`.
+
+    With `turn`, two pointers to cosines and sines, row i is rotated by the `D/2` angles at the offset `turn_at[i]`.
+    """
     column = tl.arange(0, B.half)
     mask = seen[:, None] & (column < B.dim // 2)[None, :]
     first = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
@@ -99,10 +104,10 @@ def load_turned(x, at, seen, turn, turn_at, B: tl.constexpr):
 
 @triton.jit
 def attend_keys(q, k, v, rows, span, state, scale, B: tl.constexpr, MASKED: tl.constexpr):
-    """Attend keys `first..stop-1`, `rows`, with the two halves of queries; `k v` point to `first`, and rows are apart.
+    """Attend keys `first..stop-1` with the two halves `q` of M rows; return the rows' new state.
 
-    Masked: row i sees those from `span[0][i]` up to before `span[1][i]` alone. Without a mask `stop - first` is a
-    multiple of `B.keys`. Returns the queries' state.
+    `rows` is `(first, stop)`; `k` and `v` are pairs of a pointer to row `first` and the stride of rows. With MASKED,
+    row i sees the keys `span[0][i] .. span[1][i] - 1` alone; without, `stop - first` is a multiple of `B.keys`.
     """
     k_at, k_row = k
     v_at, v_row = v
@@ -143,7 +148,7 @@ def attend_keys(q, k, v, rows, span, state, scale, B: tl.constexpr, MASKED: tl.c
 
 @triton.jit
 def finish(state):
-    """Return the rows' output and log-sum-exp (natural): 0 and -inf where a row saw no key."""
+    """Return the output `[M, D]` and log-sum-exp `[M]` of rows: 0 and -inf for a row that saw no key."""
     top, total, sums = state
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)

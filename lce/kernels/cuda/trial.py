@@ -1,4 +1,4 @@
-"""The smallest kernel, which shows whether Triton can compile and launch here."""
+"""The smallest kernel, by which `launching` finds out whether Triton can compile and launch."""
 
 from __future__ import annotations
 

@@ -112,12 +112,8 @@ def test_a_threading_layer_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "UsageError: Numba has no threading layer 'nothing' here" in caught.value.stderr
 
 
-def test_threads_are_pytorchs() -> None:
-    before = torch.get_num_threads()
-    try:
-        for number in (1, 2, 1):
-            torch.set_num_threads(number)
-            assert n_threads() <= number
-            assert torch.get_num_threads() == number
-    finally:
-        torch.set_num_threads(before)
+def test_threads_are_pytorchs(any_threads: None) -> None:
+    for number in (1, 2, 1):
+        torch.set_num_threads(number)
+        assert n_threads() <= number
+        assert torch.get_num_threads() == number

@@ -1,58 +1,46 @@
-"""Norms, gates and rotations against their definitions in float64, in every layout that callers have."""
+"""Norms, gates, rotations and copies against their definitions in float64, in every layout that callers have."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lce.kernels.cpu import elementwise
+from lce.kernels.cpu.elementwise import take_rows
+from tests.kernels import truth
+from tests.kernels.truth import EPS, normed, random, rotated
 
 MANY = elementwise.ALONE // 16  # rows of 16 numbers that several threads share
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def assert_close(got: Tensor, expected: Tensor) -> None:
     """Within the rounding of the result."""
-    bound = torch.finfo(got.dtype).eps * expected.abs() + 1e-6 * expected.abs().clamp(min=1)
-    assert ((got.double() - expected).abs() <= bound).all()
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.double().chunk(2, dim=-1)
-    cos, sin = cos.double(), sin.double()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    truth.assert_close(got, expected, 1e-6 * expected.abs().clamp(min=1))
 
 
 @pytest.mark.parametrize("n", [1, 5, MANY])
 def test_the_norm_of_rows_and_of_heads(n: int, dtype: torch.dtype) -> None:
-    weight, rows = random(16, dtype=dtype, seed=2), random(n, 3, 16, dtype=dtype, seed=1)
+    weight, rows = random(16, dtype=dtype, seed=2), random(n, 3, 16, dtype=dtype)
     for x in (rows[:, 1].contiguous(), rows[:, 1], rows.transpose(0, 1)):
-        wide = x.double()
-        expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        got = elementwise.rms_norm(x, weight, 1e-5)
+        got = elementwise.rms_norm(x, weight, EPS)
         assert got.shape == x.shape
-        assert_close(got, expected)
+        assert_close(got, normed(x, weight))
 
 
 @pytest.mark.parametrize("n", [1, 5, MANY])
 def test_the_gate_of_an_mlp(n: int, dtype: torch.dtype) -> None:
-    x = random(n, 46, dtype=dtype, seed=1) * 8
-    gate, up = x.double().chunk(2, dim=-1)
-    assert_close(elementwise.silu_mul(x), F.silu(gate) * up)
+    x = random(n, 46, dtype=dtype) * 8
+    assert_close(elementwise.silu_mul(x), truth.gate(x))
 
 
 @pytest.mark.parametrize("n", [1, 7, MANY])
 @pytest.mark.parametrize("layout", ["heads", "tokens first", "one turn", "slots", "rows"])
 def test_rotations_broadcast(n: int, layout: str, dtype: torch.dtype) -> None:
-    x, turns = random(3, n, 16, dtype=dtype, seed=1), random(2, n, 8, dtype=dtype, seed=2)
+    x, turns = random(3, n, 16, dtype=dtype), random(2, n, 8, dtype=dtype, seed=2)
     match layout:
         case "tokens first":
-            x = random(n, 3, 16, dtype=dtype, seed=1).transpose(0, 1)
+            x = random(n, 3, 16, dtype=dtype).transpose(0, 1)
         case "one turn":
             turns = turns[:, :1]
         case "slots":
@@ -67,7 +55,7 @@ def test_rotations_broadcast(n: int, layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [1, 7, MANY])
 @pytest.mark.parametrize("turned", [False, True])
 def test_append_writes_its_rows_and_no_others(n: int, turned: bool, dtype: torch.dtype) -> None:
-    joined = random(n, 5, 16, dtype=dtype, seed=1).transpose(0, 1)
+    joined = random(n, 5, 16, dtype=dtype).transpose(0, 1)
     k, v, turns = joined[1:3], joined[3:], random(2, n, 8, dtype=dtype, seed=2)
     into = torch.zeros(2, 2, n + 4, 16, dtype=dtype)
     elementwise.append(k, v, *into, 3, *(turns if turned else (None, None)))
@@ -90,3 +78,22 @@ def test_rows_behind_the_end_are_refused() -> None:
     for at in (-1, 6):
         with pytest.raises(AssertionError):
             elementwise.append(k, k, into, into.clone(), at, None, None)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 90, 3), (3, 200, 64)])
+def test_rows_are_those_of_the_index(stored: torch.dtype, shape: tuple[int, int, int]) -> None:
+    one, two = ((torch.randn(shape[0], shape[1] + 3, shape[2]) * 9).to(stored)[:, 2:-1] for _ in range(2))
+    for index in (torch.arange(shape[1]), torch.randint(shape[1], (77,)), torch.zeros(0, dtype=torch.int64)):
+        taken = take_rows((one, two), index)
+        assert all(torch.equal(a, x[:, index]) for a, x in zip(taken, (one, two), strict=True))
+
+
+def test_rows_go_where_the_caller_wants_them() -> None:
+    tensors, index = (torch.randn(2, 90, 4), torch.randn(2, 90, 4)), torch.tensor([3, 3, 80])
+    buffer = torch.empty(50)
+    taken = take_rows(tensors, index, buffer)
+    assert all(torch.equal(a, x[:, index]) for a, x in zip(taken, tensors, strict=True))
+    assert taken[0].data_ptr() == buffer.data_ptr()
+    assert taken[1].data_ptr() == buffer[24:].data_ptr()
+    assert torch.equal(take_rows(tensors, index, buffer[:47])[1], tensors[1][:, index])  # too small: not used

@@ -4,59 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import MOST_ROWS
 from lce.kernels.cpu.products import product
-
-EPS = 1e-5
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def truth(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, onto: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """In float64."""
-    wide = x.double()
-    if norm is not None:
-        wide = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
-    out = wide @ weight.double().T + (0 if bias is None else bias.double())
-    if gated:
-        gate, up = out.chunk(2, dim=-1)
-        out = F.silu(gate) * up
-    return out if onto is None else onto.double() + out
+from tests.kernels import truth
+from tests.kernels.truth import EPS, random
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
     """Within the rounding of the result, and of float32 sums of some hundred numbers."""
-    rounding = torch.finfo(got.dtype).eps
-    bound = rounding * expected.abs() + 3e-6 * expected.abs().max()
-    assert ((got.double() - expected).abs() <= bound).all()
+    truth.assert_close(got, expected, 3e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
 @pytest.mark.parametrize(("size", "n_out"), [(7, 3), (96, 130), (512, 64)])
 def test_equals_the_product_in_float64(rows: int, size: int, n_out: int, dtype: torch.dtype) -> None:
-    x, weight = random(rows, size, dtype=dtype, seed=1), random(n_out, size, dtype=dtype, seed=2)
-    assert_close(product(x, weight), truth(x, weight))
+    x, weight = random(rows, size, dtype=dtype), random(n_out, size, dtype=dtype, seed=2)
+    assert_close(product(x, weight), truth.product(x, weight))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gated: bool, dtype: torch.dtype) -> None:
-    x, weight = random(rows, 80, dtype=dtype, seed=1), random(140, 80, dtype=dtype, seed=2)
+    x, weight = random(rows, 80, dtype=dtype), random(140, 80, dtype=dtype, seed=2)
     norm, bias = random(80, dtype=dtype, seed=3), random(140, dtype=dtype, seed=4) if with_bias else None
     onto = random(rows, 70 if gated else 140, dtype=dtype, seed=5)
     given = onto.clone()
     got = product(x, weight, bias, norm=norm, eps=EPS, gated=gated, onto=given)
     assert got is given
-    assert_close(got, truth(x, weight, bias, norm=norm, eps=EPS, gated=gated, onto=onto))
+    assert_close(got, truth.product(x, weight, bias, norm=norm, gated=gated, onto=onto))
 
 
 @pytest.mark.parametrize(("size", "n_out"), [(20, 6), (300, 134), (3072, 70), (8192, 18)])
@@ -64,13 +42,14 @@ def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gate
 def test_a_row_has_the_bits_that_it_has_alone(
     any_threads: None, size: int, n_out: int, gated: bool, dtype: torch.dtype
 ) -> None:
-    x, weight = random(MOST_ROWS, size, dtype=dtype, seed=1), random(n_out, size, dtype=dtype, seed=2)
-    norm, bias = random(size, dtype=dtype, seed=3), random(n_out, dtype=dtype, seed=4)
-    alone = torch.cat([product(row[None], weight, bias, norm=norm, eps=EPS, gated=gated) for row in x])
+    x, weight = random(MOST_ROWS, size, dtype=dtype), random(n_out, size, dtype=dtype, seed=2)
+    around = {"norm": random(size, dtype=dtype, seed=3), "eps": EPS, "gated": gated}
+    bias = random(n_out, dtype=dtype, seed=4)
+    alone = torch.cat([product(row[None], weight, bias, **around) for row in x])
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
         for n in range(1, MOST_ROWS + 1):
-            assert torch.equal(product(x[:n], weight, bias, norm=norm, eps=EPS, gated=gated), alone[:n]), n
+            assert torch.equal(product(x[:n], weight, bias, **around), alone[:n]), n
 
 
 @pytest.mark.parametrize("gate", [-1e30, -200.0, -88.5, 88.5, 1e30])
@@ -81,7 +60,7 @@ def test_a_gate_far_from_zero_neither_overflows_nor_is_lost(gate: float) -> None
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_visible(value: float, dtype: torch.dtype) -> None:
-    x, weight = random(1, 40, dtype=dtype, seed=1), random(8, 40, dtype=dtype, seed=2)
+    x, weight = random(1, 40, dtype=dtype), random(8, 40, dtype=dtype, seed=2)
     weight[2, 3] = value
     assert product(x, weight).isfinite().tolist() == [[i != 2 for i in range(8)]]
     assert not product(x, weight, gated=True)[0, 2].isfinite()

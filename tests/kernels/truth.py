@@ -1,0 +1,52 @@
+"""What the tests of kernels share: random tensors, operations in float64, and the device of the kernels for GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU, Triton's interpreter runs the kernels
+ON_GPU = [pytest.mark.cuda] if DEVICE == "cuda" else []
+MOST = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # the largest error of attention on a GPU
+EPS = 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def on_device(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(DEVICE) for x in tensors]
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
+
+
+def gate(x: Tensor) -> Tensor:
+    first, second = x.double().chunk(2, dim=-1)
+    return F.silu(first) * second
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (first, second), cos, sin = x.double().chunk(2, dim=-1), cos.double(), sin.double()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
+    """`around`: `norm`, `gated` and `onto`, as kernels take them."""
+    norm, onto = around.get("norm"), around.get("onto")
+    wide = x.double() if norm is None else normed(x, norm)
+    out = wide @ weight.double().T + (0 if bias is None else bias.double())
+    out = gate(out) if around.get("gated") else out
+    return out if onto is None else onto.double() + out
+
+
+def assert_close(got: Tensor, expected: Tensor, most: float | Tensor) -> None:
+    """Check against float64: within the rounding of the result's dtype, relative, or `most`."""
+    bound = torch.finfo(got.dtype).eps * expected.abs() + most
+    assert ((got.double() - expected).abs() <= bound).all()
