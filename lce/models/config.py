@@ -80,11 +80,16 @@ class Fields:
         return None if self.values.get(key, self.defaults.get(key)) is None else self.integer(key)
 
     def integer(self, key: str, within: tuple[int, int] | None = None) -> int:
-        value: int = self._in_range(key, self._filled(key), int, within)
-        return value
+        return int(self.number(key, within=within, kind=int))
 
-    def number(self, key: str, default: float | None = None, within: tuple[float, float] | None = None) -> float:
-        return float(self._in_range(key, self._filled(key, default), float, within))
+    def number(
+        self, key: str, default: float | None = None, within: tuple[float, float] | None = None, kind: type = float
+    ) -> float:
+        value: Any = self._filled(key, default)
+        low, high = within or _RANGES[key]
+        if type(value) not in (int, kind) or not low <= value <= high:  # `type`, because a bool is an instance of int
+            raise self.refusal(key, f"a {'whole ' if kind is int else ''}number from {low} to {high}")
+        return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._filled(key, default)
@@ -96,12 +101,6 @@ class Fields:
         """Return the value under `key`, or the default of a key that is missing or null."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
-
-    def _in_range(self, key: str, value: Any, kind: type, within: tuple[float, float] | None = None) -> Any:
-        low, high = within or _RANGES[key]
-        if type(value) not in (int, kind) or not low <= value <= high:  # `type`, because a bool is an instance of int
-            raise self.refusal(key, f"a {'whole ' if kind is int else ''}number from {low} to {high}")
-        return value
 
     def text(self, key: str) -> str | None:
         value = self.values.get(key)
@@ -122,14 +121,6 @@ class Fields:
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
         return Fields(f"{self.where}: {key}", value)
-
-    def inner(self, key: str, inherited: Sequence[str]) -> Fields:
-        """Return the object under `key`, with the values that this outer object has for the `inherited` keys."""
-        value = self.values.get(key)
-        if not isinstance(value, dict):
-            raise self.refusal(key, "an object")
-        shared = {name: self.values[name] for name in inherited if self.values.get(name) is not None}
-        return Fields(f"{self.where}: {key}", value | shared)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from lce.models.layers import Model
 from lce.models.registry import family, family_of
 
 # These keys beside `text_config` describe the weights of the text model and of the image encoder.
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_config")
+_SHARED = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 
 
 @family("mistral3", "Mistral3ForConditionalGeneration")
@@ -21,7 +21,11 @@ class Mistral3(Model):
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
-        text = fields.inner("text_config", inherited=_OF_THE_WHOLE)
+        own = fields.values.get("text_config")
+        if not isinstance(own, dict):
+            raise fields.refusal("text_config", "an object")
+        shared = {key: fields.values[key] for key in _SHARED if fields.values.get(key) is not None}
+        text = Fields(f"{fields.where}: text_config", own | shared)
         found = family_of(text)
         if found is cls:
             raise text.refusal("model_type", "the name of a text model's family")

@@ -120,9 +120,15 @@ def _answer(request: str) -> bytes:
 
     The process limits its own processor time. Waiting may take much longer, on a machine whose processors are busy.
     """
+    script = Path(__file__).with_name("template.py")
+    if getattr(sys, "frozen", False) or not sys.executable or not script.is_file():
+        raise ModelError(_cannot_start("this program has no Python interpreter of its own"))
+    origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin]
+    folders = dict.fromkeys(str(Path(origin).parent.parent) for origin in origins)
+    command = [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]  # sees no packages but Jinja's
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     try:  # in a process group of its own: Ctrl-C interrupts only lce, which then ends the process
-        process = Popen(_command(), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=kept, process_group=0)
+        process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=kept, process_group=0)
     except OSError as error:
         raise ModelError(_cannot_start(error.strerror or type(error).__name__)) from None
     with process:
@@ -138,16 +144,6 @@ def _answer(request: str) -> bytes:
     if process.returncode == 1:
         raise ModelError(_cannot_start("Python or Jinja does not start there"))
     return answer
-
-
-def _command() -> list[str]:
-    """Return the command that starts `template.py`. It sees no working folder and no packages but Jinja's."""
-    script = Path(__file__).with_name("template.py")
-    if getattr(sys, "frozen", False) or not sys.executable or not script.is_file():
-        raise ModelError(_cannot_start("this program has no Python interpreter of its own"))
-    origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin]
-    folders = dict.fromkeys(str(Path(origin).parent.parent) for origin in origins)
-    return [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]
 
 
 def _cannot_start(reason: str) -> str:

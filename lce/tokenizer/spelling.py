@@ -10,6 +10,7 @@ every chain is equal to a `Spelling`, which decodes token by token, so that earl
 from __future__ import annotations
 
 import codecs
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -65,10 +66,7 @@ class Spelling:
         if decoder is None:
             return cls(separator=" ")
         check_steps(decoder, "decoder")
-        spelling = cls()
-        for step in _steps(decoder, "decoders"):
-            spelling = spelling._then(step)
-        return spelling
+        return functools.reduce(cls._then, _steps(decoder, "decoders"), cls())
 
     def _then(self, step: Mapping[str, Any]) -> Spelling:
         match step, self.fused:

@@ -256,13 +256,10 @@ class Checkpoint:
             text = " and ".join(f"{len(names)} {fault} ({few(names)})" for fault, names in faults.items() if names)
             remedy = "check that config.json belongs to these weights, or download the checkpoint again"
             raise ModelError(f"{where}: tensors {text}; {remedy}")
-        wrong = {name: shape for name, shape in wanted.items() if published[name] != tuple(shape)}
-        if wrong:
-            texts = [
-                f"{shown(name)} is {list(published[name])}, expected {list(shape)}" for name, shape in wrong.items()
-            ]
-            listed = few(texts, quoted=False)
-            raise ModelError(f"{where}: wrong shapes: {listed}; check that config.json belongs to these weights")
+        if wrong := [name for name, shape in wanted.items() if published[name] != tuple(shape)]:
+            first = f"{shown(wrong[0])} is {list(published[wrong[0]])}, expected {list(wanted[wrong[0]])}"
+            fault = f"{len(wrong)} wrong shapes: {first}"
+            raise ModelError(f"{where}: {fault}; check that config.json belongs to these weights")
         infos = {name: self.tensors[name] for name in sorted(wanted) if name in self.tensors}
         unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in DTYPES]
         if unread:
