@@ -131,9 +131,7 @@ def lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise DataError(
-            f"{named(path)} is being written by another process; wait for it, or name another file"
-        ) from None
+        raise DataError(f"{named(path)} is being written by another process; wait, or name another file") from None
 
 
 def draft_path(target: Path) -> Path:

@@ -9,10 +9,8 @@ from typing import NoReturn
 
 from lce.errors import UsageError, shown
 
-Progress = Callable[
-    [int, int], None
-]  # a function of tokens done and tokens in all; an exception that it raises ends the call
-StageProgress = Callable[[str, int, int], None]  # a function of the stage, units done and units in all
+Progress = Callable[[int, int], None]  # takes the tokens done and all tokens; an exception in it ends the call
+StageProgress = Callable[[str, int, int], None]  # takes the stage, the units done and all units
 
 _silent = False
 

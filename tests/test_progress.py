@@ -14,9 +14,7 @@ from tests.checkpoints import tokens
 
 
 @pytest.mark.parametrize("call", ["generate", "stream", "prefill", "prefill_file"])
-def test_true_draws_a_bar_on_stderr(
-    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], call: str
-) -> None:
+def test_true_draws_a_bar(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], call: str) -> None:
     engine = lce.load(tiny_model, "longheads", block=32)
     path = (tmp_path / "c.lce",) if call == "prefill_file" else ()
     made: Any = getattr(engine, call)(tokens(100), *path, progress=True)

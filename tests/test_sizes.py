@@ -37,9 +37,7 @@ def test_sizes_in_bytes(size: int | str, n_bytes: int) -> None:
      "8GiB8", "8 GiB\n1", "٣GiB", "nan", "inf", "0x10", -1, True, False, 1.5, None, [8]],
 )  # fmt: skip
 def test_other_values_are_refused(size: object) -> None:
-    with pytest.raises(
-        UsageError, match=r"^budget is .*; expected a number of bytes, or a size such as 8GiB, 8G or 512MiB\Z"
-    ):
+    with pytest.raises(UsageError, match=r"^budget is .*; expected a number of bytes, or a size such as 8GiB.*\Z"):
         in_bytes(size, "budget")
 
 

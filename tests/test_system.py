@@ -168,7 +168,5 @@ def test_a_child_of_a_process_with_threads_is_refused_before_it_hangs(tiny_model
     refused = [answer for answer in said if not answer.endswith(" fine")]
     assert refused == said[6:8]
     for answer in refused:
-        assert answer.startswith(
-            "two threads 2 this process was forked from one that had computed with several threads"
-        )
+        assert answer.startswith("two threads 2 this process was forked from one that had computed with several")
         assert "torch.set_num_threads(1)" in answer

@@ -116,9 +116,7 @@ def test_an_embedders_file_is_typed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("editable", [False, True], ids=["plain", "editable"])
-def test_an_embedders_file_is_typed_in_a_fresh_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, editable: bool
-) -> None:
+def test_an_installed_package_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, editable: bool) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     source, python = tmp_path / "source", tmp_path / "venv" / "bin" / "python"
     source.mkdir()

@@ -22,12 +22,12 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 
 class _Cancelled(Exception):
-    """Raised to end the prefill of a cancelled stream; `Alone.pieces` catches it."""
+    """An exception that ends the prefill of a cancelled stream; `Alone.pieces` catches it."""
 
 
 @dataclass(eq=False)
 class Alone:
-    """Prefills and decodes one context at a time, which no other thread uses meanwhile. Holds no state.
+    """Prefills and decodes one context at a time. The caller has reserved the context. Holds no state.
 
     `device` is the first layer's. `tape` makes a recorder of decode steps; None records nothing.
     """
@@ -47,9 +47,7 @@ class Alone:
         recorder = context.graph if driver is None else None
         return Lane(driver or self.driver, context.cache, context.rope, ids, recorder, ahead)
 
-    def append(
-        self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False
-    ) -> Lane:
+    def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None, ahead: bool = False) -> Lane:
         """Append a block of tokens to a context, which keeps the logits after the block.
 
         After an error or an interruption the cache has all tokens of the block or none.
@@ -67,7 +65,7 @@ class Alone:
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
-        """Prefill the context's uncached tokens. Without any, read the last token again if its logits are not known."""
+        """Prefill the context's uncached tokens. If there are none and no logits, read the last token again."""
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for ids in blocks(context.uncached, self.block, progress):

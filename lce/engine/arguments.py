@@ -47,7 +47,7 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | Callable[[str], object] | None
     logprobs: int | None  # the number of likeliest tokens whose log-probabilities are recorded beside each token's own
-    progress: Progress | bool | None  # progress of the prefill: True for a bar, or a function of tokens done and in all
+    progress: Progress | bool | None  # True for a bar of the prefill, or a function of the tokens done and of all
 
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
@@ -78,7 +78,7 @@ def generation_options(given: Mapping[str, Any]) -> Options:
 
 
 def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> None:
-    """Raise `UsageError` for a name that is not valid."""
+    """Raise `UsageError` if a name in `given` is not among the `valid` names of `what`."""
     unknown = next((name for name in given if name not in valid), None)
     if unknown is not None:
         raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}")
@@ -111,7 +111,7 @@ def ids_of(prompt: object, vocab_size: int) -> list[int]:
             raise UsageError(f"the prompt is {kind}; expected text, or token ids: whole numbers of one dimension")
         try:
             return checked_ids(prompt.tolist(), vocab_size)
-        except (RuntimeError, NotImplementedError):  # a meta or a sparse tensor
+        except (RuntimeError, NotImplementedError):  # a meta tensor or a sparse tensor
             raise UsageError("the prompt is a tensor that has no list of numbers; expected a dense one") from None
     if isinstance(prompt, Mapping | Set) or not isinstance(prompt, Iterable):
         raise UsageError(f"the prompt is a {type(prompt).__name__}; expected text or token ids")

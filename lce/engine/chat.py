@@ -18,7 +18,7 @@ from lce.tokenizer.chat import ChatText
 if TYPE_CHECKING:
     from lce.engine.engine import Engine
 
-_SAID = "This is what was said before."  # a message in the place of a context's tokens whose messages are not known
+_SAID = "This is what was said before."  # a message that stands for tokens of a context whose messages are unknown
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ class Conversation(Unique):
         self.context = context  # None before the first turn
         self.tokens_read = 0
         self._length = count(length, "length", least=0)
-        self._before = (
-            [] if context is None else list(context.token_ids)
-        )  # the ids of tokens that no message stands for
+        self._before = [] if context is None else list(context.token_ids)  # tokens that no message stands for
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
         engine.tokenizer.require_chat()
@@ -152,7 +150,7 @@ class Conversation(Unique):
             self._past = replace(past, turn=None)  # `_fit` finds out which of the new messages the context holds
             return
         text, marks = turn.chat.text + result.text, [*past.marks, (len(turn.chat.text), turn.n_asked)]
-        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # a stop string would have been cut off
+        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # else a stop string was cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
         self._past = _Past([*past.messages, *said], text, marks)

@@ -65,7 +65,7 @@ class Context(Unique):
         self.source = data.source
         self._last = data.cache.length, data.logits  # a cache length, and the logits after its last token
         self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
-        self._lock = Lock()  # held by the call or stream that uses the context
+        self._lock = Lock()  # the call or stream that uses the context holds this lock
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -132,9 +132,7 @@ class Context(Unique):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
-            del self.token_ids[
-                n_tokens:
-            ]  # last: an interruption before it leaves uncached tokens, which are read again
+            del self.token_ids[n_tokens:]  # last, because tokens that the cache lacks are read again
 
     def close(self) -> None:
         """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lce import system
-from lce.cache.layout import CacheLayout
 from lce.errors import UsageError, shown
 
 EXPECTED = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
@@ -85,9 +84,3 @@ def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
     for _ in range(n_layers - len(free)):
         counts[max(range(len(free)), key=lambda i: free[i] / (counts[i] + 1))] += 1
     return counts
-
-
-def layers_text(part: CacheLayout) -> str:
-    """Return the layers of a device as text: `layers 0 to 15`."""
-    first, last = part.first_layer, part.first_layer + part.n_layers - 1
-    return f"layer {first}" if first == last else f"layers {first} to {last}"

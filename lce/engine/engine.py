@@ -21,7 +21,6 @@ from lce.engine.answer import Generation, Piece, Stats
 from lce.engine.arguments import GenerationOptions, Options, Prompt, Prompts, are_many, generation_options, ids_of
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
-from lce.engine.devices import layers_text
 from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
 from lce.engine.planning import ALLOWANCE
@@ -88,9 +87,10 @@ class Engine(Unique):
         return self._fingerprint()
 
     def __repr__(self) -> str:
-        where = str(self.device)
-        if self.layout.borders:
-            where = "; ".join(f"{layers_text(part)} on {part.device}" for part in self.layout.by_device)
+        where, parts = str(self.device), self.layout.by_device
+        if len(parts) > 1:
+            spans = ((part.first_layer, part.first_layer + part.n_layers - 1, part.device) for part in parts)
+            where = "; ".join(f"layers {first} to {last} on {device}" for first, last, device in spans)
         return f"Engine({self.method!r}, window={self.window}, block={self.block}, {where}, {self.dtype})"
 
     @overload
@@ -122,7 +122,7 @@ class Engine(Unique):
         return found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
-        """Generate a piece of text at a time. Work starts at the first `next`; `.result` has the figures.
+        """Generate text piece by piece. Work starts at the first `next`; `.result` has the figures.
 
         If prefill fails, or is interrupted or cancelled, `context` is as it was before. After prefill, the answer so
         far stays in `context`. No other call may use `context` until the stream ends. Any thread may end the stream
@@ -132,7 +132,7 @@ class Engine(Unique):
         return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
 
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
-        """Generate like `stream`, for `async for`. The stream's own thread does the work, from the loop's start on."""
+        """Generate like `stream`, for `async for`. The stream's own thread does the work once the loop starts."""
         checked = self._options(options)
         return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
 
@@ -389,7 +389,7 @@ class Engine(Unique):
 
 
 class _End:
-    """An attribute of an engine: returns freed memory to the system when the engine itself is freed."""
+    """An object that returns freed memory to the system when the engine that holds the object is freed."""
 
     def __init__(self) -> None:
-        weakref.finalize(self, give_back_freed_memory).atexit = False  # `__del__` fails while Python itself ends
+        weakref.finalize(self, give_back_freed_memory).atexit = False  # a `__del__` would fail when Python ends

@@ -81,7 +81,7 @@ class CudaTape:
         return graph.replay
 
     def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Return a function that returns the present numbers once the work launched so far is done."""
+        """Return a function that waits for the work launched so far, and returns the numbers that this work left."""
         held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         held.copy_(numbers, non_blocking=True)
         done = torch.cuda.Event()
@@ -148,7 +148,7 @@ class DecodeGraph:
         Returns False, and appends nothing, if this pass must run kernel by kernel. If `lane.ahead`, the step of the
         likeliest next token is launched too. After an error or an interruption the cache is as before.
         """
-        early, self._early = self._early, None  # an early step serves the pass right after it, or none
+        early, self._early = self._early, None  # an early step can serve the next pass only
         if self.refused or _pauses or len(lane.token_ids) > 1:
             return False
         start, cache, token_id = lane.start, lane.cache, lane.token_ids[0]
@@ -189,13 +189,11 @@ class DecodeGraph:
 
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
         """Return the current recording, or a new one if the bound differs or memory has moved."""
-        memory = [
-            None if x is None else ref(x) for x in cache.memory
-        ]  # equal memory: `ref` returns one object a living tensor
+        memory = [None if x is None else ref(x) for x in cache.memory]  # `ref` returns the same object for a tensor
         found, layers = self._recording, cache.layers
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
             return found
-        self._recording = None  # frees the memory of its graph
+        self._recording = None  # frees the memory of the graph
 
         def work() -> None:
             """Do the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
@@ -215,7 +213,7 @@ class DecodeGraph:
         return self._launch(recording, cache, start, None)
 
     def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
-        """Launch the step of a token at `start`; None: of the likeliest token after the previous step.
+        """Launch the step of the token at `start`. None stands for the likeliest token after the previous step.
 
         The first launch of a recording runs kernel by kernel. The second one records the step and replays it.
         """

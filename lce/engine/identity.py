@@ -92,7 +92,7 @@ def _as_json(value: object) -> Any:
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each difference of two identities with its remedy; a difference that needs another model comes first."""
+    """Yield each difference of two identities with its remedy; differences that need other weights come first."""
     if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
         remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"

@@ -64,7 +64,7 @@ class Lane:
             if error is not None:
                 raise error
         finally:
-            del error  # breaks a cycle: the traceback has this frame
+            del error  # the traceback refers to this frame: without `del` they form a cycle
 
     def replayed(self) -> bool:
         """Replay a recorded step if possible. Return True if the step was replayed or failed."""
@@ -102,7 +102,7 @@ class Lane:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Mark the lane as failed and restore the cache; only the first error counts."""
+        """Mark the lane as failed and restore the cache. Only the first error counts."""
         if self.error is None:
             self.cache.settle()
             self.hidden, self.logits, self.error = None, None, error
@@ -128,7 +128,7 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
                     parts = hidden.split([len(lane.token_ids) for lane in begun])
                     for lane, part, logits in zip(begun, parts, last, strict=True):
                         lane.finish(part, logits)
-            except Exception as error:  # of a shared product
+            except Exception as error:  # a shared product failed
                 for lane in group:
                     lane.fail(error)
             except BaseException:

@@ -33,7 +33,7 @@ from lce.weights.packed import Scheme, all_schemes, scheme_of
 from lce.weights.safetensors_file import allocate
 from lce.weights.source import source_of
 
-MOST_THREADS = 1024  # an option beyond the cores of any machine is a mistake
+MOST_THREADS = 1024  # the most that `threads` may be
 Devices = str | torch.device | Sequence[str | torch.device] | None
 
 
@@ -96,7 +96,7 @@ def load(
         ignore=(*family.unused, *config.unused),
         joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.shapes) if scheme else None,
     )  # fmt: skip
-    if layout.borders and "head" not in loaded:  # tied to the embedding, which is on another device
+    if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
     return Engine(family(config, loaded), tokenizer, checkpoint, *options)
@@ -129,9 +129,7 @@ def _check_same(
     if theirs != ours:
         raise UsageError(f"sharing is an engine in {theirs}; expected {ours}, as asked")
     if sharing.weights != (scheme.name if scheme else None):
-        raise UsageError(
-            f"sharing is an engine with weights {sharing.weights or 'as stored'}; give it the same weights"
-        )
+        raise UsageError(f"sharing is an engine with weights {sharing.weights or 'as stored'}; give the same weights")
 
 
 class SizeOptions(TypedDict, total=False):
@@ -160,7 +158,7 @@ def plan(
     made = planned(model, method, options)
     layout, sizes = made.layout, made.weight_bytes
     if layout.borders:
-        sizes = {"head": sizes["embed"], **sizes}  # a tied head has a copy on the last device
+        sizes = {"head": sizes["embed"], **sizes}  # a tied head has its own copy on the last device
     tier_bytes = Counter[str]()
     for name, n_bytes in sizes.items():
         layer = model_class(made.config).layer_of(name, made.config)
@@ -186,7 +184,7 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Pl
     config = read_config(source)
     facts = ModelFacts(source, config, window or config.window, config.rope, plan_only=True)
     kind = dtype_of(options.get("dtype"), partial(DTYPES.__getitem__, config.dtype or "float32"))
-    own = config.published.get("quantization_config") or {}  # only a quantised checkpoint has one
+    own = config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
     budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
     devices = devices_of(options.get("device"))

@@ -28,7 +28,7 @@ from lce.cache.tier import DEVICE, DISK, HOST
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
-UNBOUNDED_TOKENS = 1 << 40  # a layout that fits a context of this many tokens counts as unbounded
+UNBOUNDED_TOKENS = 1 << 40  # a layout that fits this many tokens counts as unbounded
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Allowance:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # with a number of tokens
+        self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # with promised tokens
         os.register_at_fork(after_in_child=self._unlock)  # another thread of the parent may hold the lock
 
     def _unlock(self) -> None:

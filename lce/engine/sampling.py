@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", "a number, 0 or more", _number, lambda x: 0 <= x < math.inf),
-            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # None has no order
+            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # raises TypeError for None
             ("top_p", "more than 0 and at most 1", _number, lambda x: 0 < x <= 1),
             ("min_p", "0 (off) to 1", _number, lambda x: 0 <= x <= 1),
             ("seed", "a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),

@@ -25,13 +25,7 @@ from lce.files import check_target, draft_path, named, open_regular, remove_left
 from lce.version import __version__
 
 MOST_UNCACHED = 1 << 16  # the most tokens of a saved context that its cache may lack
-_MISFITS = (
-    RuntimeError,
-    IndexError,
-    ValueError,
-    TypeError,
-    AssertionError,
-)  # errors that tensors of wrong shapes cause
+_MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # raised for tensors of wrong shapes
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextDa
     sweep(path)
     if not os.path.lexists(part_of(path)):
         remove_leftover(state_of(path))  # a process that was killed in `finish` left it
-    check = partial(check_texts, path, identity.vocab_size)
+    check = partial(check_texts, path, identity.vocab_size, own=False)
     snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.identity), check)
     return data_of(path, layout, snapshot, identity.vocab_size, own=False)
 
@@ -110,12 +104,10 @@ def state_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.state")
 
 
-def check_texts(
-    path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool = False
-) -> None:
+def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool) -> None:
     """Remove token ids and logits from `small`. Raises `DataError` if they do not fit the manifest.
 
-    `own` says that the file is an unfinished prefill of this process' own job.
+    `own` says that the file is the unfinished one of a prefill job.
     """
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
     most = manifest.capacity if own else manifest.capacity + MOST_UNCACHED
@@ -164,13 +156,11 @@ class PrefillJob:
     """A prefill into the context file `path`, over one or more runs.
 
     The file `path.part` takes keys and values as they are computed, and `path.part.state` holds the last checkpoint.
-    Call `start`, prefill the tokens that its cache lacks, call `checkpoint` from time to time, and `finish` at the end.
+    Call `start`, prefill the tokens that the cache lacks, call `checkpoint` from time to time, and `finish` at the end.
     After an error call `abandon`.
     """
 
-    def __init__(
-        self, path: Path, layout: CacheLayout, identity: Identity, token_ids: Sequence[int], announced: int
-    ) -> None:
+    def __init__(self, path: Path, layout: CacheLayout, identity: Identity, ids: Sequence[int], announced: int) -> None:
         check_writable(path)
         sweep(path)
         self.path = path
@@ -179,8 +169,8 @@ class PrefillJob:
         self.part, self.state = part_of(path), state_of(path)
         for each in (self.part, self.state):
             check_target(each, UsageError)
-        self.layout = layout.file(len(token_ids))
-        self.token_ids = token_ids
+        self.layout = layout.file(len(ids))
+        self.token_ids = ids
         self.announced = announced
         self.n_written = 0
         self._draft: Draft | None = None  # the unfinished file, after `start`
@@ -197,9 +187,7 @@ class PrefillJob:
     def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None]:
         remove_leftover(self.part)
         if os.path.lexists(self.part):
-            raise DataError(
-                f"{named(self.part)} is being written by another process; wait for it, or name another file"
-            )
+            raise DataError(f"{named(self.part)} is being written by another process; wait, or name another file")
         remove_leftover(self.state)
         self._draft = draft = Draft.create(self.part, self.layout)
         if before is None or not before.cache.length:
@@ -209,18 +197,27 @@ class PrefillJob:
         return restored(self.layout.cache, draft.rows, before.cache.length, tensors, own=True), before.logits
 
     def _resume(self) -> tuple[KVCache, Tensor | None]:
+        """Return the cache and the logits of the last checkpoint, which is a context file without rows."""
+        path, vocab_size = self.state, self.identity.vocab_size
         remedy = f"remove it and {named(self.part.name)}, or name another file"
-        manifest, tensors = _read_state(self.state, self.layout, self.identity, remedy)
+        descriptor = open_regular(path, follow=False)
+        try:
+            header = headers.read_header(descriptor, path)
+            manifest = header.manifest
+            self.identity.check(path, manifest.identity, remedy)
+            tensors = headers.read_small(header, self.layout.cache, partial(check_texts, path, vocab_size, own=True))
+        except DataError as error:
+            text = str(error)
+            raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
+        finally:
+            os.close(descriptor)
         if manifest.text != text_hash(self.token_ids):
-            raise DataError(f"{named(self.state)} belongs to another text; {remedy}")
+            raise DataError(f"{named(path)} belongs to another text; {remedy}")
         if manifest.announced != self.announced:  # keys may be rotated for the announced length
             begun = manifest.announced
-            raise DataError(
-                f"{named(self.state)} was begun with a length of {begun}; give --length {begun}, or {remedy}"
-            )
+            raise DataError(f"{named(path)} was begun with a length of {begun}; give --length {begun}, or {remedy}")
         self._draft = draft = Draft(self.part, self.layout)
-        snapshot = Snapshot(manifest, tensors, draft.rows)
-        found = data_of(self.state, self.layout.cache, snapshot, self.identity.vocab_size, own=True)
+        found = data_of(path, self.layout.cache, Snapshot(manifest, tensors, draft.rows), vocab_size, own=True)
         return found.cache, found.logits
 
     def checkpoint(self, data: ContextData) -> None:
@@ -253,19 +250,4 @@ class PrefillJob:
         elif self._draft is not None:
             self._draft.discard()
         else:
-            remove_leftover(self.part)  # empty, unless another process has locked it
-
-
-def _read_state(path: Path, layout: FileLayout, identity: Identity, remedy: str) -> tuple[Manifest, dict[str, Tensor]]:
-    """Read the last checkpoint of a job: a context file without rows."""
-    descriptor = open_regular(path, follow=False)
-    try:
-        header = headers.read_header(descriptor, path)
-        identity.check(path, header.manifest.identity, remedy)
-        check = partial(check_texts, path, identity.vocab_size, own=True)
-        return header.manifest, headers.read_small(header, layout.cache, check)
-    except DataError as error:
-        text = str(error)
-        raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
-    finally:
-        os.close(descriptor)
+            remove_leftover(self.part)  # removes the file unless another process has locked it

@@ -68,7 +68,7 @@ class Stream(Unique):
         """End the generation and free the context. Waits for a step that runs in another thread."""
         self.cancel()
         with self._step:
-            if getgeneratorstate(self._pieces) != GEN_RUNNING:  # else this call comes from a callback of the step
+            if getgeneratorstate(self._pieces) != GEN_RUNNING:  # else a callback of the running step made this call
                 self._pieces.close()
                 self._settle()
 
@@ -113,7 +113,7 @@ class AsyncStream(Unique):
         try:
             piece = await asyncio.get_running_loop().run_in_executor(self._thread, self._next)
         finally:
-            if piece is None:  # at the end, and after an error
+            if piece is None:  # the stream has ended or failed
                 await self.aclose()
         if piece is None:
             raise StopAsyncIteration
@@ -134,7 +134,7 @@ class AsyncStream(Unique):
             if (thread := self._thread) is not None:
                 self.cancel()
                 await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, self._close))
-                thread.shutdown()  # the thread is idle: this does not wait
+                thread.shutdown()  # does not wait, because the thread is idle
         finally:
             if self._thread is not None:
                 self._thread.shutdown(wait=False)  # the thread ends after the current step

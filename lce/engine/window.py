@@ -1,4 +1,4 @@
-"""The window: how long a text may be that a method can read, and the warning for a longer text."""
+"""The longest text that a method can read of a model, and the warning for longer texts."""
 
 from __future__ import annotations
 

@@ -78,10 +78,8 @@ class Script:
         self.calls += 1
         return torch.nn.functional.one_hot(torch.tensor(self.tokens[self.calls - 1]), 300).float()
 
-    def run(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), max_tokens: int = 999
-    ) -> tuple[list[str], Generation]:
-        options = Options(max_tokens, sampling=Sampling(stop=tuple(stop)))
+    def run(self, tokenizer: Tokenizer, stop: Sequence[str] = (), limit: int = 999) -> tuple[list[str], Generation]:
+        options = Options(limit, sampling=Sampling(stop=tuple(stop)))
         answer = Answer(options, {EOS, 299}, tokenizer, Generation())
         pieces = []
         while not answer.done:

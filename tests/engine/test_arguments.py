@@ -120,9 +120,7 @@ def test_every_public_function_is_in_the_table(face: Face) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_any_value_works_or_is_refused_in_one_line(
-    face: Face, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_value_works_or_is_refused(face: Face, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where some of the values are files' names
     raw = []
     for parameter in parameters(name):

@@ -80,7 +80,7 @@ def test_two_devices_give_what_one_gives(two: Gpus, models: dict[str, Path], kin
 def test_each_tensor_is_where_its_layer_is(two: Gpus, models: dict[str, Path]) -> None:
     engine = lce.load(models["qwen3, tied"], CHUNKS, device=[torch.device("cuda:0"), "cuda:1"])
     assert [(part.first_layer, part.n_layers) for part in engine.layout.by_device] == [(0, 2), (2, 1)]
-    assert "layers 0 to 1 on cuda:0; layer 2 on cuda:1" in repr(engine)
+    assert "layers 0 to 1 on cuda:0; layers 2 to 2 on cuda:1" in repr(engine)
     model, first, last = engine.model, torch.device("cuda:0"), torch.device("cuda:1")
     wanted = [first, first, last]
     assert [{w.device for w in layer.w.values()} for layer in model.layers] == [{device} for device in wanted]

@@ -99,9 +99,7 @@ def same_state(one: lce.Context, other: lce.Context) -> None:
     "name", ["full", "longheads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "quest", "rerope"))]
 )
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
-def test_a_recording_does_again_what_was_captured(
-    name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a pretended GPU, whose graphs hold operators over memory and nothing of Python."""
     monkeypatch.setattr(Attention, "choose", lambda name: PlainRuns())
     monkeypatch.setattr(launching, "installed", lambda: False)
@@ -189,9 +187,7 @@ def test_the_step_of_the_likeliest_token_is_under_way_while_the_host_reads_it(ti
     assert graph._early is None, "nothing comes after the last token"
 
 
-def test_logits_that_are_not_finite_leave_the_context_as_it_was(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = loaded(tiny_model, METHODS["longheads"])
     context = engine.prefill(PROMPT, length=200)
     engine.generate([5], context=context, max_tokens=6)

@@ -61,9 +61,7 @@ def test_a_mismatch_says_what_differs_and_which_option_helps() -> None:
         "kind=linear factor=2.0; this engine has kind=none factor=1.0: give --rope linear --rope-factor 2.0": (
             replace(ONE, rope=RopeConfig("linear", factor=2.0))
         ),
-        "theta=5.0; this engine has theta=10000.0: load the model with the config": replace(
-            ONE, rope=RopeConfig(theta=5.0)
-        ),
+        "theta=5.0; this engine has theta=10000.0: load the model with": replace(ONE, rope=RopeConfig(theta=5.0)),
         "another dtype, bfloat16; this engine has float32: give --dtype bfloat16": replace(ONE, dtype=torch.bfloat16),
     }
     for words, other in cases.items():

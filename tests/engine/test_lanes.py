@@ -107,9 +107,8 @@ def beside_a_failing_lane(folder: Path, error: type[BaseException]) -> tuple[lis
     bad = lce.load(folder, Failing(error), block=BLOCK, sharing=good)
     engines = [good, bad, good]
     contexts = [engine.prefill(tokens(20, seed=i)) for i, engine in enumerate(engines)]
-    lanes = [
-        lane_of(engine, context, [5 + i]) for i, (engine, context) in enumerate(zip(engines, contexts, strict=True))
-    ]
+    pairs = zip(engines, contexts, strict=True)
+    lanes = [lane_of(engine, context, [5 + i]) for i, (engine, context) in enumerate(pairs)]
     return lanes, lambda: forward(good.model, lanes)
 
 
@@ -157,9 +156,7 @@ def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatc
             lane.check()
 
 
-def test_from_the_loop_over_a_stream_to_the_model_there_are_six_frames(
-    engine: lce.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_a_stream_to_the_model_there_are_six_frames(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, depths = type(engine.model), set[int]()
     call, here = kind.__call__, sys._getframe()
 

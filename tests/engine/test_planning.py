@@ -177,11 +177,7 @@ def on_a_gpu(free_bytes: dict[str, int | None], **budgets: Any) -> Planner:
 def test_three_tiers() -> None:
     kib, n = 1024, 1600  # 800 KiB
     needs = on_a_gpu({}, device=100 * kib, host=81 * kib, spill_dir=Path("/")).needs(n)
-    assert {tier: need.keys_and_values // kib for tier, need in needs.items()} == {
-        "device": 100,
-        "host": 80,
-        "disk": 800,
-    }
+    assert {tier: x.keys_and_values // kib for tier, x in needs.items()} == {"device": 100, "host": 80, "disk": 800}
     assert [need.besides for need in needs.values()] == [0, 4096 * 4, 0], "checks of 3,200 rows: one block"
     free = on_a_gpu({}, device=100 * kib).needs(n - 16)  # a host without bounds takes whole slabs
     assert {tier: need.keys_and_values // kib for tier, need in free.items()} == {"device": 100, "host": 792 + 8}
@@ -196,11 +192,7 @@ def test_three_tiers() -> None:
         ({"device": 9000}, {"device": 100_000}, "device memory.* is 16 tokens; .* give a smaller --kv-device-budget$"),
         ({"host": 90_000}, {"device": 90_000}, "host memory, .* give a --kv-host-budget and a --spill-dir$"),
         ({"host": 90_000}, {"device": 90_000, "host": 99_000, "spill_dir": Path("/")}, "a smaller --kv-host-budget$"),
-        (
-            {},
-            {"device": 90_000, "host": 99_000},
-            "host memory for keys and values, and the budget is 96.7 KiB; .* 192 ",
-        ),
+        ({}, {"device": 90_000, "host": 99_000}, "host memory for keys and values, and the budget is 96.7 KiB; .* 192"),
         ({}, {"device": 1}, "in blocks of 16 with 1 B for .*; give --kv-device-budget 20KiB or more"),
         ({"disk": 1}, {"device": 90_000, "host": 1, "spill_dir": Path("/")}, "disk for /, .* 160 tokens; .* free some"),
     ],
@@ -226,9 +218,7 @@ def test_what_lies_in_an_opened_file_needs_no_memory(
         engine.generate(tokens(10), max_tokens=500, context=context)
 
 
-def test_a_file_takes_what_memory_may_not_hold(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_holds_what_memory_cannot(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method, path = LongHeads(chunk_size=8, chunks=4), tmp_path / "read.lce"
     bounded = lce.load(tiny_model, method, block=8, kv_host_budget=20_000)
     unbounded = lce.load(tiny_model, method, block=8)
@@ -307,9 +297,7 @@ def test_a_fork_counts_what_it_adds(engine: lce.Engine) -> None:
     engine.prefill(tokens(2), context=forks[3], length=1000)
 
 
-def test_bytes_that_a_file_has_reserved_are_not_counted_twice(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reserved_bytes_count_once(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "free_disk", lambda folder: 9 * CHUNK)
     method = lce.methods.LongHeads(chunk_size=8)
     options: dict[str, Any] = {"block": 16, "kv_host_budget": 100_000, "spill_dir": tmp_path}

@@ -66,17 +66,11 @@ def test_other_threads_are_not_timed(tiny_model: Path) -> None:
     ("method", "n_attended", "n_summaries"),
     [
         (lce.methods.Full(), 67, 0),
-        (
-            lce.methods.LongHeads(chunk_size=8, chunks=3, share="layer"),
-            3 + 2 * 8,
-            8,
-        ),  # own chunk, and two for all heads
+        (lce.methods.LongHeads(chunk_size=8, chunks=3, share="layer"), 3 + 2 * 8, 8),  # its own chunk and two others
     ],
     ids=["full", "longheads"],
 )
-def test_a_decode_step_reads_what_it_attends(
-    tiny_model: Path, method: lce.Method, n_attended: int, n_summaries: int
-) -> None:
+def test_a_decode_step_is_counted(tiny_model: Path, method: lce.Method, n_attended: int, n_summaries: int) -> None:
     engine = lce.load(tiny_model, method)
     context = engine.prefill(tokens(66))
     with lce.profiled(engine) as profile:

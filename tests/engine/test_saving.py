@@ -113,9 +113,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
 
 @KV_DTYPES
 @pytest.mark.parametrize("budget", [None, SMALL])
-def test_a_context_may_be_opened_with_another_budget(
-    budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_context_opens_in_another_budget(budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     roomy, tight = (load(tiny_model, spill_dir=folder, kv_dtype=kv_dtype) for folder in (None, tmp_path))
     writer, reader = (roomy, tight) if budget else (tight, roomy)
     context = writer.prefill(tokens(500))
@@ -404,9 +402,7 @@ def stop_at(n_tokens: int) -> Callable[[int, int], None]:
 @pytest.mark.parametrize("budget", [None, SMALL])
 @pytest.mark.parametrize("name", SERVING)
 @pytest.mark.covering("name")
-def test_an_interrupted_prefill_goes_on(
-    name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_prefill(name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     engine = load(tiny_model, name, tmp_path if budget else None, kv_dtype)
     ids = tokens(1000)
     engine.prefill(ids).save(tmp_path / "truth")
@@ -673,9 +669,7 @@ def test_a_context_with_an_answer_goes_on_into_a_file(document: Path, engine: lc
 
 @pytest.mark.parametrize("kind", ["folder", "FIFO", "link", "loop"])
 @pytest.mark.parametrize("suffix", ["", ".part", ".part.state"])
-def test_what_is_no_file_beside_a_context_is_refused(
-    suffix: str, kind: str, document: Path, engine: lce.Engine, tmp_path: Path
-) -> None:
+def test_what_is_no_file_is_refused(suffix: str, kind: str, document: Path, engine: lce.Engine, tmp_path: Path) -> None:
     """Nothing is waited for, nothing is written through a link, and an opening does not need what is beside a file."""
     path, beside, victim = tmp_path / "c.lce", tmp_path / f"c.lce{suffix}", tmp_path / "victim"
     victim.write_text("mine")
@@ -707,9 +701,7 @@ def test_what_is_no_file_beside_a_context_is_refused(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was opened, and no more
 @pytest.mark.parametrize(("what", "every"), [("save", 67), ("open", 101), ("prefill_file", 503)])
 @KV_DTYPES
-def test_an_interruption_anywhere_leaves_no_file(
-    what: str, every: int, kv_dtype: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_interruption_leaves_no_file(what: str, every: int, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     """No file is left but those that the call documents."""
     engine = lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=32, kv_dtype=kv_dtype)
     context, text, path = engine.prefill(tokens(45)), tokens(120, seed=1), tmp_path / "new" / "c.lce"
