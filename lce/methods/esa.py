@@ -16,21 +16,12 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
 from lce.errors import UsageError
+from lce.methods import lowdim
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.joint import JointSelection
-from lce.methods.lowdim import (
-    LearnedFor,
-    LowDimMap,
-    LowDimMaps,
-    block_scores,
-    concat_heads,
-    missing,
-    principal,
-    slice_rows,
-    usable,
-)  # fmt: skip
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, block_scores, concat_heads, principal
 from lce.methods.map_file import open_maps
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
@@ -109,7 +100,7 @@ class ESA(JointSelection):
             return self
         path = model.source.file(MAPS_FILE) if self.maps is None else Path(self.maps)
         if self.maps is None and not path.exists():
-            raise missing(self.name, wanted.command(model.source.path))
+            raise lowdim.missing(self.name, wanted.command(model.source.path))
         shapes = LowDimMap.shapes(*sizes, self.low_dim)
         return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
@@ -127,7 +118,7 @@ class ESA(JointSelection):
         made = self.sized(window)
         if made.compress != "calibrated":
             return made
-        return replace(made, maps=usable(made.maps, made.low_dim, resolved(made.far), window, self.name))
+        return replace(made, maps=lowdim.usable(made.maps, made.low_dim, resolved(made.far), window, self.name))
 
     @property
     def block(self) -> int:
@@ -262,6 +253,6 @@ class ESA(JointSelection):
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
-        most = slice_rows(len(low_q), len(low_k)) * len(low_k)
+        most = lowdim.slice_rows(len(low_q), len(low_k)) * len(low_k)
         buffer = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
         return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)
