@@ -42,6 +42,7 @@ class DualChunk(Method):
     temperature: bool = knob(False, "the factor of the released code, which the paper's results do not have")
     far: int | None = knob(None, "the query's position for chunks before the previous one; none is W - 1")
     example: ClassVar = Example({"chunk_size": 8})
+    block = 2048
 
     def for_model(self, model: ModelFacts) -> Self:
         """Return this method with `chunk_size` and `far` from Qwen's `dual_chunk_attention_config`, if there is one."""
@@ -56,10 +57,6 @@ class DualChunk(Method):
         if resolved(made.far) < size - 1:  # from a smaller position a query would see earlier keys ahead of itself
             raise UsageError(f"{self.label}: far is {made.far}; expected {size - 1} or more")
         return made
-
-    @property
-    def block(self) -> int:
-        return 2048
 
     @property
     def access(self) -> AccessPattern:

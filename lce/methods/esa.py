@@ -78,6 +78,7 @@ class ESA(JointSelection):
     top_p: float | None = top_p_knob()
     example: ClassVar = Example({"sinks": 2, "local": 5, "top_k": 4, "eps": 1, "compress": "none"}, block=3)
 
+    choices = 0, 1
     presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # 8k models
 
     def for_model(self, model: ModelFacts) -> Self:
@@ -123,10 +124,6 @@ class ESA(JointSelection):
     @property
     def block(self) -> int:
         return max(1, min(512, self.n_local // 2))  # bounds the distance of the farthest local key, `local + block`
-
-    @property
-    def choices(self) -> tuple[int, int]:
-        return 0, 1
 
     @property
     def n_recent(self) -> int:

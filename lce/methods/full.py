@@ -21,9 +21,7 @@ class Full(Method):
     Time: O(N · D) a token and head. Memory: the keys and values alone.
     """
 
-    @property
-    def block(self) -> int:
-        return 2048  # large products run faster, and only the MLP's activations grow with the block
+    block = 2048  # large products run faster, and only the MLP's activations grow with the block
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         """Return the window, or None if a sliding window bounds all distances within it."""

@@ -53,6 +53,7 @@ class LongHeads(SelectiveMethod):
     fix_layer: bool = knob(False, "all layers take the choice of the first")
 
     presets: ClassVar = {"released": {"chunk_size": 256, "chunks": 16}}
+    keeps_vectors = True
 
     def resolve(self, window: int) -> Self:
         if self.fix_head and self.share != "head":
@@ -67,10 +68,6 @@ class LongHeads(SelectiveMethod):
     def access(self) -> AccessPattern:
         per_head = self.share != "layer" and not self.fix_head
         return AccessPattern(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
-
-    @property
-    def keeps_vectors(self) -> bool:
-        return True
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
         return 1 if self.fix_head else {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]

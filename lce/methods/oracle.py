@@ -34,6 +34,8 @@ from lce.methods.step import Step
 class WithoutSummaries(ChunkSelection):
     """A mixin for selectors of chunks that keep no summaries; a derived class scores chunks in `chunk_scores`."""
 
+    decodes = False
+
     @abstractmethod
     def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
         """Score the first `n_chunks` chunks for some of the block's queries, unrotated `[H, T, D]`: `[C, T, M]`."""
@@ -58,10 +60,6 @@ class WithoutSummaries(ChunkSelection):
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Count the attended chunks, as if heads chose different chunks; choosing reads nothing."""
         return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
-
-    @property
-    def decodes(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 from torch import Tensor, stack
 
@@ -43,7 +43,7 @@ class Quest(ChunkSelection):
     2 · G · D numbers.
     """
 
-    placement = "true"
+    placement, plain_choice = "true", "best"
     keep_first = keep_last = False
     uses_queries: ClassVar[bool] = False
 
@@ -83,10 +83,6 @@ class Quest(ChunkSelection):
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         return bound_scores(q, summary)
-
-    @property
-    def plain_choice(self) -> Literal["best", "worst"] | None:
-        return "best"
 
     def layer_kind(self, layer: int) -> str:
         return "dense" if layer < self.dense_layers else ""

@@ -306,7 +306,16 @@ class ChunkSelection(Method, ABC):
             assert chosen is not None, "there are complete chunks"
             runs = runs_of_chunks(chosen.squeeze(1), self.size, None if own is None else step.at, q)
         first, count = runs
-        turns, number = self._slot_turns(first.shape[1] - (own is not None), turn, own, step)
+        n_slots = first.shape[1] - (own is not None)
+
+        def make() -> tuple[Turn, Tensor]:
+            """Return the turns, and each slot's index into the turns. The own chunk, if it has a turn, comes last."""
+            slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
+            number = torch.arange(first.shape[1], device=turn.cos.device)
+            number = number if turn.cos.ndim == 3 else number // max(1, n_slots)
+            return slots if own is None else Turn(*(torch.cat(pair) for pair in zip(slots, own, strict=True))), number
+
+        turns, number = step.once(f"turns of {n_slots}", make)
         return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, self.size))
 
     def bound(self, stop: int) -> int | None:
@@ -342,17 +351,6 @@ class ChunkSelection(Method, ABC):
         options = {"choosers": self.n_choosers(len(q), step.n_kv_heads), "least": plain == "worst", "own": own}
         options |= {"keep_first": self.keep_first, "keep_last": self.keep_last}
         return best_runs(scored, summary, step.at, self.size, self.n_choices, **options)
-
-    def _slot_turns(self, n_slots: int, turn: Turn, own: Turn | None, step: Step) -> tuple[Turn, Tensor]:
-        """Return turns, and each slot's index into the turns. The own chunk, if it has a turn, is the last slot."""
-
-        def make() -> tuple[Turn, Tensor]:
-            slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
-            number = torch.arange(n_slots + (own is not None), device=turn.cos.device)
-            number = number if turn.cos.ndim == 3 else number // max(1, n_slots)
-            return slots if own is None else Turn(*(torch.cat(pair) for pair in zip(slots, own, strict=True))), number
-
-        return step.once(f"turns of {n_slots}", make)
 
 
 @dataclass(frozen=True)
