@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -47,20 +46,12 @@ def test_every_failure_has_its_exit_code(
     assert (result.exit_code, result.stderr) == (130, "\nlce: interrupted\n")
 
 
-def test_ctrl_c_in_prefill(tiny_model: Path) -> None:
-    script = (
-        "from lce.methods import Driver\nimport time\n"
-        "def read(*_):\n    print('reading', file=sys.stderr, flush=True)\n"
-        "    for _ in range(600):\n        time.sleep(0.1)\n"  # a signal just before one long sleep would not end it
-        "Driver.begin = read\n"
-    )
-    process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)
-    assert process.line("stderr") == "reading\n"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
-    assert (process.returncode, out, err) == (130, "", "\nlce: interrupted\n")
-
-
+READING = """
+import time
+from lce.methods import Driver
+def begin(*_): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.01)
+Driver.begin = begin
+"""
 WRITING = """
 from lce.engine import answer
 push, pushed = answer.StopWatch.push, []
@@ -86,7 +77,9 @@ lce.load = load
 
 
 @pytest.mark.parametrize(
-    ("script", "written"), [(WRITING, "abab\n"), (IMPORTING, ""), (FINALISER, "")], ids=["writing", "importing", "del"]
+    ("script", "written"),
+    [(READING, ""), (WRITING, "abab\n"), (IMPORTING, ""), (FINALISER, "")],
+    ids=["reading", "writing", "importing", "del"],
 )
 def test_ctrl_c_at_any_time_is_one_line(script: str, written: str, tiny_model: Path) -> None:
     process = spawn(script, "generate", "--model", tiny_model, "--prompt", PROMPT)

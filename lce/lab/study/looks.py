@@ -38,8 +38,7 @@ def looks_of(
 ) -> dict[int, Look]:  # fmt: skip
     """Return the looks at the queries that a run's observer kept, by index in the text.
 
-    `choices` is `Method.choices`: the first token of choice 0, and the tokens of a choice. `marks` are places in the
-    text whose attention is reported. `judge` says which full attention is the truth.
+    `choices` is `Method.choices`: the first token of choice 0, and the number of tokens of a choice.
     """
     looks: dict[int, Look] = {}
     choosers, _, _ = run.choices.sizes()
@@ -139,11 +138,7 @@ class _Row:
         return heads
 
     def _own(self) -> tuple[Any, Tensor | None]:
-        """Return the method's own attention to each choice, `[H][K]`, and how far it is from true attention, `[H]`.
-
-        The difference is the total variation over attended tokens: half the sum of absolute differences. Return None
-        twice if the method's own attention is not known.
-        """
+        """Return own attention to each choice `[H][K]`, and its total variation from true attention `[H]`, or Nones."""
         found = own_attention(self.layer, self.seen, self.first, self.size)
         if found is None:
             return None, None
@@ -162,10 +157,7 @@ class _Row:
         return [[list(one) for one in zip(*row, strict=True)] for row in rows]
 
     def _recalls(self) -> list[Look]:
-        """Return, for each head, the share of true attention on attended tokens, and why it is low.
-
-        `reachable` is the share with the best choices, as many as were chosen.
-        """
+        """Return each head's attended share of true attention, the share with the best choices, and why it misses."""
         if self.seen.spans is None:
             return [{"recall": None, "always_mass": None, "reachable": None, "why": None}] * self.n_heads
         always, recall = (self.weights * self.always).sum(-1), (self.weights * self.attended).sum(-1)

@@ -84,21 +84,6 @@ def test_why_a_head_misses(judge: Judge) -> None:
     assert "selection" in [found["why"] for look in looks for found in look["layers"][0]["heads"]]
 
 
-def test_ranks_and_scores_are_those_of_a_trace() -> None:
-    name, knobs = CASES[0]
-    looks = looks_at(name, knobs, LOOKED)
-    mass = oracle.longheads_scores(*tensors(), 4, oracle.Setting(WINDOW, BLOCKS))
-    for query in (85, 118, 119):
-        (layer,) = looks[query]["layers"]
-        own = query // 4
-        rows = zip(layer["chosen"], layer["scores"], layer["ranks"], strict=True)
-        for head, (chosen, found, ranks) in enumerate(rows):
-            row = mass[head, query, :own]
-            assert found == pytest.approx(row[chosen].tolist(), rel=1e-2, abs=1e-2)
-            order = row.argsort(descending=True).tolist()
-            assert ranks == [order.index(c) for c in chosen]
-
-
 @pytest.mark.parametrize(("name", "knobs"), [*CASES, ("full", {})], ids=str)
 def test_bytes_are_those_of_lce_eval_selection(name: str, knobs: dict[str, Any]) -> None:
     measured = AttentionMeter()

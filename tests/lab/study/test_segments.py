@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lce.errors import CapacityError
 from lce.lab.study import segments
 from lce.lab.study.segments import RunChoices, span_runs
 
@@ -58,13 +57,6 @@ def test_a_block_that_is_read_again_takes_the_place_of_the_first() -> None:
     for start, stop in ((0, 4), (4, 8), (2, 6)):
         choices.begin(start, stop)
     assert [(block.start, block.stop) for block in choices.blocks] == [(2, 6)]
-
-
-def test_choices_are_bounded() -> None:
-    choices = RunChoices(100)
-    choices.begin(0, 60)
-    with pytest.raises(CapacityError, match="the choices of 60 tokens take more than 100 B"):
-        choices.add(0, torch.arange(60)[None, :, None], None)
 
 
 def test_runs_of_spans() -> None:
