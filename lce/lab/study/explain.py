@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,6 @@ FREQUENCIES = tuple(8.7**-n for n in range(5))
 REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # The largest measurable distance is below half of the slowest period.
 PATTERNS = 4  # The number of sets of phases: no two keys have similar phases in all sets.
 TOLERANCE = 0.02  # The largest error of `exp(i w d)`: rounding makes 0.001, a wrong distance 0.06 or more.
-
-Change = Callable[[float], tuple[Tensor, Tensor]]  # A function of the signal's size: queries and keys with the signal.
 
 
 @dataclass(frozen=True)
@@ -155,37 +153,26 @@ class _Bench:
             raise self.refusal("its output is no weighted mean of values")
         return weights[:, : q.shape[1]].log()
 
-    def answer(self, change: Change, frequency: float) -> Tensor:
-        """Return how much `change` changes each log-weight, divided by the change's size: `[N, N]`.
+    def turning(self, frequency: float, phase: Tensor) -> Tensor:
+        """Return how much a pair that rotates by w = `frequency` a position changes the log-weights, `[N, N]`.
 
-        Each row is known up to a constant. Keys that are not attended have 0.
+        The change is `factor cos(w d - phase)` up to a constant for each row, with the `phase [N]` of each key. Keys
+        that are not attended have 0.
         """
-        answer = torch.zeros_like(self.rest)
+        length = math.sqrt(SIGNAL * math.sqrt(self.q.shape[-1]))
+        q, k, answer = self.q.clone(), self.k.clone(), torch.zeros_like(self.rest)
+        _pair(q)[:] = torch.tensor([length, 0.0])
         open_rows = torch.ones(len(answer), dtype=torch.bool)
         for size in SIZES:
-            found = self.log_weights(*change(size), frequency)
+            _pair(k)[:] = torch.stack((phase.cos(), phase.sin()), dim=-1) * (length * size)
+            found = self.log_weights(q, k, frequency)
             same = open_rows & ((found > -torch.inf) == self.attended).all(dim=-1)
-            answer[same] = ((found - self.rest) / size)[same]
+            answer[same] = ((found - self.rest) / (size * SIGNAL))[same]
             open_rows &= ~same
             if not open_rows.any():
                 return answer.masked_fill(~self.attended, 0.0)
         row = int(open_rows.nonzero()[0])
         raise self.refusal(f"query {row} attends other keys at the slightest change; its choice is random, or a tie")
-
-    def turning(self, frequency: float, phase: Tensor) -> Tensor:
-        """Return how much a pair that rotates by w = `frequency` a position changes the log-weights, `[N, N]`.
-
-        The change is `factor cos(w d - phase)` up to a constant for each row, with the `phase [N]` of each key.
-        """
-        length = math.sqrt(SIGNAL * math.sqrt(self.q.shape[-1]))
-
-        def change(size: float) -> tuple[Tensor, Tensor]:
-            q, k = self.q.clone(), self.k.clone()
-            _pair(q)[:] = torch.tensor([length, 0.0])
-            _pair(k)[:] = torch.stack((phase.cos(), phase.sin()), dim=-1) * (length * size)
-            return q, k
-
-        return self.answer(change, frequency) / SIGNAL
 
     def factor(self) -> Tensor:
         """Return the method's factor on each query's logits, `[N]`; 1 where a query attends only one key."""

@@ -96,9 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._answer(*self._checked_path())
         except _Refused as refused:
-            self._send_error(*refused.args)
+            self._send_json(refused.args[0], {"error": refused.args[1]})
         except LceError as error:
-            self._send_error(409 if isinstance(error, Busy) else 400, " ".join(str(error).split()))
+            self._send_json(409 if isinstance(error, Busy) else 400, {"error": " ".join(str(error).split())})
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
@@ -166,9 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
         except JsonError as error:
             raise _Refused(400, str(error)) from None
 
-    def _send_error(self, status: int, text: str) -> None:
-        self._send_json(status, {"error": text})
-
     def _send_json(self, status: int, value: Any) -> None:
         self._send(status, "application/json", json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n")
 
@@ -197,7 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer requests that http.server refuses: a broken or too long request line or header, another method."""
         with suppress(ConnectionError, TimeoutError):
-            self._send_error({501: 405, 505: 400}.get(int(code), int(code)), message or "the request cannot be read")
+            status = {501: 405, 505: 400}.get(int(code), int(code))
+            self._send_json(status, {"error": message or "the request cannot be read"})
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
