@@ -247,11 +247,9 @@ class Calibrator:
 
 
 def _check_finite(what: str, remedy: str, *tensors: Tensor) -> None:
-    """Raise `DataError` if a tensor has NaN or infinity."""
     if not all(bool(x.isfinite().all()) for x in tensors):
         raise DataError(f"{what} are not finite; {remedy}")
 
 
 def _piece(index: int, layer: int) -> str:
-    """Return the name of a piece's work file."""
     return f"piece-{index:05}-{layer:03}.safetensors"

@@ -10,7 +10,6 @@ from lce.errors import UsageError
 from lce.files import named, path_of, read_file, write_whole
 from lce.models.registry import model_class, read_config
 from lce.progress import Progress, check_progress, reported
-from lce.version import __version__
 from lce.weights.packed import scheme_of
 from lce.weights.saving import save_quantised
 from lce.weights.source import source_of
@@ -49,7 +48,7 @@ def quantize(
     schemes = family.schemes(config, scheme, checkpoint.shapes)
     with reported(progress, "quantize") as report:
         path = target / "model.safetensors"
-        save_quantised(checkpoint, path, wanted, schemes, scheme.name, __version__, report)
+        save_quantised(checkpoint, path, wanted, schemes, scheme.name, report)
     for name in BESIDE:
         data = read_file(source.file(name), LARGEST)
         if data is not None:

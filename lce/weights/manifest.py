@@ -26,7 +26,7 @@ class Manifest:
 
     `weights` is the scheme that the user chose; `matrices` has the scheme and shape of each packed matrix. `dtype` and
     `source` are the dtype and the fingerprint of the source checkpoint. `samples` is the fingerprint of the file's own
-    tensors. `lce` is the version that wrote the file.
+    tensors.
     """
 
     weights: str
@@ -34,7 +34,6 @@ class Manifest:
     source: str
     samples: str
     matrices: Mapping[str, tuple[str, tuple[int, int]]]
-    lce: str
     format: int = FORMAT
 
     @property
@@ -57,10 +56,10 @@ class Manifest:
             if raw["format"] != FORMAT:
                 raise _damaged(file, f"format {shown(raw['format'])}; this lce reads {FORMAT}")
             matrices = {name: (scheme, (n_out, n_in)) for name, (scheme, (n_out, n_in)) in raw["matrices"].items()}
-            found = cls(raw["weights"], raw["dtype"], raw["source"], raw["samples"], matrices, raw["lce"])
+            found = cls(raw["weights"], raw["dtype"], raw["source"], raw["samples"], matrices)
         except (JsonError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(file, f"its manifest is incomplete ({shown(str(error), 60)})") from None
-        texts = found.weights, found.dtype, found.source, found.samples, found.lce
+        texts = found.weights, found.dtype, found.source, found.samples
         if not all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts):
             raise _damaged(file, "its manifest has values that are no texts")
         if found.weights not in all_schemes() or found.dtype not in ("float32", "bfloat16", "float16"):

@@ -23,12 +23,12 @@ _NO_SAMPLES = "0" * 64
 
 def save_quantised(
     checkpoint: Checkpoint, path: Path, shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme],
-    weights: str, version: str, progress: Callable[[int, int], None],
+    weights: str, progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     """Write a checkpoint's tensors to `path`: matrices in `schemes` are rounded, other tensors are copied.
 
-    `shapes` has the shape of each tensor to write. `weights` is the scheme's name and `version` the version of lce, for
-    the manifest. The file appears whole or not at all. `progress` is called with the bytes read and all bytes.
+    `shapes` has the shape of each tensor to write. `weights` is the name of the scheme that the user chose. The file
+    appears whole or not at all. `progress` is called with the bytes read and all bytes.
     """
     if checkpoint.manifest:
         raise ModelError(f"{named(checkpoint.folder)} is quantised already; give the checkpoint that it was made of")
@@ -40,7 +40,7 @@ def save_quantised(
             entries[name] = shape, STORED[checkpoint.tensors[name].dtype]
     matrices = {name: (scheme.name, (shapes[name][0], shapes[name][1])) for name, scheme in schemes.items()}
     dtype = str(checkpoint.dtype()).removeprefix("torch.")
-    manifest = Manifest(weights, dtype, checkpoint.fingerprint(), _NO_SAMPLES, matrices, version)
+    manifest = Manifest(weights, dtype, checkpoint.fingerprint(), _NO_SAMPLES, matrices)
     sizes = {name: checkpoint.tensors[name].stop - checkpoint.tensors[name].start for name in shapes}
     done, total, cpu = 0, sum(sizes.values()), torch.device("cpu")
     with written_whole(path) as file:

@@ -114,27 +114,6 @@ def test_a_score_depends_on_the_distance_alone(a: int, b: int, shift: int, seed:
     assert score(a, b) == pytest.approx(score(a - b, 0), abs=1e-7)  # a query may be turned back instead of the key
 
 
-@given(position=POSITIONS, seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
-def test_a_rotation_keeps_norms_and_has_an_inverse(position: int, seed: int) -> None:
-    x = torch.randn(3, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    rope = Rope(RopeConfig(), 16, WINDOW)
-    turned = rotate(x, rope.turn(torch.tensor(position), torch.float64))
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(rotate(turned, rope.turn(torch.tensor(-position), torch.float64)), x)
-
-
-def test_pairs_are_the_two_halves() -> None:
-    """As published Llama weights have it, not neighbours."""
-    x = torch.zeros(16)
-    x[3] = 1.0
-    turn = Rope(RopeConfig(), 16, WINDOW).turn(torch.tensor(2), torch.float32)
-    turned = rotate(x, turn)
-    assert turned[3] == turn.cos[3]
-    assert turned[3 + 8] == turn.sin[3]
-    assert turned.count_nonzero() == 2
-
-
 def test_dynamic_is_fixed_by_the_announced_length(tiny_model: Path) -> None:
     """The base that a context starts with is the one it keeps, however long it becomes."""
     engine = lce.load(tiny_model, rope="dynamic", rope_factor=2.0)

@@ -68,7 +68,7 @@ def tensors() -> dict[str, TensorInfo]:
 
 
 def manifest(**changed: Any) -> str:
-    whole = Manifest("int4", "bfloat16", "f" * 64, "0" * 64, {"a": ("int4", (32, 64))}, "1.0").text()
+    whole = Manifest("int4", "bfloat16", "f" * 64, "0" * 64, {"a": ("int4", (32, 64))}).text()
     return json.dumps({**json.loads(whole), **changed})
 
 
