@@ -1,17 +1,20 @@
-"""A context as one safetensors file; the facts that an engine must match are JSON in the header.
+"""A context as one safetensors file. Its header is JSON, with the facts that an engine must match.
 
-    layers.I.kv       [groups, N, 2, P, D]  keys and values, a row for each token and head group; read as needed
-    layers.I.checks   [groups, N]           a number for each row that reveals damage when the row is read
-    others            small tensors: token ids, logits, the method's state; read and checked on opening
+    layers.I.kv       [groups, N, 2, P, D]  the keys and values of layer I, a row for each token and head group
+    layers.I.checks   [groups, N]           a number for each row, which reveals damage when the row is read
+    layers/I/NAME/n   any shape             the method's state NAME in layer I; n is the state's number
+    tokens, logits    [n] and [vocab]       the token ids, and the logits after the last token
 
-If the format rounds, the rows are those of stored pages (`lce.cache.formats`): all complete chunks that local attention
-does not see. Later tokens are small tensors, as the model computed them.
+Rows and their checks are read as they are needed; the other, small tensors are read and checked on opening.
+
+If the format rounds, only the complete chunks that local attention does not see have rows, as the format packs them
+(`lce.cache.formats`). Later tokens are small tensors, as the model computed them.
 
     layers.I.kv       [groups, R, bytes]    R = chunks · (L + 2)
-    unrounded/I       [2, G, n, D]
+    unrounded/I       [2, G, n, D]          the keys and values of the n later tokens
 
-Rows and checks have fixed offsets, so that a long prefill writes them as it goes, and the rest, with the header, at the
-end. An unfinished file has another name and is locked; it is renamed once complete.
+Rows and checks have fixed offsets, so a long prefill writes them as they come. The small tensors and the header are
+written at the end. An unfinished file has another name and is locked. It is renamed once it is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from lce.files import lock, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
-    """The rows of a context file: token t of head group g is row `g · N + t`, or later if pages have extra rows."""
+    """The rows of a context file. Without extra rows of pages, token t of head group g is row `g · N + t`."""
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
         checks = FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
@@ -55,19 +58,19 @@ class ContextRows(RowFile):
         return self.first_rows(groups, chunks * self.layout.cache.chunk_size)
 
     def for_fork(self) -> RowFile:
-        """Return the file for a fork: read-only if this context writes it, as a token has one row for one context."""
+        """Return the file for a fork: read-only if this context writes the file, which has one row for a token."""
         if not self.writable:
             return self
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
-        """Return the first row of a token for head groups counted over all layers."""
+        """Return the row at which a token begins in each head group; groups are counted over all layers."""
         rows: Numbers = groups * self.layout.group_rows + self.layout.cache.file_rows(tokens)
         return rows
 
 
 class Draft:
-    """An unfinished context file at `path`. `rows` take keys and values; `finish` renames the file."""
+    """An unfinished context file at `path`. Keys and values are written to `rows`; `finish` renames the file."""
 
     def __init__(self, path: Path, layout: FileLayout, *, new: bool = False) -> None:
         """Open an unfinished file whose process has ended, or create a `new` one: see `create`."""
@@ -101,7 +104,7 @@ class Draft:
             return cls(path, layout, new=True)
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Write the rest and rename the file to `target`."""
+        """Write the small tensors and the header, and rename the file to `target`."""
         start, offset, name = self.layout.rows_start, self.layout.small_start, named(target)
         entries = row_entries(self.layout) | headers.tensor_entries(small, offset - start)
         for _, tensor in sorted(small.items()):
@@ -124,7 +127,7 @@ class Draft:
 
 
 def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
-    """Return the rows' part of a safetensors header."""
+    """Return the entries of rows and checks in a safetensors header."""
     format, n_layers, entries, offset = layout.cache.format, layout.cache.n_layers, {}, 0
     shape, n_rows = [layout.cache.n_groups, layout.group_rows], layout.n_rows // n_layers
     for what, kind, row, row_bytes in (
@@ -148,11 +151,11 @@ class Snapshot:
 
 
 def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest], None], check: Check) -> Snapshot:
-    """Open a context file; reads all but keys and values.
+    """Open a context file and read everything except keys and values.
 
-    `identify` may refuse the manifest by raising `DataError`; for `check` see `read_small`. Raises `DataError` for a
-    file that is no context, that is damaged, or whose rows do not fit `layout`. Nothing large is read or allocated
-    before the whole header is checked.
+    `identify` may refuse the manifest by raising `DataError`; `check` is that of `read_small`. Raises `DataError` for a
+    file that is no context, that is damaged, or whose rows do not fit `layout`. The whole header is checked before
+    anything large is read or allocated.
     """
     descriptor = Descriptor(open_regular(path, follow=False))
     try:
@@ -173,9 +176,9 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
 
 @torch.inference_mode()  # reading may fill pools made in inference mode
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
-    """Write the keys and values of committed tokens, from `since` on, to a context file.
+    """Write the keys and values of the committed tokens from `since` on to a context file.
 
-    If the file is the bottom of the cache's own tiers, old chunks are there already, or are written once.
+    If the file is the bottom of the cache's own tiers, only pages that the file does not have yet are written.
     """
     layout, own = cache.layout, False
     for stack in cache.stacks:
@@ -183,7 +186,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
             stack.write_down()
             own = True
     for layer in cache.layers:
-        first = layer.buffer.first if own else 0  # layers differ after an interrupted pass
+        first = layer.buffer.first if own else 0  # after an interrupted pass, layers differ in it
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         begin = max(layout.old(since) if layout.format.rounds else since, first)
         for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):
@@ -194,10 +197,10 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
 def restored(
     layout: CacheLayout, rows: ContextRows, n_tokens: int, tensors: Mapping[str, Tensor], *, own: bool
 ) -> KVCache:
-    """Return the cache saved as `rows` and `tensors` at `n_tokens` tokens. Old keys and values stay in the file.
+    """Return the cache that was saved as `rows` and `tensors` at `n_tokens` tokens.
 
-    New tokens go to memory. Beyond the budget they go to `rows` if these are the cache's `own`, else to a spill file,
-    if any.
+    Keys and values of old chunks stay in the file. New tokens are kept in memory. Beyond the budget they go to `rows`
+    if these are the cache's `own`, else to a spill file if the layout has a folder for one.
     """
     stacks: list[TierStack] = []
     layers: list[LayerCache] = []
@@ -218,7 +221,7 @@ def restored(
 def _restored_layer(
     layout: CacheLayout, index: int, stack: TierStack, rows: ContextRows, n: int, tensors: Mapping[str, Tensor]
 ) -> LayerCache:
-    """Return a layer of `n` tokens with its recent tokens in the buffer, and the method's state."""
+    """Return a layer of `n` tokens: recent tokens are read into the buffer, and the method's state is restored."""
     border, stop = layout.old(n), layout.file(n).row_tokens
     buffer = KVBuffer(layout, max(layout.recent_tokens, n - border), border)
     if stop > border:

@@ -17,7 +17,7 @@ from lce.cache.tier import DISK, UNBOUNDED, Pages, Tier
 
 
 class Disk(Tier):
-    """A file of rows: a spill file, or a context file. Files above each other are one tier to users."""
+    """A tier over a file of rows: a spill file or a context file. Users see two such tiers in a chain as one."""
 
     name = DISK
     rank = 2
@@ -79,7 +79,7 @@ class Disk(Tier):
         self.traffic.bytes_in += len(first) * self.page_bytes
 
     def fork(self) -> Tier:
-        """Return a tier over the same file; if the file has one place for each page, below a spill file, if any."""
+        """Return a tier over the same file, below one over a spill file if the fork may not write to this file."""
         file = self.file.for_fork()
         other = Disk(self.layout, self.below.fork(), file)
         other.index = deepcopy(self.index)

@@ -1,4 +1,4 @@
-"""The formats of keys and values below the device: as the model computes them, or in 8 bits.
+"""The formats of keys and values in tiers below the device: as the model computes them, or in 8 bits.
 
 A format is one class, and its name in `FORMATS`. The class rounds and packs pages and counts their bytes. No other code
 knows what is in a packed page.
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from lce.errors import DataError, UsageError, shown
 
-Parts = tuple[Tensor, ...]  # n pages: keys and values `k v [n, P, L, D]`, or packed pages alone
+# Pages: on the device `(k, v)`, both `[n, P, L, D]`; elsewhere one tensor of packed pages.
+Parts = tuple[Tensor, ...]
 FLOAT = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How a page of `heads` KV heads P, `size` tokens L and head dimension D is packed. The model computes in `dtype`.
+    """The way to pack pages of `heads` KV heads P, `size` tokens L and head dimension D, computed in `dtype`.
 
     A packed page is the same in the host's memory and in a file: a tensor of `page_rows` rows, one row for each token
     and `extra_rows` behind them. In this format, from which other formats derive, a row has the keys and values of a
@@ -52,7 +53,7 @@ class KVFormat:
 
     @property
     def page_rows(self) -> int:
-        """The rows of a packed page."""
+        """The number of rows of a packed page."""
         return self.size + self.extra_rows
 
     @property
@@ -63,7 +64,7 @@ class KVFormat:
     def round(self, k: Tensor, v: Tensor) -> None:
         """Round whole chunks `k v [G, m · L, D]` in place to numbers that the format packs exactly.
 
-        May be repeated: after an interruption some chunks are rounded, and the next call gives the same result.
+        May be repeated: rounded numbers do not change, so a call after an interruption gives the same result.
         """
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
@@ -83,34 +84,34 @@ class KVFormat:
         return rows
 
     def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
-        """Raise `DataError` if rows `[n, …, *row_shape]` of the file `name`, or their extra rows, are impossible."""
+        """Raise `DataError` if rows `[n, …, *row_shape]` or their extra rows, from the file `name`, are impossible."""
 
 
 @dataclass(frozen=True)
 class Int8(KVFormat):
-    """Pages in 8 bits: keys rounded by channel of a chunk, values by token, each KV head for itself.
+    """Pages in 8 bits. In each KV head, a channel of a chunk's keys has one scale, and so has the value of a token.
 
     A number x becomes `round(x / scale)`, with the scale `peak / 127`, where `peak` is the largest magnitude of the
     channel or the token. A token's row has the keys and values in int8, `[2, P, D]`, and the scales of the values in
     float32, `[P]`. It is filled up to whole words of 8 bytes, for the row's check. The two extra rows of a page have
     the scales of the keys, `[P, D]`.
 
-    Rounding changes numbers once: rounded numbers, in the model's dtype, are rounded to themselves. So a page may be
-    packed and unpacked any number of times, and tiers never change what is attended. For that a scale has 16
-    significant bits: its products with -127..127 are exact in float32, and `peak` stays what it was.
+    A number that was rounded, and is in the model's dtype again, is rounded to itself. So a page may be packed and
+    unpacked any number of times, and tiers never change what is attended. Scales have only 16 significant bits for
+    this purpose: their products with -127..127 are exact in float32, so the peak of rounded numbers is the same.
     """
 
     rounds: ClassVar[bool] = True
     extra_rows: ClassVar[int] = 2
-    most: ClassVar[int] = 127  # the largest magnitude of a stored number
-    least_peak: ClassVar[float] = 2.0**-100  # smaller peaks are taken as zero
-    largest_peak: ClassVar[float] = 2.0**127  # larger ones as this
-    by_channel: ClassVar[int] = -2  # the dimension that shares a scale: the tokens of a chunk
-    by_token: ClassVar[int] = -1  # the channels of a token
+    most: ClassVar[int] = 127  # the largest magnitude of an int8 number
+    least_peak: ClassVar[float] = 2.0**-100  # smaller peaks count as zero
+    largest_peak: ClassVar[float] = 2.0**127  # larger peaks count as this one
+    by_channel: ClassVar[int] = -2  # the dimension of tokens: the tokens of a chunk share a scale of each channel
+    by_token: ClassVar[int] = -1  # the dimension of channels: the channels of a token share a scale
 
     @property
     def _number_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
+        """The bytes of a token's keys and values in int8."""
         return 2 * self.heads * self.head_dim
 
     @property
@@ -121,7 +122,7 @@ class Int8(KVFormat):
     def row_dtype(self) -> torch.dtype:
         return torch.uint8
 
-    @torch.inference_mode()  # the buffer may have been made in it
+    @torch.inference_mode()  # the buffer may have been made in inference mode
     def round(self, k: Tensor, v: Tensor) -> None:
         for x, shared in ((k, self.by_channel), (v, self.by_token)):
             chunks = x.unflatten(1, (-1, self.size))
@@ -143,12 +144,12 @@ class Int8(KVFormat):
         return rows.view(n, m * self.page_rows, self.row_bytes)
 
     def _quantised(self, x: Tensor, shared: int) -> Parts:
-        """Return `x` in 8 bits, and its scales, one along the dimension `shared`."""
+        """Return `x` in 8 bits, and the scales; numbers along the dimension `shared` have one scale."""
         low, high = x.aminmax(dim=shared, keepdim=True)
         peak = torch.maximum(-low, high).float()
         peak = peak.nan_to_num_(nan=0.0).clamp_(max=self.largest_peak).masked_fill_(peak < self.least_peak, 0.0)
         bits = (peak / self.most).view(torch.int32)
-        scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # 16 of 24 significant bits, to the nearest
+        scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # rounds 24 significant bits to 16
         divisor = scale.masked_fill(scale == 0, 1.0)
         return (x / divisor).round_().clamp_(-self.most, self.most).to(torch.int8), scale
 
@@ -178,7 +179,7 @@ class Int8(KVFormat):
                 raise DataError(f"{name} was altered since it was written; prefill the text again")
 
 
-FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8}  # by the user's `kv_dtype`
+FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8}  # the names are those of the option `kv_dtype`
 
 
 def kv_dtype_of(option: object) -> str:

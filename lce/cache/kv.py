@@ -1,8 +1,8 @@
 """The KV cache: one `KVCache` a context, one `LayerCache` a layer.
 
 A pass writes its block after the committed tokens and then commits once. An interrupted pass commits nothing; the next
-pass overwrites its rows. Ctrl-C may come at any call, so a change is a row of assignments without a call between them,
-or can be repeated: `KVCache.settle` completes or drops an interrupted commit.
+pass overwrites its rows. Ctrl-C may come at any call. So a change is either a few assignments without a call between
+them, or can be repeated: `KVCache.settle` completes an interrupted commit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lce.cache.tiers import TierStack
 from lce.errors import UsageError
 from lce.profiling import timed
 
-UNROUNDED = "unrounded"  # prefix of tensors of tokens without a row in a file: "unrounded/0" is layer 0's
+UNROUNDED = "unrounded"  # "unrounded/0" names the tensor of layer 0's tokens that have no row in a file
 
 
 @dataclass(frozen=True)
 class Mark:
     """A length of a cache, with the marks of the method's states at that length: see `KVCache.mark`.
 
-    `unrounded` are the tokens of each layer that were not rounded yet; None: not known.
+    `unrounded` has, for each layer, the tokens that were not rounded yet. An entry is None if they were not copied.
     """
 
     length: int
@@ -46,11 +46,12 @@ class Mark:
 class KVCache:
     """The keys and values of one context. While all of them fit their budget there are no tiers.
 
-    A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the block, or completes its
-    commit: all layers have it, or none.
+    A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the pass' block from all
+    layers, or completes the commit in all layers.
 
-    Each device has a stack of tiers for its own layers: `stacks` are by device, empty while everything is in buffers.
-    `file` takes tokens beyond the budgets; None: a spill file, if the layout has a folder.
+    Each device has a stack of tiers for its own layers. `stacks` has them in the order of devices; it is empty while
+    everything is in buffers. Tokens beyond the budgets go to `file`; if it is None, to a spill file in the layout's
+    folder, if any.
     """
 
     layout: CacheLayout
@@ -61,7 +62,7 @@ class KVCache:
 
     @classmethod
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
-        """Return a cache without tokens, with space for `capacity`."""
+        """Return a cache without tokens, with space for `capacity` tokens."""
         layers = [
             LayerCache(part.first_layer + number, part, KVBuffer(part, 0), None, part.make_state(part))
             for part in layout.by_device
@@ -73,7 +74,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
+        """The number of committed tokens."""
         return self.layers[0].length
 
     @property
@@ -95,7 +96,8 @@ class KVCache:
     def reserve(self, n_tokens: int) -> None:
         """Make space for `n_tokens` in all, so that appending allocates nothing up to that length.
 
-        Beyond the budget, old chunks go to the tiers from now on. Raises `CapacityError` if that is impossible.
+        If `n_tokens` exceed the budget, old chunks go to tiers from now on. Raises `CapacityError` if there is no
+        tier with enough space.
         """
         layout = self.layout
         if not self.stacks and layout.whole_chunks(n_tokens) > layout.resident_tokens:
@@ -113,7 +115,7 @@ class KVCache:
                 layer.retire()
 
     def _device_of(self, layer: LayerCache) -> int:
-        """Return the number of the layer's device."""
+        """Return the index of the layer's device in `by_device`."""
         return self.layout.by_device.index(layer.layout)
 
     @timed("cache")
@@ -134,7 +136,7 @@ class KVCache:
         return all(state.has_space(n_tokens - 1) for layer in self.layers for state in layer.state.values())
 
     def make_space(self, n_tokens: int) -> None:
-        """Make `has_space` true for tokens from the committed ones up to `n_tokens`, if possible."""
+        """Make space, if possible, so that `has_space` is true for every length up to `n_tokens`."""
         self.reserve(n_tokens)
         for layer in self.layers:
             for state in layer.state.values():
@@ -142,7 +144,7 @@ class KVCache:
 
     @property
     def memory(self) -> Iterator[Tensor | None]:
-        """Every tensor that a decode step reads and writes; the same tensors until memory grows."""
+        """All tensors that a decode step reads and writes. They stay the same until memory grows."""
         for layer in self.layers:
             yield layer.buffer.k
             yield layer.buffer.v
@@ -150,7 +152,7 @@ class KVCache:
                 yield state.memory
 
     def appended(self, n_tokens: int) -> None:
-        """Note in every layer that a recorded step wrote up to token `n_tokens`."""
+        """Record in every layer that a recorded step has written the tokens before `n_tokens`."""
         for layer in self.layers:
             layer.stop = n_tokens
 
@@ -178,12 +180,12 @@ class KVCache:
     def nearest(self, n_tokens: int) -> int:
         """Return how many tokens `truncate` can go back to, at most `n_tokens`.
 
-        Keys, values, summaries and token rows can go back to any token; pending queries to tokens of the open chunk and
-        to any chunk's border; a tensor that every block replaces only to 0.
+        Keys, values, summaries and token rows can go back to any token. Pending queries can go back to tokens of the
+        open chunk and to the border of any chunk. A tensor that every block replaces can only go back to 0 tokens.
         """
         self.settle()
         found, before = n_tokens, n_tokens + 1
-        while found != before:  # another state may have to go back farther
+        while found != before:  # repeated because one state's answer may be impossible for another state
             before = found
             for layer in self.layers:
                 for state in layer.state.values():
@@ -191,11 +193,11 @@ class KVCache:
         return found
 
     def mark(self, n_tokens: int | None = None) -> Mark:
-        """Return a mark for `go_back`: of all tokens, or of the first `n_tokens`, which `nearest` allows.
+        """Return a mark for `go_back`: of all tokens, or of the first `n_tokens`, a number that `nearest` returned.
 
-        Nothing is copied, because committed rows are never written again. Exception: if the format rounds, a mark of
-        all tokens copies those not rounded yet; with other marks, rounded tokens stay rounded. Valid until the cache
-        goes back to before the mark.
+        Nothing is copied, because committed rows are never written again. There is one exception: if the format rounds,
+        a mark of all tokens has copies of the tokens that are not rounded yet. After going back to a mark of the first
+        `n_tokens`, rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
         """
         self.settle()
         unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]
@@ -210,7 +212,7 @@ class KVCache:
         self.layers = [layer.as_of(mark.length, marks, unrounded) for layer, marks, unrounded in held]
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep only the first `n_tokens` tokens, rounded ones as they are. Raises `UsageError`: see `nearest`."""
+        """Keep only the first `n_tokens` tokens. Raises `UsageError` unless `nearest` allows this length."""
         if not 0 <= n_tokens <= self.length:
             raise UsageError(f"cannot go back to {n_tokens:,} tokens; expected 0 to {self.length:,}")
         if (nearest := self.nearest(n_tokens)) < n_tokens:
@@ -235,7 +237,7 @@ class KVCache:
     def tensors(self) -> dict[str, Tensor]:
         """Return the method's committed state in every layer, by name.
 
-        If the format rounds, also the tokens that have no row in a file: `unrounded/LAYER`, `[2, G, n, D]`.
+        If the format rounds, the tokens without a row in a file are added: `unrounded/LAYER`, `[2, G, n, D]`.
         """
         self.settle()
         kept = {
@@ -253,7 +255,7 @@ class KVCache:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes held now, shared or not: keys, values and the method's state."""
+        """The bytes of keys, values and the method's state in each tier; shared bytes count in full."""
         held = {part.device_tier: 0 for part in self.layout.by_device} | {kind.name: 0 for kind in kinds()}
         for layer in self.layers:
             own = layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
@@ -265,19 +267,19 @@ class KVCache:
 
     @property
     def bytes_reserved(self) -> int:
-        """Bytes of disk taken, including bytes reserved for later rows."""
+        """The bytes of disk in use, including bytes reserved for later rows."""
         return sum(file.bytes_taken for file in self._files)
 
     @property
     def _files(self) -> set[RowFile]:
-        """The files below the pools; devices may share a file."""
+        """The files of all stacks; devices may share a file."""
         return {tier.file for tier in self.tiers if isinstance(tier, Disk)}
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """The traffic of each tier; empty while there are no tiers."""
         found: dict[str, Traffic] = {}
-        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # files above each other count together
+        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # two files in a chain share one
             before = found.get(tier.name, Traffic())
             found[tier.name] = Traffic(*map(operator.add, astuple(before), astuple(tier.traffic)))
         return found

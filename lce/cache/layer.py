@@ -1,7 +1,7 @@
 """One layer of a KV cache: its buffer of recent tokens, the tiers below, and the method's state.
 
 If the format rounds, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and later tokens
-unrounded. Tokens are rounded once, in the buffer, whatever the budget; tiers store rounded numbers exactly.
+unrounded. Tokens are rounded once, in the buffer, whatever the budget. Tiers pack rounded numbers without loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and keys a
 
 
 class KVBuffer:
-    """Keys and values `k v [G, capacity, D]` of the tokens from `first` on; whole chunks, and contiguous."""
+    """The keys and values `k v [G, capacity, D]` of the tokens from `first` on; `capacity` is in whole chunks."""
 
     def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
         self.layout = layout
@@ -59,7 +59,7 @@ class KVBuffer:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that fit."""
+        """The largest number of tokens that fit."""
         return self.rows[0].capacity
 
     @property
@@ -72,7 +72,7 @@ class KVBuffer:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held."""
+        """The bytes of keys and values."""
         return sum(rows.n_bytes for rows in self.rows)
 
     def prepare(self, start: int, stop: int) -> None:
@@ -81,7 +81,7 @@ class KVBuffer:
             rows.prepare(start - self.first, stop - self.first)
 
     def shareable(self, stop: int, most: int) -> list[tuple[RowBuffer, int, int]]:
-        """Return the arguments of `share`: each buffer, its rows before token `stop`, and a capacity up to `most`."""
+        """Return what `share` takes: each buffer, its rows before token `stop`, and a capacity of at most `most`."""
         n = stop - self.first
         return [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.rows]
 
@@ -100,7 +100,7 @@ class KVBuffer:
         return self.k[:, here], self.v[:, here]
 
     def tiles(self, n_chunks: int) -> Tiles:
-        """Return the buffer as tiles of a text of `n_chunks` complete chunks; those before the buffer have none."""
+        """Return the buffer as tiles of a text of `n_chunks` complete chunks. Chunks before the buffer have no tile."""
         size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
         index = self.index
         if before:
@@ -128,8 +128,8 @@ class LayerCache:
     """The keys and values of one layer, and the method's state.
 
     Methods ask for a span, for tokens or for chunks, and never learn which tier had them. While everything is in the
-    buffer there is no `stack` of tiers. `state` maps the names of `Method.state` to the states. Of `length` committed
-    tokens the first `rounded` are rounded, if the format rounds; `stop` counts the current pass, too.
+    buffer there is no `stack` of tiers. `state` maps the names of `Method.state` to the states. `length` counts
+    committed tokens, and `stop` also those of the current pass. If the format rounds, `rounded` tokens are rounded.
     """
 
     index: int
@@ -152,12 +152,12 @@ class LayerCache:
 
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
-        """All rows of a buffer that holds all tokens, keys and values `[G, capacity, D]`: row i is token i."""
+        """The keys and values `[G, capacity, D]` of a buffer that holds all tokens: row i is token i."""
         assert self.stack is None, "some tokens are in the tiers"
         return self.buffer.k, self.buffer.v
 
     def kept(self, kind: type[S], name: str) -> S:
-        """Return the method's state of this name."""
+        """Return the method's state of this name, which is of this kind."""
         state = self.state[name]
         assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
         return state
@@ -166,7 +166,7 @@ class LayerCache:
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
 
-        Views if the tokens are in the buffer, else copies, which must fit in memory: see `segments`.
+        The result is a view if the tokens are in the buffer, else a copy. `segments` cuts spans that fit in memory.
         """
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
@@ -192,7 +192,7 @@ class LayerCache:
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return copies, perhaps in memory `into`, of keys and values of tokens `index [n]`, ascending: `[G, n, D]`."""
+        """Return copies of keys and values `[G, n, D]` of tokens `index [n]`, ascending, in memory `into` if given."""
         first = self.buffer.first
         if not first:
             return take_rows((self.buffer.k, self.buffer.v), index, into)
@@ -214,8 +214,8 @@ class LayerCache:
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """Yield the complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
 
-        Chunks in the buffer come in one round, without a copy. Otherwise each round has as many as memory may hold,
-        after one wait for the device.
+        If all chosen chunks are in the buffer, there is one round, without a copy. Otherwise each further round has as
+        many chunks as the first pool holds. All rounds together wait for the device once.
         """
         size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
         n_old, n_chunks = self.buffer.first // size, self.stop // size
@@ -224,7 +224,7 @@ class LayerCache:
             return
         device = self.buffer.k.device
         heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
-        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # none chosen: an extra last column
+        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # -1, no choice, is counted in an extra last column
         asked = (heads[:, None, None] * (n_chunks + 1) + column).view(-1)
         wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
         wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
@@ -243,7 +243,7 @@ class LayerCache:
         """
         layout, shape = self.layout, k.shape
         if v.shape != shape or (shape[0], shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
-            expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer would be repeated silently
+            expected = f"[{layout.n_kv_heads}, T, {layout.head_dim}]"  # fewer heads would be broadcast silently
             raise UsageError(f"keys {list(k.shape)} and values {list(v.shape)} for the cache; expected {expected} each")
         if at is not None:
             append(k, v, *self.whole, at, turn)
@@ -268,7 +268,7 @@ class LayerCache:
             state.discard()
 
     def reserve(self, n_tokens: int) -> None:
-        """Make the buffer large enough for `n_tokens` in all. To growing tiers old chunks move first."""
+        """Make the buffer large enough for `n_tokens` in all. If the tiers are growing, old chunks move there first."""
         wanted = n_tokens
         if n_tokens - self.buffer.first <= self.buffer.capacity:
             return
@@ -292,7 +292,7 @@ class LayerCache:
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """If the format rounds, round tokens that the next tokens do not see as local.
+        """If the format rounds, round the tokens that the next tokens do not see as local.
 
         Only a pass calls this, whatever the budget, so a call that fails earlier leaves tokens unrounded.
         """
@@ -312,8 +312,8 @@ class LayerCache:
         """Return the cache as it was at `n_tokens` tokens, when `marks` were taken. Replaces this cache.
 
         Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
-        complete stay in the tiers, unread: the buffer is in front of them, and `TierStack.add` replaces them. Tokens
-        rounded since then are restored from `unrounded`, taken with the marks; without it they stay rounded.
+        complete stay in the tiers; they are not read, and `TierStack.add` replaces them. Tokens that were rounded since
+        are restored from `unrounded`, which was taken with the marks; without `unrounded` they stay rounded.
         """
         layout, buffer = self.layout, self.buffer
         border = layout.old(n_tokens)
@@ -324,17 +324,17 @@ class LayerCache:
         if unrounded is not None:
             rounded = min(rounded, unrounded[0])
             if buffer is self.buffer:
-                self.rounded = max(rounded, buffer.first)  # after an interruption this cache rounds again
+                self.rounded = max(rounded, buffer.first)  # if interrupted, this cache rounds again
             first = max(unrounded[0], buffer.first)
             buffer.fill(first, *unrounded[1][:, :, first - unrounded[0] :])
         state = {name: state.as_of(marks[name]) for name, state in self.state.items()}
         return LayerCache(self.index, layout, buffer, self.stack, state, n_tokens, rounded)
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
-        """Return the arguments of `share`. Buffers beside growing tiers are soon replaced, so they are copied."""
+        """Return what `share` takes. Buffers beside growing tiers are left out, because they are soon replaced."""
         found, most = [], self.layout.resident_tokens
         if self.stack is not None and most < UNBOUNDED:
-            most = self.buffer.capacity  # the rest of the budget is the pool's
+            most = self.buffer.capacity  # the pool has the rest of the budget
         if self.stack is None or not self.stack.growing:
             found = self.buffer.shareable(self.length, most)
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]

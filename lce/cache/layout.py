@@ -1,4 +1,4 @@
-"""The sizes of a cache in bytes: for the cache itself, for plans, for reservations and for files.
+"""The sizes of a cache in bytes, for the cache itself, plans, reservations and files.
 
 `CacheLayout` combines a model's sizes, a method's access pattern, the budgets and the device, and counts all bytes.
 """
@@ -22,12 +22,12 @@ from lce.cache.tier import DEVICE, DISK, UNBOUNDED, Tier, kinds
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
-READ_SIZE = 8192  # tokens read at a time when everything is read
+READ_SIZE = 8192  # the number of tokens read at a time when all tokens are read
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """A user's bounds on keys and values in bytes for each kind of memory (None: unbounded), and a spill folder."""
+    """A user's bounds on the bytes of keys and values in each kind of memory, or None, and a folder for spill files."""
 
     device: int | None = None
     host: int | None = None
@@ -39,8 +39,8 @@ class AccessPattern:
     """A method's access to the cache.
 
     `chunk_size` tokens make a chunk. Every query sees the first `sinks` tokens and the `local` tokens before its block:
-    these stay on the device. With `per_head` heads choose independently, so each KV head's keys move between tiers
-    alone.
+    these tokens stay on the device. With `per_head`, heads choose independently, so the chunks of each KV head move
+    between tiers on their own.
     """
 
     chunk_size: int = 256
@@ -51,7 +51,7 @@ class AccessPattern:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The sizes of what a cache holds of each token in each layer, and the bounds of each tier.
+    """The sizes of a cache, by token and layer, and the bounds of each tier.
 
     A page is the unit that moves between tiers: one complete chunk's keys and values, of one KV head if heads choose
     independently, else of all KV heads. `make_state` makes a method's state in a layer, and `could_keep` says whether
@@ -59,11 +59,11 @@ class CacheLayout:
 
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
 
-    Lower tiers and files store pages in the `format` that `kv_dtype` names. A format that rounds does so to complete
-    chunks once they are `old`: local attention no longer sees them. The device then has the rounded numbers too.
+    Lower tiers and files have pages in the `format` that `kv_dtype` names. A format may round. It then rounds complete
+    chunks once they are `old`, when local attention no longer sees them, and the device has the rounded numbers too.
 
-    A model's layers may be on several GPUs: `borders` are the first layer of each further device, with the device.
-    `by_device` has a layout for each device's own layers, which begin at `first_layer` of the model; users see the
+    A model's layers may be on several GPUs. `borders` has, for each GPU but the first, its first layer and the device.
+    `by_device` has a layout for the layers of each device, which begin at `first_layer` of the model. Users see the
     device's memory as the tier `device_tier`. Files hold all layers, whatever the devices.
     """
 
@@ -90,12 +90,12 @@ class CacheLayout:
     def by_device(self) -> tuple[CacheLayout, ...]:
         """A layout for the layers of each device, in order; only this layout if there is one device.
 
-        The device budget is for the device with the most layers. Others get the same share per layer, so that all
-        devices overflow at the same length. The host budget is divided by layers.
+        The device with the most layers has the whole device budget. Other devices have the same budget per layer, so
+        that all devices overflow at the same length. The host budget is divided among the layers.
         """
         if not self.borders:
             return (self,)
-        whole = replace(self)  # without cached parts
+        whole = replace(self)  # a copy without `by_device`, which refers to the copy
         firsts = [0, *(layer for layer, _ in self.borders)]
         counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], self.n_layers], strict=True)]
         parts, budgets = [], self.budgets
@@ -104,7 +104,7 @@ class CacheLayout:
             host = None if budgets.host is None else budgets.host * count // self.n_layers
             part = replace(self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=())
             kept = Budgets(own, host, budgets.spill_dir)
-            # a method's maps count all layers
+            # a method checks its maps against the number of all layers
             parts.append(replace(part, budgets=kept, make_state=lambda _: whole.make_state(whole)))
         return tuple(parts)
 
@@ -124,27 +124,27 @@ class CacheLayout:
 
     @property
     def chunk_size(self) -> int:
-        """Tokens in a chunk, L."""
+        """The number of tokens in a chunk, L."""
         return self.access.chunk_size
 
     @property
     def segment(self) -> int:
-        """Tokens in a piece of a long read: whole chunks, about `read_size` tokens."""
+        """The number of tokens in a piece of a long read: whole chunks, about `read_size` tokens."""
         return max(1, self.read_size // self.chunk_size) * self.chunk_size
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one token's keys in one layer, of all KV heads."""
+        """The bytes of one token's keys in one layer, of all KV heads."""
         return self.n_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of one token's queries in one layer, of all query heads."""
+        """The bytes of one token's queries in one layer, of all query heads."""
         return self.n_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
+        """The bytes of one token's keys and values over all layers."""
         return 2 * self.n_layers * self.key_bytes
 
     def whole_chunks(self, n_tokens: int) -> int:
@@ -164,12 +164,12 @@ class CacheLayout:
 
     @property
     def page_heads(self) -> int:
-        """KV heads in a page, P."""
+        """The number of KV heads in a page, P."""
         return 1 if self.access.per_head else self.n_kv_heads
 
     @property
     def n_groups(self) -> int:
-        """Pages of one chunk in one layer: head groups."""
+        """The number of head groups in a layer: each has one page of a chunk."""
         return self.n_kv_heads // self.page_heads
 
     @cached_property
@@ -179,7 +179,7 @@ class CacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page on the device."""
+        """The bytes of a page on the device."""
         return self.chunk_size * self.token_bytes // (self.n_layers * self.n_groups)
 
     def n_pages(self, n_tokens: int) -> int:
@@ -187,7 +187,7 @@ class CacheLayout:
         return n_tokens // self.chunk_size * self.n_layers * self.n_groups
 
     def file_rows(self, n_tokens: int | NDArray[np.int64]) -> Any:
-        """Return how many rows of a file the first `n_tokens` tokens of a head group take."""
+        """Return how many rows of a file the first `n_tokens` tokens of a head group take: a number or an array."""
         return n_tokens + n_tokens // self.chunk_size * self.format.extra_rows
 
     @property
@@ -199,7 +199,7 @@ class CacheLayout:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether device and host are the same memory."""
+        """Whether the model runs on the CPU, where device and host are one memory."""
         return self.device.type == "cpu"
 
     @property
@@ -211,23 +211,23 @@ class CacheLayout:
 
     @property
     def budget_option(self) -> str:
-        """The option that sets `budget`."""
+        """The command-line option that sets `budget`."""
         by_host = self.on_cpu and self.budgets.host is not None and self.budget == self.budgets.host
         return "--kv-host-budget" if by_host else "--kv-device-budget"
 
     @cached_property
     def lower(self) -> dict[type[Tier], int]:
-        """The tiers below the device, fastest first, and the most pages that each may hold, or `UNBOUNDED`."""
+        """The tiers below the device, fastest first, each with the most pages that it may hold, or `UNBOUNDED`."""
         return {kind: limit for kind in kinds() if (limit := kind.limit(self)) is not None}
 
     @property
     def overflows(self) -> bool:
-        """Whether chunks beyond the budgets of memory have somewhere to go."""
+        """Whether a tier below the device is unbounded, so that a context may exceed the budgets of memory."""
         return UNBOUNDED in self.lower.values()
 
     @property
     def resident_tokens(self) -> int:
-        """The longest context that needs no lower tier."""
+        """The largest number of tokens that need no lower tier."""
         if self.budget is None:
             return UNBOUNDED
         if self.borders:
@@ -236,22 +236,22 @@ class CacheLayout:
 
     @property
     def recent_tokens(self) -> int:
-        """Tokens in the buffers of a context that is larger than its budget."""
+        """The number of tokens in the buffers of a context that is larger than its budget."""
         return self.whole_chunks(self.access.local + self.block) + self.chunk_size
 
     @property
     def least_pool_bytes(self) -> int:
-        """Bytes of the smallest pool: the sinks, and a chunk of one layer at a time."""
+        """The bytes of the smallest pool, which holds the sinks of all layers and one more chunk of one layer."""
         chunks = self.pinned_chunks * self.n_layers + 1
         return chunks * self.chunk_size * self.token_bytes // self.n_layers
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget, in bytes, for a context that exceeds the budget."""
+        """The smallest budget, in bytes, with which a context may exceed the budget."""
         return self.recent_tokens * self.token_bytes + self.least_pool_bytes
 
     def device_slots(self, buffer_tokens: int = 0) -> int:
-        """Return how many pages fit beside buffers of at least `buffer_tokens`. Raises `CapacityError` if too few."""
+        """Return how many pages fit beside buffers of `buffer_tokens` or more. Raises `CapacityError` if too few."""
         if self.budget is None:
             return UNBOUNDED
         in_buffers = max(buffer_tokens, self.recent_tokens) * self.token_bytes
@@ -266,7 +266,7 @@ class CacheLayout:
     def needs(self, n_tokens: int) -> dict[str, int]:
         """Return the most bytes of keys and values that a context of `n_tokens` holds in each tier.
 
-        Bytes beyond all budgets count for the last tier in memory, which then needs more than its budget.
+        Bytes that exceed all budgets count for the last tier in memory, so its number exceeds its budget.
         """
         whole = self.whole_chunks(n_tokens)
         needs = {DEVICE: whole * self.token_bytes} | {kind.name: 0 for kind in self.lower}
@@ -294,11 +294,12 @@ class CacheLayout:
 
 
 class FileLayout:
-    """Byte offsets in a context file with the rows of `n_tokens` tokens: header, rows, checks, small tensors.
+    """The byte offsets in a context file of `n_tokens` tokens: a header, rows, checks of rows, and small tensors.
 
-    `row_tokens` tokens have a row in each head group, `group_rows` rows with those behind pages, `n_rows` in all. If
-    the format rounds, only old chunks have rows; later tokens, not rounded yet, are among the small tensors. Rows begin
-    at `rows_start`, after the header's ample space, their checks at `checks_start`, small tensors at `small_start`.
+    The first `row_tokens` tokens have rows. If the format rounds, they are the tokens of old chunks; later tokens are
+    among the small tensors. A head group has `group_rows` rows, extra rows of pages included, and the file `n_rows`.
+    Rows begin at byte `rows_start`, checks at `checks_start`, and small tensors at `small_start`. The space for the
+    header is ample.
     """
 
     def __init__(self, cache: CacheLayout, n_tokens: int) -> None:

@@ -1,9 +1,9 @@
-"""The header of a context file: the manifest, and the entries of the small tensors, which are all but keys and values.
+"""The header of a context file: a manifest, and the entries of the tensors. Small tensors are all but keys and values.
 
-A header is that of a safetensors file, JSON with the manifest in its metadata. Nothing in a file is trusted: a header
-is read whole only if its length and number of parts can be a context's, and each entry is compared with the tensors
-that a context of this layout can have before any data is read. So a hostile file costs no more memory than an honest
-one. The digest covers the manifest and the small tensors, which follow one another in the order of their names.
+The header is that of a safetensors file: JSON, with the manifest in its metadata. Nothing in a file is trusted. A
+header is parsed only if a context may have one of its length and number of parts. Each entry is compared with the
+tensors that a context of this layout may have before any data is read. So a hostile file takes no more memory than an
+honest one. Small tensors follow one another in the order of their names. A digest covers them and the manifest.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ REMEDY = "prefill the text again"
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 NAMES = {kind: name for name, kind in KINDS.items()}
-MOST_TOKENS = 1 << 40  # tokens of a text
+MOST_TOKENS = 1 << 40  # the largest number of tokens of a text
 _LARGEST_HEADER = 16 << 20  # bytes: enough for 500 layers
-_MOST_PARTS = 200_000  # values and names in a header
+_MOST_PARTS = 200_000  # the largest number of values and names in a header
 _MOST_DIMENSIONS = 8
-_STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)  # layer, name and number of a state
+_STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)  # a state's layer, name and number
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a context file; `raw` is all of it. `capacity` rows a head group, `read` tokens in the cache."""
+    """The manifest of a context file, `raw`, and its fields.
+
+    `read` tokens are in the cache, and the file has space for `capacity` tokens. `announced` is the length that was
+    announced for the context.
+    """
 
     raw: Mapping[str, Any]
     identity: Mapping[str, Any]
     pages: Mapping[str, Any]
     text: str
-    version: str  # of the lce that wrote the file
+    version: str  # the version of the lce that wrote the file
     capacity: int
     read: int
     announced: int
@@ -70,7 +74,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of an open file: unchecked `entries` of tensors; the data begin at byte `start` of `file_bytes`."""
+    """The header of an open file. Its `entries` are not checked yet; the tensors are bytes `start` to `file_bytes`."""
 
     descriptor: int
     path: Path
@@ -117,7 +121,7 @@ def read_header(descriptor: int, path: Path) -> Header:
 
 
 def strict_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises `JsonError`, also for names that appear twice."""
+    """Parse a JSON object. Raises `JsonError` for anything else, and for an object with a name twice."""
     value = parse_json(raw, _MOST_PARTS, unique=True)
     if not isinstance(value, dict):
         raise JsonError("no object")
@@ -131,7 +135,7 @@ def _read(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
 
 
 def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> bytes:
-    """Return a file's header, with its length before it: `size` bytes, or a multiple of 8 if that is 0."""
+    """Return a file's header behind its length, in `size` bytes in all; 0 is the smallest multiple of 8 that fits."""
     raw = json.dumps({"__metadata__": {"lce": manifest}, **entries}).encode()
     size = size or 8 + -(-len(raw) // 8) * 8
     assert 8 + len(raw) <= size, "the header is larger than its space"
@@ -159,7 +163,7 @@ def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = N
 
 
 def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, dict[str, Any]]:
-    """Return the header's entries for small tensors, which follow one another from `start` on, ordered by name."""
+    """Return the header's entries of small tensors, which follow one another by name from byte `start` of the data."""
     entries: dict[str, dict[str, Any]] = {}
     for name, x in sorted(tensors.items()):
         span = [start, start := start + x.nbytes]
@@ -170,10 +174,11 @@ def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, d
 def read_small(
     header: Header, layout: CacheLayout, check: Check, rows: Mapping[str, Any] = {}, start: int | None = None
 ) -> dict[str, Tensor]:
-    """Check, then read, all tensors of a file but `rows`, which end at byte `start`; None: where the data begin.
+    """Check, then read, all tensors of a file except `rows`.
 
-    `check` raises `DataError` for wrong tensors that are not the method's state, and removes those from the mapping.
-    Raises `DataError` for a file that is no context of this layout, and for an altered one.
+    The small tensors begin at byte `start`; None is the begin of the data. `check` checks the tensors that are not the
+    cache's, raises `DataError` if one is wrong, and removes them from the mapping. Raises `DataError` for a file that
+    is no context of this layout, and for an altered one.
     """
     manifest, path = header.manifest, header.path
     if manifest.pages != page_facts(layout):
@@ -190,7 +195,7 @@ def read_small(
 
 
 def read_tensors(header: Header, tensors: Mapping[str, FileTensor]) -> dict[str, Tensor]:
-    """Read the small tensors, and check the manifest's digest. Raises `CapacityError` before reading too many bytes."""
+    """Read the small tensors and check the digest. Raises `CapacityError`, before reading, if memory is too small."""
     needed, free = sum(x.n_bytes for x in tensors.values()), free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise CapacityError(
@@ -209,7 +214,7 @@ def read_tensors(header: Header, tensors: Mapping[str, FileTensor]) -> dict[str,
 
 
 def tensors_of(header: Header, start: int, rows: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Return a header's tensors but `rows`. Raises `DataError` unless they fill the file from byte `start` on."""
+    """Return a header's tensors except `rows`. Raises `DataError` unless they fill the file from byte `start` on."""
     found, at = {}, start
     for name, entry in sorted(header.entries.items()):
         if name in rows:
@@ -230,9 +235,9 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any]) -> dict[str,
 
 
 def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:
-    """Raise `DataError` for tensors that cannot be what a cache keeps of `n_tokens` tokens besides rows.
+    """Raise `DataError` for small tensors that a cache of `n_tokens` tokens, read in any blocks, cannot have.
 
-    That is the method's state, in blocks of any size, and tokens that have no row because they are not rounded.
+    A cache has the states of its method and, if the format rounds, the tokens that are not rounded and have no row.
     """
     n_unrounded = n_tokens - layout.file(n_tokens).row_tokens
     for layer in range(layout.n_layers if n_unrounded else 0):
@@ -255,5 +260,5 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite; checks their sum first."""
+    """Return whether all numbers are finite. A finite sum is a quick proof."""
     return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())

@@ -1,8 +1,8 @@
 """The state of a method in a layer, besides keys and values: summaries, token rows, recent keys, tensors.
 
-Rows are written by index, a chunk's or a token's: an interrupted pass leaves rows after the committed ones, and the
-next pass overwrites these. `OpenChunk` and `Staged` cannot be written by index, and change at commits. So no write
-changes committed numbers, and a `mark` to go back to is a reference or a number.
+No write changes committed numbers, so a `mark` to go back to is a reference or a number. Rows are written at the index
+of a token or a chunk: an interrupted pass leaves rows after the committed ones, and the next pass overwrites them.
+`OpenChunk` and `Staged` cannot be written by index; a pass makes a new tensor, which a commit puts in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from lce.cache.shared import SPARE, ForFork, RowBuffer
 from lce.profiling import count_compared, timed
 
-Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says which rows it holds
+Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says which rows it has
 NOTHING: Held = (None, 0)
 
 
@@ -36,8 +36,8 @@ class FileTensor:
 class MethodState(ABC):
     """A part of a method's state in a layer: a tensor and a number, replaced in one assignment.
 
-    Methods name these parts in `Method.state`. Each subclass says what the number means. What a pass cannot write by
-    index is the next state, which takes the place of this one at the commit.
+    Methods name these parts in `Method.state`. Each subclass says what the number means. If a pass cannot write by
+    index, the tensor and the number that it makes replace the present ones at the commit.
     """
 
     floats: ClassVar[bool] = True  # whether the tensor has floating-point numbers only
@@ -48,14 +48,14 @@ class MethodState(ABC):
 
     @abstractmethod
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        """Return the most bytes held once `n_tokens` were read in blocks of at most `block`, spare rows included."""
+        """Return the most bytes after `n_tokens` tokens in blocks of at most `block`, spare rows included."""
 
     @abstractmethod
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        """Return whether a tensor and a number of a file can be the state after `n_tokens`, read in any blocks."""
+        """Return whether a tensor and a number of a file can be the state after `n_tokens` tokens in any blocks."""
 
     def committed(self, n_tokens: int) -> Held:
-        """Return the tensor and number as they were after `n_tokens`."""
+        """Return the tensor and the number of the first `n_tokens` tokens."""
         return self._held
 
     def restore(self, held: Held) -> None:
@@ -78,28 +78,28 @@ class MethodState(ABC):
 
     @property
     def buffer(self) -> Tensor:
-        """The tensor, after the first write."""
+        """The tensor. Only for use after the first write."""
         assert self.memory is not None, "nothing was written yet"
         return self.memory
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held now."""
+        """The bytes that are allocated now."""
         return sum(tensor.nbytes for tensor, _ in (self._held, self._next) if tensor is not None)
 
     def has_space(self, start: int) -> bool:
-        """Return whether a step for token `start` needs no new memory in this state."""
+        """Return whether this state has memory for a step of token `start`."""
         return True
 
     def make_space(self, start: int) -> None:  # noqa: B027
-        """Make `has_space` true for the next token, if only space is missing."""
+        """Allocate memory for a step of token `start`, unless the state has no tensor yet."""
 
     def nearest(self, n_tokens: int, length: int) -> int:
-        """Return the most tokens, at most `n_tokens` of the committed `length`, that this state can go back to."""
+        """Return the most tokens, at most `n_tokens`, to which this state of `length` committed tokens can go back."""
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:
-        """Return a mark of the state of the first `n_tokens`, which `nearest` allows, for `as_of`. Copies no rows."""
+        """Return a mark, for `as_of`, of the state of the first `n_tokens`, which `nearest` allows. Copies no rows."""
         return self._held if n_tokens else NOTHING
 
     def as_of(self, mark: Held) -> Self:
@@ -127,19 +127,19 @@ class MethodState(ABC):
 class GrowingRows(MethodState):
     """Rows from index 0 on along `axis` of one buffer, which grows by half and which forks share.
 
-    A row stands for `tokens_per_row` tokens and takes `row_bytes`; plans use these before any token is read. In a file,
-    the number is how many rows were written.
+    A row stands for `tokens_per_row` tokens and takes at most `row_bytes` bytes. Plans use both before a token is read.
+    The state's number is how many rows were written.
     """
 
     axis = 0
-    fewest = 64  # rows in the first buffer
+    fewest = 64  # the fewest rows of a buffer
 
     def __init__(self, row_bytes: int, tokens_per_row: int = 1) -> None:
         super().__init__()
         self.row_bytes = row_bytes
         self.tokens_per_row = tokens_per_row
         self._rows: RowBuffer | None = None  # None before the first write
-        self._n_rows = 0  # rows written
+        self._n_rows = 0  # the number of rows that were written
 
     def write(self, rows: Tensor, start: int) -> None:
         """Write `rows` from index `start` on. Time and bytes: O(rows), amortised."""
@@ -222,20 +222,20 @@ class TokenRows(GrowingRows):
 
 
 class Summaries(GrowingRows):
-    """One summary for each complete chunk, `[S, M, …]`: `row_bytes` for all S, `tokens_per_row` the chunk size."""
+    """S vectors or more for each of M complete chunks, `[S, M, …]`. A row, `[S, 1, …]`, is a chunk's summary."""
 
     axis = 1
     fewest = 16
 
 
 class RecentRows(MethodState):
-    """The last `n_kept` rows `[heads, n, D]` and those of the current block. The number is the first row's token.
+    """The rows `[heads, n, D]` of the last `n_kept` tokens and of the current block, from the token `number` on.
 
-    Example: recent keys at their positions, so that near keys are seen at their true distance without another rotation
-    for every query. Time: O(1) a token, amortised. Bytes: at most `2 · n_kept` rows, and a block's.
+    Example: recent keys, rotated to their positions, so that queries see near keys at their true distance. Time: O(1) a
+    token, amortised. Bytes: at most `2 · n_kept` rows, and the rows of a block.
 
-    With `remade` the method writes rows again that are `missing` after a truncation. Without `remade`, the state can
-    only go back as far as its rows reach.
+    With `remade`, the method writes the rows again that are `missing` after a truncation. Without it, the state can
+    only go back to tokens whose last `n_kept` rows it still has.
     """
 
     def __init__(self, n_kept: int, row_bytes: int, *, remade: bool = False) -> None:
@@ -253,7 +253,7 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
-        """Return a buffer with the rows before token `start` and space for `n_new` more, and its first row's token."""
+        """Return a buffer with the rows before token `start` and space for `n_new` more, and the first row's token."""
         buffer, first = self._held
         kept = 0 if buffer is None else min(start - first, self.n_kept)
         grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
@@ -270,7 +270,7 @@ class RecentRows(MethodState):
             self._held = self._grown(self._held[0], start, 1)
 
     def write_on_device(self, rows: Tensor, at: Tensor) -> None:
-        """Write the row `[heads, 1, D]` of token `at [1]`, read on the device; the buffer must have space."""
+        """Write the row `[heads, 1, D]` of token `at [1]`, a number on the device; the buffer must have space."""
         self.buffer.index_copy_(1, at - self.first, rows.to(self.buffer.dtype))
 
     @property
@@ -279,7 +279,7 @@ class RecentRows(MethodState):
         return self._held[1]
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Return the rows of tokens `start..stop-1`, a view; `start` is at most `n_kept` before the current block."""
+        """Return the rows of tokens `start..stop-1`, a view; at most `n_kept` of them are before the current block."""
         assert self.first <= start, "rows that are no longer kept"
         return self.buffer[:, start - self.first : stop - self.first]
 
@@ -316,7 +316,7 @@ class RecentRows(MethodState):
 
 
 class OpenChunk(MethodState):
-    """Rows `[heads, L, D]` of the tokens in the open chunk, such as pending queries. The number is the chunk's.
+    """Rows `[heads, L, D]` of the tokens in the open chunk, such as pending queries. The number is the chunk's index.
 
     A pass that enters another chunk writes to a new buffer, which replaces the old one at the commit.
     """
@@ -325,7 +325,7 @@ class OpenChunk(MethodState):
         super().__init__()
         self.size = size
         self.row_bytes = row_bytes
-        self._marked: Tensor | None = None  # a buffer that a mark refers to: its rows must stay
+        self._marked: Tensor | None = None  # a buffer that a mark refers to, whose rows must not change
 
     def write(self, rows: Tensor, start: int) -> None:
         """Write the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
@@ -357,7 +357,7 @@ class OpenChunk(MethodState):
         self._held, self._marked = mark, mark[0]
 
     def write_on_device(self, rows: Tensor, offset: Tensor) -> None:
-        """Write the row `[heads, 1, D]` of token `offset [1]` of the open chunk; the offset is read on the device."""
+        """Write the row `[heads, 1, D]` at `offset [1]`, a number on the device, of the open chunk."""
         self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
@@ -392,9 +392,9 @@ def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
 
 
 class Staged(MethodState):
-    """One tensor, replaced as a whole from the next commit on; `bound(n_tokens, block)` is the most bytes it takes.
+    """One tensor, which is replaced as a whole at a commit. `bound(n_tokens, block)` is the most bytes that it takes.
 
-    The number is how many tokens the text had when the tensor was committed; 0: unknown.
+    The number is how many tokens the text had when the tensor was committed; 0 is unknown.
     """
 
     floats = False
@@ -405,12 +405,12 @@ class Staged(MethodState):
 
     @property
     def value(self) -> Tensor | None:
-        """The committed tensor: never written in place."""
+        """The committed tensor, which is never written in place."""
         return self._held[0]
 
     @property
     def latest(self) -> Tensor | None:
-        """The tensor that this pass staged, else the committed one."""
+        """The tensor that this pass staged, or the committed one if this pass staged none."""
         return self.value if self._next[0] is None else self._next[0]
 
     def stage(self, value: Tensor) -> None:

@@ -17,16 +17,16 @@ from lce.cache.formats import Parts
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
-Unpack = Callable[[Parts], Parts]  # turns arriving pages into the slots' parts
+Unpack = Callable[[Parts], Parts]  # a function from packed pages to the parts that slots have
 
 
 def same(pages: Parts) -> Parts:
-    """Return pages that need not be unpacked."""
+    """Return the pages themselves: an `Unpack` for pages that are not packed."""
     return pages
 
 
 class Mover:
-    """A mover to plain memory: `put` returns when the pages are there. The base of all movers."""
+    """The base of all movers, and a mover to plain memory, whose `put` returns when the pages are there."""
 
     asynchronous = False  # whether `put` may return before the pages are there
 
@@ -36,7 +36,7 @@ class Mover:
         return torch.empty(shape, dtype=dtype)
 
     def now(self) -> object:
-        """Return a mark of the work queued for the device so far; a `put` in another thread takes it as `after`."""
+        """Return a mark of the work queued for the device so far: the argument `after` of `put` in another thread."""
         return None
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
@@ -48,10 +48,10 @@ class Mover:
                 x.index_copy_(0, index, new[part].to(x.device))
 
     def wait(self, slots: Numbers) -> None:
-        """Make later reads of these slots wait for the pages put into them."""
+        """Make later reads of these slots wait until the pages put into these slots have arrived."""
 
     def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
-        """Return copies `[n, …]` of slots that were waited for. Fastest if slots of one slab are adjacent."""
+        """Return copies `[n, …]` of slots; call `wait` first. Fastest if slots of one slab follow one another."""
         pages = tuple(self.empty((len(slots), *x.shape[1:]), x.dtype) for x in slabs[0])
         for held, rows, part in located(slabs, slots):
             index = self.upload(torch.from_numpy(rows))
@@ -79,11 +79,11 @@ class Streamed(Mover):
                 torch.cuda.current_stream(self.device).wait_event(event)
             else:
                 event.synchronize()
-        for slot in waited:  # once all were waited for: an interruption may come between
+        for slot in waited:  # after all waits, because an interruption may come between two of them
             arrivals.pop(slot, None)
 
     def _note(self, slots: Numbers) -> None:
-        """Note that pages are in these slots once the stream has done its work."""
+        """Record that pages are in these slots once the stream has done its present work."""
         arrival = torch.cuda.Event()
         arrival.record(self.stream)
         self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
@@ -104,10 +104,10 @@ class Cuda(Streamed):
         return event
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
-        """Begin to copy pages, after what still reads the slots; call `wait` before reading them. Bytes: one copy.
+        """Begin to copy pages into slots, once work queued before has read the slots. Bytes: one copy.
 
-        The slots' memory is recorded on the stream: if freed during a copy, the memory is not reused before the copy
-        ends.
+        Call `wait` before reading the slots. PyTorch records that the stream uses the slots' memory: memory that is
+        freed during a copy is not reused before the copy ends.
         """
         (held,) = slabs
         assert after is None or isinstance(after, torch.cuda.Event)
@@ -130,8 +130,8 @@ class Cuda(Streamed):
 class Pinned(Streamed):
     """A mover to page-locked host memory, which a GPU reads and writes without the CPU.
 
-    Pages from the GPU come on a separate stream; `wait` makes the CPU wait for the pages. PyTorch does not reuse freed
-    memory before copies from it and to it have ended.
+    Pages from the GPU are copied on a separate stream, and `wait` makes the CPU wait for them. PyTorch does not reuse
+    freed memory before the copies from and to that memory have ended.
     """
 
     @torch.inference_mode(mode=False)
@@ -141,7 +141,7 @@ class Pinned(Streamed):
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         """Put pages into slots: from the CPU at once, from the GPU in one copy for each run of adjacent slots."""
         if not pages[0].is_cuda:
-            self.wait(slots)  # copies still running would overwrite the pages
+            self.wait(slots)  # earlier copies that still run would overwrite these pages
             super().put(slabs, slots, pages, unpack=unpack)
             return
         assert after is None, "pages leave the GPU in the thread that computes"
@@ -159,7 +159,7 @@ class Pinned(Streamed):
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:
     """Yield runs of slots in one slab: the slab, the slot numbers in the slab, and a slice of `slots`.
 
-    Example: slabs of 4 slots, slots 1, 3, 5, 2: slab 0 with 1, 3; slab 1 with 1; slab 0 with 2.
+    Example: with slabs of 4 slots, the slots 1, 3, 5, 2 are in slab 0 at 1 and 3, in slab 1 at 1, in slab 0 at 2.
     """
     slab, rows = np.divmod(slots, max(len(slabs[0][0]) if slabs else 1, 1))
     for run in runs(np.diff(slab) != 0, len(slots)):

@@ -1,10 +1,10 @@
-"""The tiers in memory: pools of slots for pages. The least recently used pages leave first.
+"""The tiers in memory are pools of slots for pages. The least recently used pages leave first.
 
 The device's pool is one tensor for keys and one for values, which kernels read in place. The host's pool grows by slabs
 of page-locked memory and never moves pages.
 
-Another thread gathers pages for the device from host memory, or reads them from a file, while the model computes. There
-is one for the whole process, which starts with the first `Fetch`, so never on a machine without a GPU.
+Another thread gathers pages for the device from host memory, or reads them from a file, while the model computes. The
+process has one such thread. It starts with the first `Fetch`, so never on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from lce.cache.tier import HOST, UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
 
-AT_ONCE = 64 << 20  # bytes of pages read from a lower tier, or written to it, at a time
-SLAB = 256 << 20  # bytes of the host's memory that its pool takes at a time: a power of two, as pinned memory comes
-NEVER = np.iinfo(np.int64).max
-QUEUED = 1024  # the fewest slots in a queue, if there are enough
+AT_ONCE = 64 << 20  # the bytes of pages that are read from or written to a lower tier at a time
+SLAB = 256 << 20  # the bytes of a slab of the host's pool: a power of two, because pinned memory is allocated so
+NEVER = np.iinfo(np.int64).max  # the age of slots that must not be filled
+QUEUED = 1024  # the fewest slots in a queue, if the pool has as many
 
 
 class Slots(NamedTuple):
-    """A pool's slots: slabs with the parts of stored pages, and which page each slot holds.
+    """A pool's slots: slabs with the parts of pages, and which page each slot holds.
 
-    A slot holds a page if its `group` and `chunk` name the page and the pool's index leads to the slot. After an
-    interruption the index may not lead to a slot: the slot counts as free.
+    A slot holds a page if its `group` and `chunk` name the page and the pool's index has the slot for this page. A slot
+    that the index does not have, as an interruption may leave it, is free.
     """
 
     slabs: tuple[Parts, ...]
-    group: Numbers  # the head group of each slot's page; -1: free
-    chunk: Numbers
-    used: Numbers  # the last request that used each slot
+    group: Numbers  # the head group of each slot's page; -1 marks a free slot
+    chunk: Numbers  # the chunk of each slot's page
+    used: Numbers  # the number of the last request that used each slot
 
     def of_slabs(self, slabs: tuple[Parts, ...]) -> Slots:
         """Return the slots of larger or more slabs, the first of which hold the pages of these slots."""
@@ -52,10 +52,10 @@ class Slots(NamedTuple):
 
 
 class Pool(Tier):
-    """A tier of slots in one kind of memory; at most `max_slots`.
+    """A tier of at most `max_slots` slots in one kind of memory.
 
-    Pages of the first `pinned_chunks` chunks never leave. Bookkeeping takes 24 bytes a slot and 8 a page of the
-    context. Time to free slots: O(n_slots / 16), and now and then O(n_slots).
+    Pages of the first `pinned_chunks` chunks never leave. Bookkeeping takes 24 bytes a slot and 8 bytes a page of the
+    context. Time to free slots: O(n_slots / 16), and O(n_slots) when the queue of slots is renewed.
     """
 
     def __init__(self, layout: CacheLayout, below: Tier, mover: Mover, max_slots: int, pinned_chunks: int = 0) -> None:
@@ -63,9 +63,9 @@ class Pool(Tier):
         super().__init__(layout, below)
         self.max_slots = max_slots
         self.pinned_chunks = pinned_chunks
-        self.clock = 0  # requests so far
-        self._queue = np.zeros((2, 0), np.int64)  # slots to fill next, and the request that last used each; -1: free
-        self.slots = Slots((), *np.zeros((3, 0), np.int64))  # replaced in one assignment when it grows
+        self.clock = 0  # the number of requests so far
+        self._queue = np.zeros((2, 0), np.int64)  # the slots to fill next, and the last request that used each, or -1
+        self.slots = Slots((), *np.zeros((3, 0), np.int64))  # replaced in one assignment when the pool grows
 
     @property
     def n_slots(self) -> int:
@@ -73,14 +73,14 @@ class Pool(Tier):
 
     @property
     def n_free(self) -> int:
-        """How many pages can come without another leaving."""
+        """The number of pages that can come before another page must leave."""
         if self.max_slots == UNBOUNDED:
             return UNBOUNDED
         return int((self.slots.group < 0).sum()) + self.max_slots - self.n_slots
 
     @property
     def capacity(self) -> int:
-        """The most pages at once, besides pinned ones."""
+        """The largest number of pages at once, besides pinned pages."""
         return self.max_slots - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
 
     @property
@@ -92,7 +92,7 @@ class Pool(Tier):
 
     @timed("cache")
     def bring(self, pages: Pages) -> Numbers:
-        """Bring at most `capacity` pages into slots; return the slots. The pages stay until the next request."""
+        """Return the slots of at most `capacity` pages; missing pages are read. All stay until the next request."""
         slots, missing = self._request(pages)
         if len(missing):
             missing = missing[self.below.order(pages.at(missing))]
@@ -102,9 +102,10 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """Return `bring` as work for another thread, the missing pages, and their slots; None if no page is missing.
+        """Return work that reads the missing pages, these pages, and their slots; None if no page is missing.
 
-        Until the work has ended, nothing else may use this pool or the tiers below. Then call `arrived`.
+        The work may run in another thread. Nothing else may use this pool or the tiers below until it has ended. Then
+        call `arrived`.
         """
         self.clock += 1
         slots, here, absent = self.find(pages)
@@ -117,7 +118,7 @@ class Pool(Tier):
         slabs, after = self.slots.slabs, self.mover.now()
 
         def work() -> None:
-            with torch.inference_mode():  # the mode is per thread
+            with torch.inference_mode():  # each thread has its own mode
                 self._load(missing, slots, slabs, after)
 
         return Fetch(work), missing, slots
@@ -128,7 +129,7 @@ class Pool(Tier):
             self.mover.put(slabs, slots[some], self.below.read(pages.at(some)), after, self._unpacked)
 
     def arrived(self, pages: Pages, slots: Numbers) -> None:
-        """Enter pages that were put into slots in the index."""
+        """Record in the index that pages are in slots."""
         self.slots.used[slots], self.slots.chunk[slots] = self.clock, pages.chunk
         self.slots.group[slots] = pages.group
         self.index[pages] = slots
@@ -155,7 +156,7 @@ class Pool(Tier):
         for some in slices(len(pages.group), self.capacity):
             self.clock += 1
             part = pages.at(some)
-            self._drop(self.index[part])  # left by a failed call
+            self._drop(self.index[part])  # pages that a failed call left
             self._fill(part, tuple(x[some] for x in parts))
 
     def forget(self, pages: Pages) -> None:
@@ -163,10 +164,10 @@ class Pool(Tier):
         self.below.forget(pages)
 
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
-        """Begin to copy pages, which are about to be written here, to the pool below, so that they can leave at once.
+        """Begin to copy pages, which are about to be written here, to the pool below: later they leave without a copy.
 
-        Copies as many as that pool has free slots for; the other pages move down when they leave. Raises
-        `CapacityError` if that pool is the last tier and has no slots for all.
+        Only as many pages are copied as the pool below has free slots; other pages move down when they leave. If the
+        pool below is the last tier, all pages are copied. Raises `CapacityError` if they do not fit.
         """
         below = self.below
         if not self.mover.asynchronous or not isinstance(below, Pool):
@@ -185,7 +186,7 @@ class Pool(Tier):
     def release(self, slots: Numbers) -> None:
         """Mark the pages in these slots as the next to leave."""
         self.slots.used[slots] = 0
-        self._queue = self._queue[:, :0]  # these slots are not in it, and older
+        self._queue = self._queue[:, :0]  # the queue lacks these slots, which are to be filled first
 
     def _hand_down(self, slots: Numbers, target: Tier) -> None:
         """Write the pages in these slots to another tier: one below, or the same tier of another stack."""
@@ -195,7 +196,7 @@ class Pool(Tier):
             target.write(self._pages(slots[some]), *parts)
 
     def _packed(self, *parts: Tensor) -> Parts:
-        """Return pages of this pool as tiers below have them."""
+        """Return pages of this pool as the tiers below have them."""
         return parts
 
     def _unpacked(self, parts: Parts) -> Parts:
@@ -203,7 +204,7 @@ class Pool(Tier):
         return parts
 
     def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
-        """Return the slots of pages, -1 for missing ones, and which pages are missing; record their use."""
+        """Return the slots of pages, -1 for a missing page, and which pages are missing; record the use of slots."""
         self.clock += 1
         slots, here, missing = self.find(pages)
         self.slots.used[slots[here]] = self.clock
@@ -215,7 +216,7 @@ class Pool(Tier):
         return Pages(self.slots.group[slots], self.slots.chunk[slots])
 
     def _fill(self, pages: Pages, parts: Parts) -> None:
-        """Put pages into vacated slots. Pages are in the pool once the index has them, at the end."""
+        """Vacate slots and put pages into them."""
         slots = self._vacate(len(pages.group))
         self.mover.put(self.slots.slabs, slots, parts)
         self.arrived(pages, slots)
@@ -231,17 +232,17 @@ class Pool(Tier):
         return slots
 
     def _victims(self, n: int) -> Numbers:
-        """Return `n` slots to fill: free ones, then the least recently used; none pinned, or in use by this request.
+        """Return `n` slots to fill: free slots, then the least recently used; no pinned ones, or ones of this request.
 
-        They come from a queue of a sixteenth of all slots, so that few requests scan all slots. Slots used since the
-        queue was made are skipped; slots outside the queue were used later.
+        The slots come from a queue of a sixteenth of all slots, so that few requests scan all slots. Slots that were
+        used since the queue was made are skipped. Slots outside the queue were used later than those in it.
         """
         n_free = int((self.slots.group < 0).sum())
         if self.n_slots < self.max_slots and n_free < n:
             self.slots = self._grown(min(self.n_slots + n - n_free, self.max_slots))
             n_free = int((self.slots.group < 0).sum())
         found = self._take_queued(n)
-        if len(found) < n or (self.slots.group[found] < 0).sum() < min(n, n_free):  # slots became free since then
+        if len(found) < n or (self.slots.group[found] < 0).sum() < min(n, n_free):  # others became free since
             self._renew_queue(n)
             found = self._take_queued(n)
         if len(found) < n:
@@ -249,7 +250,7 @@ class Pool(Tier):
         return np.sort(found)
 
     def _take_queued(self, n: int) -> Numbers:
-        """Take up to `n` slots that may still be filled from the queue's front."""
+        """Take up to `n` slots that may still be filled from the front of the queue, and return them."""
         queued, age = self._queue
         free, used = self.slots.group[queued] < 0, self.slots.used[queued]
         good = np.flatnonzero(np.where(age < 0, free, ~free & (used == age) & (used < self.clock)))[:n]
@@ -258,11 +259,11 @@ class Pool(Tier):
         return taken
 
     def _renew_queue(self, n: int) -> None:
-        """Queue at least `n` slots, or all that may be filled. Time: O(n_slots)."""
+        """Make a queue of at least `n` slots, or of all slots that may be filled. Time: O(n_slots)."""
         slots, n_queued = self.slots, min(max(n, self.n_slots // 16, QUEUED), self.n_slots)
         free = np.ones(self.n_slots, bool)
         free[self._holding(np.arange(self.n_slots))] = False
-        slots.group[free] = -1  # left by an interruption
+        slots.group[free] = -1  # an interruption may have left another number
         busy = (slots.chunk < self.pinned_chunks) | (slots.used >= self.clock)
         age = np.where(free, -1, np.where(busy, NEVER, slots.used))
         oldest = np.sort(np.argpartition(age, n_queued - 1)[:n_queued]) if n_queued else np.arange(0)
@@ -275,22 +276,23 @@ class Pool(Tier):
         raise NotImplementedError
 
     def _holding(self, slots: Numbers) -> Numbers:
-        """Return those of these slots that hold a page."""
+        """Return the slots, among these, that hold a page."""
         slots = slots[self.slots.group[slots] >= 0]
         held: Numbers = slots[self.index[self._pages(slots)] == slots]
         return held
 
     def _drop(self, slots: Numbers) -> None:
-        """Free slots; -1 is none."""
+        """Free slots; entries of -1 are ignored."""
         slots = slots[slots >= 0]
         self.index[self._pages(self._holding(slots))] = -1
         self.slots.group[slots] = -1
 
 
 class Device(Pool):
-    """The pool that kernels read, with plain pages: one slab, beside buffers of `buffer_tokens` or of more tokens.
+    """The pool that kernels read: one slab, with keys and values as the model computed them.
 
-    All slots are allocated at once; without a budget they grow by half.
+    It shares the budget with buffers of at least `buffer_tokens` tokens, and all slots are allocated at once. Without a
+    budget the number of slots grows by half.
     """
 
     def __init__(self, layout: CacheLayout, below: Tier, buffer_tokens: int = 0) -> None:
@@ -302,12 +304,12 @@ class Device(Pool):
 
     @property
     def k(self) -> Tensor:
-        """Keys, `[n_slots, P, L, D]`."""
+        """The keys, `[n_slots, P, L, D]`."""
         return self.slots.slabs[0][0]
 
     @property
     def v(self) -> Tensor:
-        """Values, `[n_slots, P, L, D]`."""
+        """The values, `[n_slots, P, L, D]`."""
         return self.slots.slabs[0][1]
 
     def _grown(self, n_slots: int) -> Slots:
@@ -335,10 +337,10 @@ class Device(Pool):
 
 
 class Host(Pool):
-    """The pool in the host's memory beside a GPU, with pages as the layout's format stores them.
+    """The pool in the host's memory beside a GPU, with packed pages.
 
-    Page-locked memory is allocated in powers of two, so the pool takes it in slabs: of `SLAB` bytes, or more for large
-    pages. A budget's last slab is the largest power of two that is left.
+    Page-locked memory is allocated in powers of two. So the pool takes slabs of `SLAB` bytes, or more for large pages.
+    The last slab of a budget is the largest power of two that is left.
     """
 
     name = HOST
@@ -390,7 +392,7 @@ class Host(Pool):
 
 
 def slab_bytes(layout: CacheLayout) -> int:
-    """Return the bytes of host memory that the host's pool takes at a time."""
+    """Return the bytes of a slab of the host's pool."""
     return max(SLAB, power_of_two(layout.format.page_bytes))
 
 
@@ -400,12 +402,12 @@ def slab_slots(layout: CacheLayout) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least `n`, 1 or more."""
+    """Return the smallest power of two that is at least `n`; `n` is 1 or more."""
     return 1 << (n - 1).bit_length()
 
 
 class Fetch:
-    """Work for the thread, or for the caller if it needs the result before the thread has begun.
+    """Work for another thread. A caller that needs the result before the thread has begun does the work itself.
 
     Ctrl-C does not interrupt the thread. A caller that was interrupted calls `finish` again.
     """
@@ -413,7 +415,7 @@ class Fetch:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._future: Future[None] = Future()
-        self.error: BaseException | None = None  # the error, once the work has ended
+        self.error: BaseException | None = None  # the error of work that has ended, if any
 
     def begin(self) -> None:
         """Hand the work to the thread."""
@@ -428,7 +430,7 @@ class Fetch:
                 self._future.set_exception(error)
 
     def finish(self) -> None:
-        """Wait until the work has ended. May be repeated."""
+        """Wait until the work has ended, or do it. May be repeated."""
         if not self._future.cancel():  # the thread has begun
             wait([self._future])
             self.error = self._future.exception()
@@ -445,4 +447,4 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "lce-fetch")
 
 
-os.register_at_fork(after_in_child=_thread.cache_clear)  # threads stay behind in the parent
+os.register_at_fork(after_in_child=_thread.cache_clear)  # a forked process has no such thread

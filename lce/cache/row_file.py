@@ -1,11 +1,11 @@
-"""Files of rows: keys and values that memory does not hold, and a check of each row, which reveals damage.
+"""Files of rows: keys and values that memory does not hold. Each row has a check, which reveals damage.
 
-A row is what one token has in one page's heads, `[2, P, D]`: its keys and its values. Rows are read and written through
-the file descriptor, so that a full disk, a failing disk or a truncated file is an error and not a signal. Rows in the
-system's page cache are read first, then the others by several threads.
+A row has the keys and values of one token in the heads of one page, `[2, P, D]`. Rows are read and written through the
+file descriptor, so that a full disk, a failing disk or a truncated file is an error and not a signal. Rows in the
+system's page cache are read first, then several threads read the other rows.
 
-The checks of a spill file are in memory. The checks of a context file come after its rows: they are read in blocks of
-some thousands as rows are read, and kept. A writer adds new checks to the file too.
+The checks of a spill file are in memory. The checks of a context file come after its rows. They are read in blocks of
+some thousands, when a row of the block is first read, and stay in memory. A writer adds new checks to the file, too.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from lce.cache.movers import Numbers, runs
 from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
 
-CHECK_BYTES = 4  # bytes of the check of one row
-CHECK_BLOCK = 1 << 12  # checks in a block
-READERS = 8  # threads that wait for the disk at once
-NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # read only from the system's page cache
-PER_CALL = 1 << 20  # bytes that one system call reads
-GAP = 4096  # unneeded bytes worth reading to save a call
-AT_ONCE = 4096  # single rows that are read together
+CHECK_BYTES = 4  # the bytes of the check of one row
+CHECK_BLOCK = 1 << 12  # the number of checks in a block
+READERS = 8  # the number of threads that wait for the disk at once
+NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # a flag: read only from the system's page cache
+PER_CALL = 1 << 20  # the most bytes that one system call reads
+GAP = 4096  # the most unneeded bytes that are read to save a system call
+AT_ONCE = 4096  # the number of single rows that are read together
 FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
-GROWTH = 64 << 20  # bytes: a spill file grows by at least this much, and by half of its size
+GROWTH = 64 << 20  # the fewest bytes by which a spill file grows; it grows by half of its size if that is more
 
 
 class Descriptor(int):
-    """A file descriptor, closed once: by `close`, or when nothing refers to it any more."""
+    """A file descriptor that is closed once, by `close` or when nothing refers to it any more."""
 
     _open = True
-    _close = staticmethod(os.close)  # found here after the interpreter has taken its modules apart
+    _close = staticmethod(os.close)  # still found here when the interpreter has emptied the module `os`, at exit
 
     def close(self) -> None:
         if self._open:
@@ -56,10 +56,10 @@ class Descriptor(int):
 
 
 class Checks:
-    """Checks of rows in memory, in blocks that are made as rows come.
+    """Checks of rows in memory, in blocks that are allocated as rows come.
 
-    Several contexts may share a file, in several threads. No lock guards the blocks, because Ctrl-C could leave the
-    lock held: a block is made once, and never replaced.
+    Contexts in several threads may share a file. No lock guards the blocks, because Ctrl-C could leave the lock held.
+    None is needed, because a block is made once and never replaced.
     """
 
     def __init__(self) -> None:
@@ -67,11 +67,11 @@ class Checks:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of memory."""
+        """The bytes of memory."""
         return sum(block.nbytes for block in list(self._blocks.values()))
 
     def reserve(self, n: int) -> None:
-        """Make space for the checks of `n` rows."""
+        """Allocate memory for the checks of `n` rows."""
         for block in range(-(-n // CHECK_BLOCK)):
             self._block(block)
 
@@ -97,7 +97,7 @@ class Checks:
 
 
 class FiledChecks(Checks):
-    """The checks of `n` rows in an open file, from byte `start` on. Memory: the blocks read so far."""
+    """The checks of `n` rows in an open file, from byte `start` on. Blocks that were read stay in memory."""
 
     def __init__(self, descriptor: int, name: str, start: int, n: int) -> None:
         super().__init__()
@@ -120,9 +120,9 @@ class FiledChecks(Checks):
 
 
 class RowFile:
-    """Rows as a format has them in an open file, from byte `start` on; the first `n_rows` exist.
+    """The `n_rows` rows, of a format, in an open file, from byte `start` on.
 
-    New pages can only be written if the file is `writable`.
+    New pages can be written only if the file is `writable`.
     """
 
     writable = True
@@ -133,30 +133,30 @@ class RowFile:
         self.name = name
         self.format = format
         self.row_bytes = format.row_bytes
-        self.n_rows = n_rows  # that exist
+        self.n_rows = n_rows
         self.bytes_read = self.bytes_written = 0
         self.checks = checks
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._no_wait = NO_WAIT
-        self._reserved = 0  # bytes of the disk
+        self._reserved = 0  # the bytes of disk that were allocated in advance
 
     @property
     def bytes_taken(self) -> int:
-        """Bytes on the disk, including space reserved for later rows."""
+        """The bytes on the disk, including space reserved for later rows."""
         return max(self.n_bytes, self._reserved)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all rows."""
+        """The bytes of all rows."""
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate pages of `size` rows, named as in `Pages`; return their first rows. Raises `CapacityError`."""
+        """Allocate pages of `size` rows, named as in `Pages`; return the first row of each. Raises `CapacityError`."""
         raise CapacityError(FULL)
 
     def for_fork(self) -> RowFile:
-        """Return the file as another context with the same rows uses it."""
+        """Return the file for a fork, which has the same rows."""
         return self
 
     def write_pages(self, first: Numbers, pages: Tensor) -> None:
@@ -182,7 +182,7 @@ class RowFile:
         return found
 
     def _gather(self, rows: Numbers, found: Tensor) -> None:
-        """Read rows into `found`; rows close together are read in one call, with the gaps between them."""
+        """Read rows into `found`. Rows that are close together are read in one call, with the gaps between them."""
         order = None if (rows[1:] > rows[:-1]).all() else np.argsort(rows, kind="stable")
         ascending = rows if order is None else rows[order]
         cuts = np.flatnonzero((np.diff(ascending) - 1) * self.row_bytes > GAP) + 1
@@ -196,7 +196,7 @@ class RowFile:
         self._fetch((raw[a:b], offset) for (a, b), offset in zip(pairwise(bounds), offsets, strict=True))
         if whole:
             return
-        at = ascending - np.repeat(first - stops + lengths, ends - begins)  # index in the scratch buffer
+        at = ascending - np.repeat(first - stops + lengths, ends - begins)  # each row's index in `scratch`
         if order is not None:
             at[order] = at.copy()
         torch.index_select(scratch, 0, torch.from_numpy(at), out=found)
@@ -219,12 +219,12 @@ class RowFile:
     def _fetch(self, parts: Iterable[tuple[memoryview, int]]) -> None:
         """Fill each part from its byte offset on: first from the system's page cache, then from the disk."""
         descriptor, preadv, waiting = self._descriptor, os.preadv, []
-        for data, offset in parts:  # thousands of them: a microsecond each
+        for data, offset in parts:  # there may be thousands of parts, each of which takes a microsecond
             try:
                 n = preadv(descriptor, [data], offset, self._no_wait)
             except OSError as error:
                 if error.errno == errno.EOPNOTSUPP:
-                    self._no_wait = 0  # this file system lacks RWF_NOWAIT; parts are read one after the other
+                    self._no_wait = 0  # the file system lacks RWF_NOWAIT: `preadv` waits for the disk from now on
                 n = 0
             if n < len(data):
                 waiting.append((data[n:], offset + n))
@@ -236,13 +236,13 @@ class RowFile:
             read_all(self._descriptor, data, offset, self.name)
 
     def _check(self, found: Tensor, rows: Numbers) -> None:
-        """Compare rows `found [n, …]` with their checks, and count them as read."""
+        """Raise `DataError` unless rows `found [n, …]` agree with their checks; count the rows as read."""
         if len(rows) and (fingerprints(found, torch.from_numpy(rows)).numpy() != self.checks.of(rows)).any():
             raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(rows) * self.row_bytes
 
     def close(self) -> None:
-        """Close and unlock the file; no more reads or writes."""
+        """Close and unlock the file, which cannot be used any more."""
         self._descriptor.close()
 
     def flush(self) -> None:
@@ -254,7 +254,7 @@ class RowFile:
 
 
 class SpillFile(RowFile):
-    """A file without a name: the system removes it when it is closed, however the process ends."""
+    """A file without a name. The system removes the file when it is closed, however the process ends."""
 
     def __init__(self, folder: Path, format: KVFormat) -> None:
         try:
@@ -267,7 +267,7 @@ class SpillFile(RowFile):
         self._lock = Lock()  # several contexts may share the file
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate disk space for pages, and some spare, behind the rows that exist."""
+        """Allocate disk space for pages behind the last row, and some more for later pages."""
         with self._lock:
             first = self.n_rows + np.arange(len(groups)) * size
             wanted = (self.n_rows + len(groups) * size) * self.row_bytes
@@ -277,7 +277,7 @@ class SpillFile(RowFile):
         return first
 
     def reserve(self, n: int) -> None:
-        """Allocate disk space for `n` rows now, so that writes cannot run out of space, and memory for checks."""
+        """Allocate disk space and memory for `n` rows and their checks now, so that later writes lack neither."""
         self.checks.reserve(n)
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)
@@ -299,7 +299,7 @@ def raw_bytes(x: Tensor) -> memoryview:
 
 
 def _rows_of(first: Numbers, size: int) -> Numbers:
-    """Return the rows of pages, in order."""
+    """Return the numbers of the rows of pages of `size` rows, page by page."""
     rows: Numbers = (first[:, None] + np.arange(size)).reshape(-1)
     return rows
 
@@ -309,7 +309,7 @@ def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(READERS, "lce-read")
 
 
-os.register_at_fork(after_in_child=_readers.cache_clear)  # threads stay behind in the parent
+os.register_at_fork(after_in_child=_readers.cache_clear)  # a forked process has no such threads
 
 
 def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
@@ -333,7 +333,7 @@ def read_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
-    """Write all bytes at an offset. Raises `CapacityError` where the disk refuses."""
+    """Write all bytes at an offset. Raises `CapacityError` if the disk refuses."""
     try:
         while data:
             n = os.pwrite(descriptor, data, offset)
@@ -347,10 +347,10 @@ def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None
 def fingerprints(rows: Tensor, index: Tensor) -> Tensor:
     """Return a check of each row `[n, …]`, `[n]` int32: a hash of the inner product of its words with odd weights.
 
-    The words' high halves, shifted down, are added, because products modulo 2^64 lose most of a word's highest bits,
-    and two flips there could cancel. `index [n]` are the rows' numbers. One damaged or exchanged row in 2^32 goes
-    unseen. The check guards against faulty disks and mistakes, not against forgery. Time: about that of copying the
-    rows.
+    The high half of each word also counts as a word of its own: a product modulo 2^64 keeps little of a word's highest
+    bits, so two flips there could cancel. `index [n]` are the rows' numbers, so exchanged rows are seen. One damaged or
+    exchanged row in 2^32 is not seen. The check guards against faulty disks and mistakes, not against forgery. Time:
+    about that of copying the rows.
     """
     words = rows.flatten(1).view(torch.int64)
     low, high = _weights(2 * words.shape[1]).chunk(2)
@@ -364,7 +364,7 @@ def _weights(n: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Return a hash of each number: SplitMix64 with signed shifts."""
+    """Return a hash of each int64 number: SplitMix64, with shifts that keep the sign."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift)) * factor
     return x ^ (x >> 31)

@@ -1,10 +1,10 @@
-"""Memory that forks share: one copy of the rows that a context had when it was forked, for all contexts.
+"""Memory that forks share: all contexts read one copy of the rows that a context had when it was forked.
 
-A buffer moves to a file in memory when its context is first forked: one copy. The context goes on writing to the file,
+A buffer is copied to a file in memory when its context is first forked. From then on the context writes to the file,
 after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when the fork
 first writes to that page. A context that is about to overwrite shared rows maps the file privately, too.
 
-The file has no name, so no other process can open it, and is sealed against shrinking, so access to a mapping cannot
+The file has no name, so no other process can open it. It is sealed against shrinking, so access to a mapping cannot
 fail. On systems without such files, and on devices other than the CPU, each fork gets a copy.
 """
 
@@ -23,16 +23,17 @@ from torch import Tensor
 
 from lce.cache.row_file import Descriptor
 
-SPARE = 8192  # tokens of space after shared rows, which take no memory until written
+SPARE = 8192  # the tokens of space after shared rows, which takes no memory until it is written
 PAGE = mmap.PAGESIZE
-UNRESERVED = 0x4000  # MAP_NORESERVE of Linux
-ALL = 1 << 62  # rows: more than any cache has
+UNRESERVED = 0x4000  # the flag MAP_NORESERVE of Linux
+ALL = 1 << 62  # a number of rows larger than any cache has
 
 
 class MemoryFile:
     """A file in memory, of a fixed size, as the buffers of one context map it. Holes take no memory.
 
-    Each of the two mappings is made once, because a mapping holds a descriptor.
+    There are two mappings, a private one and one that writes to the file. Each is made once, because a mapping holds a
+    descriptor.
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -49,7 +50,7 @@ class MemoryFile:
         return other
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
-        """Return the tensor from byte `start` on. Writes to the private mapping do not change the file."""
+        """Return the tensor from byte `start` on, in one of the mappings. Private writes do not change the file."""
         if private not in self._mappings:
             flags = mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED
             self._mappings[private] = mmap.mmap(self._descriptor, self._size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -57,11 +58,11 @@ class MemoryFile:
         return torch.frombuffer(self._mappings[private], dtype=dtype, count=count, offset=start).view(*shape)
 
 
-ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, which gives each file of a fork once
+ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called once for each file of a fork
 
 
 class RowBuffer:
-    """A tensor whose rows, along `axis`, are written one after another: in memory of its own, or shared with forks.
+    """A tensor whose rows, along `axis`, are written one after another, in its own memory or shared with forks.
 
     `prepare` must be called before rows are written.
     """
@@ -70,21 +71,21 @@ class RowBuffer:
         self.tensor = tensor
         self.axis = axis
         self._place: tuple[MemoryFile, int] | None = (
-            None  # the file with the rows, and their first byte; None: own memory
+            None  # the file with the rows and the first byte there; None if in own memory
         )
         self._private = False  # whether writes go to a private mapping
-        self._frozen = 0  # rows before this one, in the file, are seen by forks
-        self._clean = 0  # rows before this one are as in the file
-        self._stop = 0  # rows from this one on were never written
+        self._frozen = 0  # forks see the rows of the file before this one
+        self._clean = 0  # the rows before this one are equal to those of the file
+        self._stop = 0  # the rows from this one on were never written
 
     @property
     def capacity(self) -> int:
-        """Rows that there is space for."""
+        """The number of rows for which there is space."""
         return self.tensor.shape[self.axis]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held; only written rows count in a file."""
+        """The bytes of the rows; in a file only written rows count."""
         n_rows = self.capacity if self._place is None else self._stop
         return self.tensor.nbytes // max(self.capacity, 1) * n_rows
 
@@ -126,7 +127,7 @@ _living: WeakSet[RowBuffer] = WeakSet()
 
 
 def _freeze_all() -> None:
-    """Before a fork of the process, stop all contexts from writing to files that the child will map too."""
+    """Make all contexts write to private mappings from now on: a fork of this process will have the files, too."""
     for rows in list(_living):
         rows._frozen = ALL
 
@@ -135,7 +136,9 @@ os.register_at_fork(before=_freeze_all)
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
-    """Move buffers whose rows cannot be shared yet to a file in memory. Each comes with its rows and a capacity.
+    """Move buffers whose rows cannot be shared yet to a file in memory.
+
+    Each buffer comes with the number of its rows and with the capacity that it is to have.
 
     Does nothing if the system has no such files. Bytes: one copy of the moved rows.
     """
@@ -158,10 +161,10 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
 
 
 def _available() -> bool:
-    """Return whether this system has files in memory, with pages guaranteed on writing."""
+    """Return whether this system has files in memory, and never refuses memory when a page is written."""
     if not hasattr(os, "memfd_create"):
         return False
-    try:  # 2: memory is committed at once; a refused page would be a signal
+    try:  # in mode 2 the system may refuse a page, by a signal
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     except OSError:
         return False

@@ -1,6 +1,6 @@
-"""Pages, the units that move between tiers, and tiers: places for pages, each above the next.
+"""Pages, which are the units that move between tiers, and `Tier`, a place for pages above another tier.
 
-A tier is one file, found by its class: see `kinds`.
+A kind of tier is one class in a file of this folder: see `kinds`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lce.errors import CapacityError
 if TYPE_CHECKING:
     from lce.cache.layout import CacheLayout
 
-DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, as users read them
-UNBOUNDED = 1 << 62  # tokens, bytes or pages
-MOST_CHANGES = 64  # assignments after which the whole table is copied to the device again
+DEVICE, HOST, DISK = "device", "host", "disk"  # the names of the tiers for users
+UNBOUNDED = 1 << 62  # a number of tokens, bytes or pages: no limit
+MOST_CHANGES = 64  # after more assignments the whole table is copied to the device again
 
 
 class Pages(NamedTuple):
@@ -49,15 +49,15 @@ class Pages(NamedTuple):
 
 
 class PageIndex:
-    """A map from each page to a number, -1 until set; grows with the chunks.
+    """A map from each page to a number, which is -1 until it is set. The map grows with the chunks.
 
-    Beside a GPU there is a copy on the device; changes are copied all at once, when the device's copy is requested.
+    Beside a GPU there is a copy on the device. Changes are copied together when the copy is requested.
     """
 
     def __init__(self, layout: CacheLayout, mover: Mover) -> None:
         self._numbers = np.full((layout.n_layers * layout.n_groups, 16), -1, np.int64)
         self._mover = mover
-        self._copy: Tensor | None = None  # on the device; None: none, or outdated
+        self._copy: Tensor | None = None  # the copy on the device; None if there is none that can be updated
         self._changed: list[Pages] = []
 
     def __getitem__(self, pages: Pages) -> Numbers:
@@ -68,7 +68,7 @@ class PageIndex:
     def __setitem__(self, pages: Pages, value: Numbers | int) -> None:
         self._cover(pages.chunk)
         if self._mover.asynchronous and pages.chunk.size:
-            self._changed.append(pages)  # first: an interruption may come between
+            self._changed.append(pages)  # before the change, because an interruption may come between
             if len(self._changed) > MOST_CHANGES:
                 self._copy, self._changed = None, [pages]
         self._numbers[pages.group, pages.chunk] = value
@@ -80,7 +80,7 @@ class PageIndex:
             self._numbers = np.pad(self._numbers, ((0, 0), (0, n_more)), constant_values=-1)
 
     def on_device(self, groups: slice, n_chunks: int) -> Tensor:
-        """Return the numbers `[groups, n_chunks]` of some groups' first chunks, valid until the next change.
+        """Return the numbers `[groups, n_chunks]` of the first chunks of some groups, valid until the next change.
 
         Does not wait for the device. Bytes: 16 a changed page, or the whole table after many changes.
         """
@@ -88,7 +88,7 @@ class PageIndex:
         if not self._mover.asynchronous:
             return torch.from_numpy(self._numbers[groups, :n_chunks])
         if self._copy is None or self._copy.shape != self._numbers.shape:
-            with torch.inference_mode(mode=False):  # later changes may come inside or outside inference mode
+            with torch.inference_mode(mode=False):  # because later changes may come inside or outside inference mode
                 self._copy = self._mover.upload(torch.from_numpy(self._numbers.copy()))
         elif self._changed:
             flat = np.unique(np.concatenate([x.group * self._numbers.shape[1] + x.chunk for x in self._changed]))
@@ -102,7 +102,7 @@ class PageIndex:
 class Traffic:
     """The traffic of a tier: requested pages that were there (`hits`) or not (`misses`), bytes in and out.
 
-    `early` pages were fetched ahead of a request, by the last request.
+    `early` pages were fetched before they were requested, because the last request had them.
     """
 
     hits: int = 0
@@ -115,14 +115,14 @@ class Traffic:
 class Tier(ABC):
     """A place for the pages of a context, above another tier.
 
-    The class methods say what layouts and plans must know of a tier before there is one. Defaults are those of a tier
-    in the host's memory without a budget of its own.
+    The class methods say what layouts and plans must know before a tier is made. Their defaults are those of a tier in
+    the host's memory that has no budget of its own.
     """
 
-    rank: ClassVar[int] = 0  # the place in the chain below the device, fastest first; 0: not found by `kinds`
-    name: str  # as users read it
-    mover: Mover = Mover()  # to the memory in which pages are read
-    writable = True  # whether all pages can be written here, so that forks share them
+    rank: ClassVar[int] = 0  # the place in the chain below the device, fastest first; 0 if not in `kinds`
+    name: str  # the name for users
+    mover: Mover = Mover()  # the mover to the memory into which pages are read
+    writable = True  # whether any page can be written here, so that forks share all pages
 
     def __init__(self, layout: CacheLayout, below: Tier) -> None:
         self.layout = layout
@@ -130,11 +130,11 @@ class Tier(ABC):
         self.format = layout.format
         self.page_bytes = layout.format.page_bytes
         self.traffic = Traffic()
-        self.index = PageIndex(layout, self.mover)  # where each page is
+        self.index = PageIndex(layout, self.mover)  # the place of each page
 
     @classmethod
     def limit(cls, layout: CacheLayout) -> int | None:
-        """Return the most pages of a context, or `UNBOUNDED`; None if a layout has no such tier."""
+        """Return the most pages that a context has here, or `UNBOUNDED`; None if a layout has no such tier."""
         return None
 
     @classmethod
@@ -144,7 +144,7 @@ class Tier(ABC):
 
     @classmethod
     def location(cls, layout: CacheLayout) -> torch.device | Path:
-        """Return the device or the folder that has the pages."""
+        """Return the device or the folder where the pages are."""
         return torch.device("cpu")
 
     @classmethod
@@ -155,7 +155,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def n_bytes(self) -> int:
-        """Bytes held now."""
+        """The bytes that are allocated now."""
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         """Return which pages are in this tier or below."""
@@ -167,7 +167,7 @@ class Tier(ABC):
         return place, np.flatnonzero(place >= 0), np.flatnonzero(place < 0)
 
     def read(self, pages: Pages) -> Parts:
-        """Return copies of pages, packed if this tier is below the device, from here or from below."""
+        """Return copies of pages, from here or from below; they are packed if this tier is below the device."""
         place, here, missing = self.find(pages)
         found = self.take(place[here])
         return found if not len(missing) else self.joined((here, missing), found, self.below.read(pages.at(missing)))
@@ -182,7 +182,7 @@ class Tier(ABC):
         return self.joined((here, missing), (found,), (rest,))[0]
 
     def joined(self, where: tuple[Numbers, Numbers], found: Parts, rest: Parts) -> Parts:
-        """Join two runs of pages, which are the entries `where` of the result."""
+        """Join pages `found` and `rest`, which become the entries `where[0]` and `where[1]` of the result."""
         order = self.mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
         return tuple(torch.cat(both).index_select(0, order) for both in zip(found, rest, strict=True))
 
@@ -200,7 +200,7 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Write pages, packed if this tier is below the device, that no tier below has.
+        """Write pages that no tier below has; they are packed if this tier is below the device.
 
         Not atomic: call again after an error.
         """
@@ -211,7 +211,7 @@ class Tier(ABC):
         self.below.forget(pages)
 
     def fork(self) -> Tier:
-        """Return a tier for another context, with the same pages where contexts share them."""
+        """Return a tier for another context: this tier, or one with the same pages."""
         return self
 
 
@@ -240,7 +240,7 @@ class Nowhere(Tier):
 
 @cache
 def kinds() -> tuple[type[Tier], ...]:
-    """Return the tiers that may be below a device's, fastest first: the classes with a `rank`, in any file here."""
+    """Return the kinds of tiers below a device's, fastest first: the classes with a `rank` in files of this folder."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
     found, left = [], [Tier]
@@ -258,6 +258,6 @@ def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:
 
 
 def slices(n: int, size: int) -> Iterator[slice]:
-    """Yield `0..n-1` in runs of at most `size`; a `size` below 1 counts as 1."""
+    """Cut `0..n-1` into slices of at most `size`; a `size` below 1 counts as 1."""
     for start in range(0, n, max(size, 1)):
         yield slice(start, min(start + max(size, 1), n))

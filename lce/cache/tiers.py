@@ -1,10 +1,11 @@
-"""The tiers of a long context's keys and values: a chain, each tier above the next.
+"""The tiers of a long context's keys and values, which form a chain.
 
     recent buffers ──> device pool ──> host pool ──> file ──> nowhere      a tier that a machine lacks is left out:
                        └────────── pages come back ──┘                     without a GPU there is one pool
 
-Tiers move pages (see `CacheLayout`). Complete chunks never change, so a page may be in several tiers at once. It is
-dirty while no tier below has it. A full pool gives up its least recently used pages: dirty ones move down first.
+Pages (see `CacheLayout`) move between tiers. Complete chunks never change, so a page may be in several tiers at once. A
+page is dirty while no tier below has it. A full pool gives up its least recently used pages; dirty pages move down
+first.
 
 Beside a GPU, pages are moved while the model computes. New pages are copied to the host's pool at once, while it has
 free slots, so that most pages are clean when they leave. Another thread (`lce.cache.pool.Fetch`) fetches pages that a
@@ -36,16 +37,16 @@ from lce.sizes import size_text
 
 
 class TierStack:
-    """The tiers of one context, from the device's pool down: all complete chunks that have left the recent buffers.
+    """The tiers of one context, from the device's pool down, with all chunks that have left the recent buffers.
 
-    Tiers never change what is attended: the same numbers come back from any of them. If the stack is `growing`, chunks
-    that are no longer recent come to the tiers; else later tokens stay in the buffers.
+    Tiers never change what is attended: the same numbers come back from any tier. If the stack is `growing`, chunks
+    that are no longer recent move to the tiers. Otherwise later tokens stay in the buffers.
     """
 
     def __init__(
         self, layout: CacheLayout, bottom: Tier, buffer_tokens: int = 0, n_tokens: int = 0, *, growing: bool = True
     ) -> None:
-        """Make empty tiers above `bottom`, beside buffers of `buffer_tokens` tokens or of more recent tokens."""
+        """Make empty tiers above `bottom`. Buffers of `buffer_tokens` tokens share the budget of the device's pool."""
         self.layout = layout
         self.growing = growing
         tier = bottom
@@ -54,13 +55,13 @@ class TierStack:
                 tier = kind.build(layout, tier, n_tokens)
         self.top = Device(layout, tier, buffer_tokens)
         self.pools = [tier for tier in self if isinstance(tier, Pool)]
-        self.bottom = self.pools[-1].below  # a file, or nowhere
-        self._asked: dict[int, Pages] = {}  # by layer: the last request to the first pool
-        self._coming: tuple[Fetch, Pages, Numbers] | None = None  # a prefetch: the work, its pages and their slots
+        self.bottom = self.pools[-1].below  # the tier of a file, or `Nowhere`
+        self._asked: dict[int, Pages] = {}  # the last request of each layer to the first pool
+        self._coming: tuple[Fetch, Pages, Numbers] | None = None  # a prefetch: the work, the pages and their slots
 
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
-        """Return empty tiers for `n_tokens` tokens, over `file` if any. Raises `CapacityError` for too many."""
+        """Return empty tiers for `n_tokens` tokens, over `file` if given. Raises `CapacityError` for too many."""
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
             whole, most = layout.whole_chunks(n_tokens), layout.resident_tokens
@@ -83,7 +84,7 @@ class TierStack:
             tier = tier.below
 
     def groups(self, layer: int) -> Numbers:
-        """Return a layer's head groups, counted over all layers of the device."""
+        """Return the head groups of a layer; they are counted over all layers of the device."""
         first = (layer - self.layout.first_layer) * self.layout.n_groups
         return np.arange(first, first + self.layout.n_groups)
 
@@ -100,9 +101,9 @@ class TierStack:
             self.top.write(pages, *parts)
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return all of chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`, copied.
+        """Return copies of the chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`.
 
-        Evicts nothing: pages that the first pool lacks get slots only if slots are free.
+        No page leaves the first pool: missing pages get slots only if slots are free.
         """
         self.settle()
         pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
@@ -111,7 +112,7 @@ class TierStack:
         return k, v
 
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[G, n, D]` of tokens, ascending. A chunk that is half requested is read whole."""
+        """Return keys and values `[G, n, D]` of tokens, ascending. A chunk of which half is requested is read whole."""
         self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
         present, counts = np.unique(index // size, return_counts=True)
@@ -123,11 +124,11 @@ class TierStack:
         return rows[:, :, 0].transpose(1, 2).flatten(0, 1), rows[:, :, 1].transpose(1, 2).flatten(0, 1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
-        """Yield pages of a layer, True in `wanted [groups, chunks]`, as many at a time as the first pool can hold.
+        """Yield pages of a layer, True in `wanted [groups, chunks]`, in rounds that the first pool can hold.
 
-        Each `Tiles` is valid until the next; a single one also has the layer's other pages in the pool. If the request
-        exceeds the pool, resident pages are served first; the missing ones cycle through a quarter of the slots, so
-        that little is evicted.
+        Each `Tiles` is valid until the next. If there is one round, its `Tiles` also have the layer's other pages that
+        are in the pool. If there are several, resident pages come first, and missing pages cycle through a quarter of
+        the slots, so that few pages leave.
         """
         self.settle()
         groups, chunks = np.nonzero(wanted)
@@ -155,7 +156,7 @@ class TierStack:
                 top.release(slots)
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
-        """Return the first pool as tiles: page head p of `slot [groups, chunks]` s is tile `s·P + p`; -1 is none."""
+        """Return the first pool as tiles. Head p of the page in slot s is tile `s·P + p`; -1 in `slot` is no page."""
         k, v, heads = self.top.k, self.top.v, self.layout.page_heads
         if heads > 1:
             slot = slot[:, None]
@@ -166,7 +167,7 @@ class TierStack:
     def prefetch(self, layer: int) -> None:
         """Begin to fetch the pages of a layer's last request, if this can run beside the computation.
 
-        This is a guess: a page that is not requested has only taken a slot. Returns before anything is read.
+        The next request is likely to have the same pages. Returns before anything is read.
         """
         top = self.top
         if not top.mover.asynchronous or layer not in self._asked:
@@ -177,9 +178,9 @@ class TierStack:
             self._coming[0].begin()
 
     def settle(self) -> None:
-        """Wait until the pages of `prefetch`, if any, are on their way into slots; call again after an interruption.
+        """Wait until the work of `prefetch`, if any, has ended; call again after an interruption.
 
-        Pages that could not be read stay missing: the next request raises the error.
+        Pages that could not be read are still missing. The next request for them raises the error.
         """
         if self._coming is None:
             return
@@ -195,11 +196,11 @@ class TierStack:
     def write_down(self) -> None:
         """Copy to the file every page that is not there yet."""
         self.settle()
-        for pool in reversed(self.pools):  # pages in the host's pool need not come from the device
+        for pool in reversed(self.pools):  # the host's pool first, whose pages need not come from the device
             pool.copy_down(self.bottom, self.bottom)
 
     def shrink(self, buffer_tokens: int) -> None:
-        """Replace the pools by empty ones beside larger buffers; the file has all pages."""
+        """Replace the pools by smaller, empty ones beside buffers of `buffer_tokens` tokens; the file has all pages."""
         self.settle()
         smaller = TierStack(self.layout, self.bottom, buffer_tokens)
         for pool, old in zip(smaller.pools, self.pools, strict=True):
@@ -207,9 +208,9 @@ class TierStack:
         self.top, self.pools = smaller.top, smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
-        """Return tiers of another context with the same pages, over the same file; dirty pages are written down first.
+        """Return tiers of another context with the same pages, over the same file. Dirty pages are written down first.
 
-        Without a file for pages, the other context's last pool gets copies.
+        If there is no file to which pages can be written, the last pool of the other context gets copies.
         """
         self.settle()
         if self.bottom.writable:
