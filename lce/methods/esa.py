@@ -21,7 +21,7 @@ from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.joint import JointSelection
-from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, block_scores, concat_heads, principal
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, block_scores, concat_heads, missing, principal
 from lce.methods.map_file import open_maps
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
@@ -101,7 +101,7 @@ class ESA(JointSelection):
             return self
         path = model.source.file(MAPS_FILE) if self.maps is None else Path(self.maps)
         if self.maps is None and not path.exists():
-            raise lowdim.missing(self.name, wanted.command(model.source.path))
+            raise missing(self.name, wanted.command(model.source.path))
         shapes = LowDimMap.shapes(*sizes, self.low_dim)
         return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
@@ -116,10 +116,19 @@ class ESA(JointSelection):
         return made
 
     def resolve(self, window: int) -> Self:
-        made = self.sized(window)
+        made, maps = self.sized(window), self.maps
         if made.compress != "calibrated":
             return made
-        return replace(made, maps=lowdim.usable(made.maps, made.low_dim, resolved(made.far), window, self.name))
+        if not isinstance(maps, LowDimMaps):
+            command = f"lce calibrate --model M --text FILE --out maps.safetensors --far {made.far}"
+            raise missing(self.name, command)
+        if maps.low_dim != made.low_dim:
+            has = f"{maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
+            raise UsageError(f"{self.name}: low_dim is {made.low_dim}, but {has}")
+        if maps.learned_for is not None:
+            here = replace(maps.learned_for, far=resolved(made.far), window=window)
+            here.check(maps.learned_for, maps.source)
+        return made
 
     @property
     def block(self) -> int:

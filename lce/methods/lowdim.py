@@ -11,7 +11,7 @@ import functools
 import hashlib
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -156,19 +156,6 @@ def missing(method: str, command: str) -> UsageError:
         f"{method}: this model has no calibrated maps; make them by `{command}` and give -o maps=maps.safetensors, "
         "or give -o compress=pca or -o compress=none"
     )
-
-
-def usable(maps: object, low_dim: int, far: int, window: int, method: str) -> LowDimMaps:
-    """Return `maps` if they fit these knobs of a method. Raises `UsageError` with a remedy if they do not."""
-    if not isinstance(maps, LowDimMaps):
-        raise missing(method, f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}")
-    if maps.low_dim != low_dim:
-        raise UsageError(
-            f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
-        )
-    if maps.learned_for is not None:
-        replace(maps.learned_for, far=far, window=window).check(maps.learned_for, maps.source)
-    return maps
 
 
 def principal(k: Tensor, low_dim: int) -> Tensor:

@@ -155,12 +155,6 @@ def test_scaling_is_on_queries_and_keys_once(name: str, knobs: dict[str, Any], m
         assert (ours[0] - theirs[0]).abs().max() <= 1e-5
 
 
-def test_judges_agree_within_half_of_the_window() -> None:
-    q, k, _ = vectors(5, 4, 2, SHORT // 2 + 1, 8)
-    near, far = (oracle.true_mass(q, k, oracle.Setting(SHORT), judge) for judge in JUDGES)
-    assert torch.equal(near, far)
-
-
 def test_spans_of_queries() -> None:
     def spans(method: Method, start: int, stop: int) -> list[list[list[int]]] | None:
         step = Step(start, stop, Rope(RopeConfig(), 8, SHORT), Attention.choose(), SHORT, 2)

@@ -182,7 +182,6 @@ def test_what_is_attended_is_what_a_method_says(
             pytest.skip("it does not say")
         attended = always.expand(len(q), -1, -1).clone()
         own = distances.distance(self, cache.index, step.positions(q.device), torch.arange(step.stop), step)
-        assert own is not None
         distance = torch.nn.functional.pad(own.expand(len(q), -1, -1), (0, n + size - step.stop))
         for chosen in noted:
             near, far = distances.choice_distance(self, cache.index, chosen, step).unbind(-1)  # type: ignore[union-attr]
