@@ -10,7 +10,7 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
-from lce.files import check_folder, write_whole
+from lce.files import write_whole
 from lce.lab.eval.naming import cut, knob_values
 from lce.lab.eval.published import Benchmark
 from lce.lab.eval.published.base import Answered
@@ -58,7 +58,7 @@ class SuiteRun:
         self.answers = Record(record)
         self.answers.prepare()
         if self.predictions is not None:
-            _make_folder(Path(self.predictions))
+            make_folder(self.predictions, "predictions")
         check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)
         engines: list[lce.Engine] = []
         for method in self.methods:
@@ -69,7 +69,8 @@ class SuiteRun:
         told: set[str | None] = {None}
         for number, task in enumerate(self.tasks):
             made = {length: self.suite.make(engines[0], task, length) for length in self.lengths or [0]}
-            longest = max(self.lengths, default=0) or max(map(_most_tokens, made[0]), default=1)
+            sizes = [(sample.n_tokens or 0) + (sample.max_tokens or 0) for sample in made.get(0, ())]
+            longest = max(*self.lengths, *sizes, 1)
             check_capacity(self.model, self.methods, longest, self.loading)
             beyond = dict.fromkeys(text for engine in engines if (text := engine.beyond(longest)) not in told)
             told.update(beyond)
@@ -132,7 +133,7 @@ class SuiteRun:
         self.scores.setdefault(label, {})[task.name] = found.score
         if self.predictions is not None:
             path = Path(self.predictions) / label / f"{task.name}.jsonl"
-            _make_folder(path.parent)
+            make_folder(path.parent, "predictions")
             lines = [self.suite.prediction(sample, answer.answer or "") for sample, answer in asked]
             write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
         return score
@@ -147,16 +148,6 @@ class SuiteRun:
         read = "" if score.read_bytes is None else size_text(round(score.read_bytes))
         asked = f"{f'{length:,}' if length else '':>9}{found.samples:>9,}"
         return f"{found.task:<26}{method:<18}{asked}{shown}{score.interval:<11}{read:<14}{found.metric}"
-
-
-def _most_tokens(sample: Sample) -> int:
-    return (sample.n_tokens or 0) + (sample.max_tokens or 0)
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder for predictions. Raises `UsageError` if files cannot be written in it."""
-    make_folder(folder, "predictions")
-    check_folder(folder / "predictions.jsonl")
 
 
 def task_object(name: str) -> dict[str, Any]:

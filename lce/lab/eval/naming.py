@@ -6,13 +6,10 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lce
-
-if TYPE_CHECKING:
-    from lce import Engine
-    from lce.lab.eval.record import Line
+from lce.lab.eval.record import Line
 
 MOST = 160  # the most characters of a name
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces signs of Markdown and HTML
@@ -20,11 +17,11 @@ OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode in
 KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # as a repr has it; its value may have commas within brackets
 OF_ENGINE = "model engine rope weights kv_dtype".split()
 
-Measured = tuple[Mapping[str, Any], "Line"]  # a sample, and its measurement
+Measured = tuple[Mapping[str, Any], Line]  # a sample, and its measurement
 EngineKey = tuple[str, ...]  # the values of the fields OF_ENGINE
 
 
-def described(engine: Engine) -> dict[str, str]:
+def described(engine: lce.Engine) -> dict[str, str]:
     """Return the fields of a record that identify an engine: model, method with knobs, RoPE scaling, and dtypes."""
     found = {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
     if engine.weights is not None:
@@ -34,7 +31,7 @@ def described(engine: Engine) -> dict[str, str]:
     return found
 
 
-def told(engine: Engine) -> dict[str, Any]:
+def told(engine: lce.Engine) -> dict[str, Any]:
     """Return the fields of `Line` that an engine determines, which are all but `checkpoint`."""
     about = {"method": engine.method.label, "knobs": knob_values(engine.method)}
     return {**about, "window": engine.window, "version": lce.__version__}

@@ -25,14 +25,12 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import lce
 from lce.errors import UsageError, nearest
 from lce.lab.eval.naming import described, engine_key, method_names, model_names, told
 from lce.lab.eval.record import Loss, Record
-
-if TYPE_CHECKING:
-    from lce import Engine
 
 LossLine = tuple[Mapping[str, Any], Loss]  # a sample, and its measurement
 Text = Sequence[int]  # the token ids of a text, without a beginning token
@@ -81,7 +79,7 @@ def student(freedom: int) -> float:
 
 
 def windows(
-    engine: Engine, texts: Sequence[Text], *, length: int, longest: int = 0, stride: int = STRIDE,
+    engine: lce.Engine, texts: Sequence[Text], *, length: int, longest: int = 0, stride: int = STRIDE,
     scored: str = "last", most: int | None = None, record: Record | None = None,
     about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:  # fmt: skip
@@ -110,7 +108,7 @@ def windows(
 
 
 def stream(
-    engine: Engine, texts: Sequence[Text], *, lengths: Sequence[int], stride: int = STRIDE,
+    engine: lce.Engine, texts: Sequence[Text], *, lengths: Sequence[int], stride: int = STRIDE,
     record: Record | None = None, about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:  # fmt: skip
@@ -190,7 +188,7 @@ def _hash(ids: Text) -> str:
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:16]
 
 
-def _asked(engine: Engine, setting: str) -> dict[str, Any]:
+def _asked(engine: lce.Engine, setting: str) -> dict[str, Any]:
     """Return the fields that identify a loss, without those of the text."""
     return {"task": "perplexity", "setting": setting, **described(engine)}
 

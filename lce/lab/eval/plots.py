@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError
-from lce.files import check_folder, write_whole
+from lce.files import write_whole
 from lce.lab.eval.perplexity import LossTable
 from lce.lab.eval.report import Cell, Place, Report, Table
 from lce.lab.eval.running import make_folder
@@ -52,7 +52,6 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
         raise UsageError("pictures need the matplotlib package: pip install 'lce[plot]'") from None
     folder = Path(folder)
     make_folder(folder, "pictures")
-    check_folder(folder / "picture.png")
     written: list[Path] = []
     for name, figure in figures(report):
         picture = BytesIO()

@@ -12,15 +12,13 @@ which it would be read alone, and results do not depend on other texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lce import Context, Engine
+import lce
 
 
 def read_all(
-    engine: Engine, texts: Sequence[Sequence[int]], lengths: Sequence[int] | None = None
-) -> Iterator[tuple[int, Context]]:
+    engine: lce.Engine, texts: Sequence[Sequence[int]], lengths: Sequence[int] | None = None
+) -> Iterator[tuple[int, lce.Context]]:
     """Read texts of token ids in sorted order; yield each text's number and the context that holds the text.
 
     Tokens that the caller adds to the context are dropped before the next text. `lengths` are the context lengths to
@@ -49,12 +47,12 @@ def read_all(
 class _Reader:
     """A context that reads text after text. `marks` are the points to which it can go back, the longest last."""
 
-    def __init__(self, engine: Engine, length: int) -> None:
+    def __init__(self, engine: lce.Engine, length: int) -> None:
         self.engine = engine
         self.context = engine.new_context(length)
         self.marks = [self.context.mark()]
 
-    def read(self, text: Sequence[int], n_kept: int) -> Context:
+    def read(self, text: Sequence[int], n_kept: int) -> lce.Context:
         """Make the context hold `text`. Of its first `n_kept` tokens, mark the end of the last whole block."""
         context, block = self.context, self.engine.block
         n_known = n_common(context.token_ids, text)

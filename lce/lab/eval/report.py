@@ -161,11 +161,7 @@ class Report:
         """Read records. Raises `DataError` for a file that is no record, or for a line without a length."""
         if not files:
             raise UsageError("no file is given; expected one record or more")
-        found: dict[type, dict[str, Any]] = {
-            Answer: {},
-            Loss: {},
-            Attended: {},
-        }
+        found: dict[type, dict[str, Any]] = {Answer: {}, Loss: {}, Attended: {}}
         conflicts = 0
         for file in files:
             if not Path(file).exists():

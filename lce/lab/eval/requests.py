@@ -11,15 +11,12 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lce
 from lce.errors import UsageError, nearest, shown
 from lce.lab.eval.prefixes import read_all
 from lce.sizes import count
-
-if TYPE_CHECKING:
-    from lce import Context, Engine
 
 LONGEST = 1 << 31  # a method that can read this many tokens counts as one without a limit
 LOADING = tuple(name for name in inspect.signature(lce.load).parameters if name not in ("model", "method", "sharing"))
@@ -80,14 +77,14 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
     return loading, arguments
 
 
-def longest(engine: Engine) -> int | None:
+def longest(engine: lce.Engine) -> int | None:
     """Return the largest number of tokens that the engine's method can read; None for no limit."""
     limit = bisect.bisect_left(range(LONGEST), True, key=lambda n: engine.beyond(n + 1) is not None)
     return None if limit == LONGEST else limit
 
 
 def likelihoods(
-    engine: Engine, requests: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
+    engine: lce.Engine, requests: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
 ) -> Iterator[tuple[int, tuple[float, bool]]]:
     """Score continuations of contexts. A request is a context and a continuation, both with at least one token id.
 
@@ -109,7 +106,7 @@ def likelihoods(
         yield number, _likelihood(engine, held, requests[number][1])
 
 
-def _likelihood(engine: Engine, context: Context, continuation: list[int]) -> tuple[float, bool]:
+def _likelihood(engine: lce.Engine, context: lce.Context, continuation: list[int]) -> tuple[float, bool]:
     logits = context.logits
     if len(continuation) == 1 and logits is not None:  # the context's logits score the only token
         token_id = continuation[0]
@@ -118,7 +115,7 @@ def _likelihood(engine: Engine, context: Context, continuation: list[int]) -> tu
     return float(scores.logprobs.double().sum()), bool(scores.likeliest.all())
 
 
-def text_likelihood(engine: Engine, windows: Sequence[tuple[list[int], list[int]]]) -> float:
+def text_likelihood(engine: lce.Engine, windows: Sequence[tuple[list[int], list[int]]]) -> float:
     """Return the log-probability of a text in windows. A window is a context and the tokens to score after it."""
     scores = [engine.score([*context, *scored], first=len(context)) for context, scored in windows]
     return sum(float(each.logprobs.double().sum()) for each in scores)
@@ -152,7 +149,7 @@ def generating(given: Mapping[str, Any]) -> Generating:
 
 
 def generations(
-    engine: Engine, requests: Sequence[tuple[list[int], Generating]], max_length: int | None = None
+    engine: lce.Engine, requests: Sequence[tuple[list[int], Generating]], max_length: int | None = None
 ) -> Iterator[tuple[int, str]]:
     """Continue each prompt; yield the request's number and the text before the first stop.
 
@@ -173,7 +170,7 @@ def generations(
         yield number, _written(engine, context, requests[number][1])
 
 
-def _written(engine: Engine, context: Context, how: Generating) -> str:
+def _written(engine: lce.Engine, context: lce.Context, how: Generating) -> str:
     tokenizer = engine.tokenizer
     until = [*how.until, tokenizer.eos_token] if tokenizer.eos_token else how.until
     encoded = [tokenizer.encode(stop, bos=False) for stop in until]

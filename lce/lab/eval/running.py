@@ -16,23 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import lce
 from lce.errors import DataError, UsageError, WindowWarning, nearest, shown
-from lce.files import named
+from lce.files import check_folder, named
 from lce.lab.eval.metrics import METRICS
 from lce.lab.eval.naming import described, told
 from lce.lab.eval.prefixes import n_common
 from lce.lab.eval.record import Answer, Record, text_hash
+from lce.lab.eval.sample import Sample
 from lce.lab.eval.scores import Score
 
-if TYPE_CHECKING:
-    from lce import Context, Engine
-    from lce.lab.eval.sample import Sample
-
 MODES = ("single", "shared", "turns")
-Numbered = tuple[int, "Sample"]  # a sample's number in the run, and the sample
+Numbered = tuple[int, Sample]  # a sample's number in the run, and the sample
 Progress = Callable[[int, int], None]  # called with the number of samples done, and their total
 
 
@@ -79,13 +76,13 @@ class Asking:
 ALONE = Asking()  # all samples, each by itself
 
 
-def evaluate(engine: Engine, samples: Iterable[Sample], **how: Any) -> Score:
+def evaluate(engine: lce.Engine, samples: Iterable[Sample], **how: Any) -> Score:
     """Ask samples and return the score of the answers. `how` is for `answers`."""
     return Score.of(answer for _, answer in answers(engine, samples, **how))
 
 
 def answers(
-    engine: Engine, samples: Iterable[Sample], *, setting: Mapping[str, Any], asking: Asking = ALONE,
+    engine: lce.Engine, samples: Iterable[Sample], *, setting: Mapping[str, Any], asking: Asking = ALONE,
     record: Record | None = None, about: Mapping[str, Any] | None = None, progress: Progress | None = None,
 ) -> list[tuple[Sample, Answer]]:  # fmt: skip
     """Ask the shard's samples and return each with its answer. Samples of one document must be adjacent.
@@ -129,7 +126,7 @@ def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
 class _Run:
     """One call of `answers`."""
 
-    engine: Engine
+    engine: lce.Engine
     asking: Asking
     setting: dict[str, Any]
     record: Record
@@ -178,7 +175,7 @@ class _Run:
                 yield index, self._answer(index, sample, context, questions[index], last=sample is group[-1][1])
 
     @contextmanager
-    def _prefilled(self, group: Sequence[Numbered]) -> Iterator[tuple[Context, dict[int, list[int]]]]:
+    def _prefilled(self, group: Sequence[Numbered]) -> Iterator[tuple[lce.Context, dict[int, list[int]]]]:
         """Yield a context with the prefilled document, and the tokens of each question by its number.
 
         A model must read the same tokens in every mode, but some tokenizers add tokens around a text, or join the end
@@ -209,7 +206,7 @@ class _Run:
         identity = f"{json.dumps(facts, sort_keys=True, default=str)}\n{self.engine.block}"
         return Path(self.asking.contexts) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.lce"
 
-    def _answer(self, index: int, sample: Sample, context: Context, ids: list[int], *, last: bool = True) -> Answer:
+    def _answer(self, index: int, sample: Sample, context: lce.Context, ids: list[int], *, last: bool = True) -> Answer:
         said = self.engine.generate(ids, context=context, max_tokens=answer_tokens(self.engine, sample))
         score = METRICS[sample.metric](said.text, sample.answers)
         return Answer(
@@ -221,7 +218,7 @@ class _Run:
         )  # fmt: skip
 
 
-def decode_bytes(engine: Engine, context: Context) -> int:
+def decode_bytes(engine: lce.Engine, context: lce.Context) -> int:
     """Make one decode step; return the bytes of keys, values and their summaries that the step reads."""
     more = [] if context.uncached else [context.token_ids[-1]]
     with warnings.catch_warnings():
@@ -232,15 +229,16 @@ def decode_bytes(engine: Engine, context: Context) -> int:
 
 
 def make_folder(folder: str | Path, what: str) -> None:
-    """Make a folder, called `what` in the `UsageError` on failure."""
+    """Make a folder for `what`. Raises `UsageError` on failure, and `DataError` if files cannot be written in it."""
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{shown(str(folder))} is no folder for {what}: {reason}; name another") from None
+    check_folder(Path(folder) / what)
 
 
-def answer_tokens(engine: Engine, sample: Sample) -> int:
+def answer_tokens(engine: lce.Engine, sample: Sample) -> int:
     """Return the limit of an answer in tokens: the sample's, or the tokens of the perfect answer plus two."""
     if sample.max_tokens is not None:
         return sample.max_tokens

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lce
 from lce.lab.eval.meter import AttentionMeter, States
@@ -24,14 +24,11 @@ from lce.lab.eval.scores import mean_of
 from lce.methods import Observed
 from lce.methods.mass import Judge
 
-if TYPE_CHECKING:
-    from lce import Engine, Method
-
 AttendedLine = tuple[Mapping[str, Any], Attended]  # a sample, and its measurement
 BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # the knobs that set how much is chosen
 SHARES = ("recall", "hit@1", "hit@5", "fact", "cover", "Gini", "found", "score")
 USUAL = {"judge": "constant", "states": "own"}
-Samples = Callable[["Engine"], Sequence[Sample]]  # makes samples for an engine's tokenizer
+Samples = Callable[["lce.Engine"], Sequence[Sample]]  # makes samples for an engine's tokenizer
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def _mean_table(tables: Sequence[PerHead]) -> PerHead:
 
 
 def measure(
-    model: str, method: Method, samples: Samples, *, length: int, judge: Judge = "constant", states: States = "own",
+    model: str, method: lce.Method, samples: Samples, *, length: int, judge: Judge = "constant", states: States = "own",
     setting: Mapping[str, Any] | None = None, record: Record | None = None,
     progress: Callable[[int, int], None] | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
@@ -127,12 +124,12 @@ def measure(
     return Selection.of(method.name, length, texts, judge, states)
 
 
-def _about(engine: Engine, model: str, method: Method) -> dict[str, Any]:
+def _about(engine: lce.Engine, model: str, method: lce.Method) -> dict[str, Any]:
     """Return facts about the engine for a record's line."""
     return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
 
 
-def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:
+def fact_spans(engine: lce.Engine, sample: Sample) -> list[tuple[int, int]]:
     """Return the token span `(start, stop)` of each of a sample's facts that the prompt contains."""
     spans = []
     for fact in sample.facts:
@@ -148,7 +145,7 @@ def fact_spans(engine: Engine, sample: Sample) -> list[tuple[int, int]]:
 
 
 def measure_text(
-    model: str, method: Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
+    model: str, method: lce.Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
     states: States = "own", record: Record | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
     """Read the first `length` tokens of a text, and watch `queries` queries evenly spread over the second half."""

@@ -12,19 +12,17 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import lce
 from lce.errors import UsageError, nearest, shown
 from lce.lab.eval.naming import knob_values
+from lce.lab.eval.record import Answer
 from lce.lab.eval.running import ALONE, Asking, answers
+from lce.lab.eval.sample import Sample, Task
 from lce.lab.eval.scores import Score
 from lce.lab.eval.tasks import TASKS, MadeTask
 from lce.lab.eval.tasks.making import samples as make_samples
-
-if TYPE_CHECKING:
-    from lce import Engine
-    from lce.lab.eval.record import Answer
-    from lce.lab.eval.sample import Sample, Task
 
 LARGEST_KNOB = 10_000
 QUESTIONS = 4  # the default number of questions about a document in the modes shared and turns
@@ -38,7 +36,7 @@ class Suite(ABC):
     asking: Asking = ALONE
 
     @abstractmethod
-    def make(self, engine: Engine, task: Any, length: int = 0) -> list[Sample]:
+    def make(self, engine: lce.Engine, task: Any, length: int = 0) -> list[Sample]:
         """Make the samples of a task; `length` is for tasks made here. Raises `UsageError` or `DataError`."""
 
     @abstractmethod
@@ -58,13 +56,13 @@ class Suite(ABC):
         raise NotImplementedError
 
     def answers(
-        self, engine: Engine, task: Task, length: int = 0, *, made: Sequence[Sample] | None = None, **how: Any
+        self, engine: lce.Engine, task: Task, length: int = 0, *, made: Sequence[Sample] | None = None, **how: Any
     ) -> list[tuple[Sample, Answer]]:
         """Ask an engine the samples of a task, or those in `made`. `how` is for `lce.lab.eval.running.answers`."""
         made = self.make(engine, task, length) if made is None else made
         return answers(engine, made, setting=self.setting(task, length), asking=self.asking, **how)
 
-    def evaluate(self, engine: Engine, task: Task, length: int = 0, **how: Any) -> Score:
+    def evaluate(self, engine: lce.Engine, task: Task, length: int = 0, **how: Any) -> Score:
         """Return the score of an engine at a task. `how` is for `answers`."""
         return Score.of(answer for _, answer in self.answers(engine, task, length, **how))
 
@@ -93,7 +91,7 @@ class MadeSuite(Suite):
     def n_questions(self) -> int:
         return self.questions or (1 if self.asking.mode == "single" else QUESTIONS)
 
-    def make(self, engine: Engine, task: MadeTask, length: int = 0) -> list[Sample]:
+    def make(self, engine: lce.Engine, task: MadeTask, length: int = 0) -> list[Sample]:
         how: dict[str, Any] = {"filler": self.filler, "depths": self.depths, "questions": self.n_questions}
         count = counter(engine)
         try:
@@ -103,21 +101,16 @@ class MadeSuite(Suite):
 
     def setting(self, task: MadeTask, length: int = 0) -> dict[str, Any]:
         filler = "none" if task.fills else self.filler.partition(":")[0]
-        found: dict[str, Any] = {"task": task.name, "filler": filler, "length": length}
-        found |= {"samples": self.samples, "seed": self.seed}
-        usual = knob_values(type(task)())
-        if knobs := {name: value for name, value in knob_values(task).items() if value != usual[name]}:
-            found["task_knobs"] = knobs
-        if self.depths:
-            found["depths"] = list(self.depths)
-        if self.n_questions > 1:
-            found["questions"] = self.n_questions
-        return found
+        usual, n_questions = knob_values(type(task)()), self.n_questions
+        knobs = {name: value for name, value in knob_values(task).items() if value != usual[name]}
+        more = {"task_knobs": knobs, "depths": list(self.depths), "questions": n_questions if n_questions > 1 else None}
+        made = {"task": task.name, "filler": filler, "length": length, "samples": self.samples, "seed": self.seed}
+        return made | {name: value for name, value in more.items() if value}
 
     def about(self, task: MadeTask) -> dict[str, Any]:
         return {"task_knobs": knob_values(task)}
 
-    def ceiling_length(self, engine: Engine, task: MadeTask, lengths: Sequence[int]) -> int:
+    def ceiling_length(self, engine: lce.Engine, task: MadeTask, lengths: Sequence[int]) -> int:
         """Return the largest length, up to the largest of `lengths`, at which text and answers fit the window.
 
         Raises `UsageError` if a puzzle does not fit.
@@ -164,6 +157,6 @@ def _knob(name: str, value: Any, kind: type) -> Any:
     return made
 
 
-def counter(engine: Engine) -> Callable[[str], int]:
+def counter(engine: lce.Engine) -> Callable[[str], int]:
     """Return a function that counts a text's tokens."""
     return lambda text: len(engine.tokenizer.encode(text, bos=False))

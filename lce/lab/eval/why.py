@@ -125,15 +125,14 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
         yield Rung("both", f"everything ({name})", make(name))
 
 
-def _changed(method: Method, knob: str, value: Any) -> Method:
-    knobs: dict[str, Any] = {knob: value}
+def _changed(method: Method, **knobs: Any) -> Method:
     return replace(method, **knobs)
 
 
 def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
     """Yield labels and methods: without `top_p`, then with 2, 4, ... times the budget, up to the text or the window."""
     if getattr(method, "top_p", None) is not None:
-        method = _changed(method, "top_p", None)
+        method = _changed(method, top_p=None)
         yield "without top_p", method
     knob, size = _budget(method)
     if knob is None:
@@ -143,7 +142,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
         factor *= 2
         if getattr(method, "placement", None) == "side_by_side" and least * factor * size > window:
             return
-        yield f"{factor} times the budget", _changed(method, knob, least * factor)
+        yield f"{factor} times the budget", _changed(method, **{knob: least * factor})
 
 
 def _budget(method: Method) -> tuple[str | None, int]:
@@ -166,7 +165,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
             knobs = {"chunk_size": size, "budget": min(window, max(3 * size, _attended(method)))}
             yield placement, make("oracle", {**knobs, "placement": placement}).resolve(window)
         elif vars(method)["placement"] != placement:
-            yield placement, _changed(method, "placement", placement)
+            yield placement, _changed(method, placement=placement)
 
 
 def _attended(method: Method) -> int:

@@ -83,12 +83,7 @@ def check(metric: str, prediction: str, references: tuple[str, ...], score: floa
         ("leval.worked_number", "So 7. The answer is $1,234.50", ("The answer is 1234",), 1),
         ("leval.worked_number", "first 5 then 18 apples\n\n99", ("18",), 1),
         ("leval.program_output", "The final output is: the final output of the code is [1, 2]", ("[1 2]",), 1),
-        (
-            "leval.program_output",
-            "a b c d e 12 x y z",
-            ("12",),
-            1,
-        ),  # among the last words: its own and three
+        ("leval.program_output", "a b c d e 12 x y z", ("12",), 1),  # among the last words: its own and three
         ("leval.program_output", "12 a b c d", ("12",), 0),
         ("leval.judgement", "I hold this Untrue; False", ("true",), 1),
         ("leval.judgement", "perhaps", ("true",), 0),

@@ -53,8 +53,7 @@ def test_a_line_cut_anywhere_is_overwritten_and_others_stay(cut: int, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["", "{}", "some notes", "\ud800", '{"task": ', '{"task": "t"}', '{"task": "t", "nll": 1, "tokens": "x"}'],
+    "line", ["", "{}", "some notes", "\ud800", '{"task": ', '{"task": "t"}', '{"task": "t", "nll": 1, "tokens": "x"}']
 )
 def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "answers"

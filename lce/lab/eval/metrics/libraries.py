@@ -53,13 +53,3 @@ def cut_chinese() -> Callable[[str], list[str]]:
     jieba: Any = library("jieba")
     jieba.setLogLevel(logging.WARNING)  # jieba reports on stderr how long its dictionary took
     return lambda text: list(jieba.cut(text, cut_all=False))
-
-
-def repaired_json(text: str) -> Any:
-    """Return the value of an almost valid JSON text (library json-repair)."""
-    return library("json_repair").loads(text)
-
-
-def indel_ratio(one: str, other: str) -> float:
-    """Return the similarity of two texts, 0 to 1, by insertions and deletions (library rapidfuzz)."""
-    return float(library("rapidfuzz.fuzz").ratio(one, other)) / 100

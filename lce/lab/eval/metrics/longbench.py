@@ -54,7 +54,7 @@ def code_similarity_indel(prediction: str, references: tuple[str, ...]) -> float
 
     Some papers use this metric. Its scores are about 2 points higher on LCC and RepoBench-P.
     """
-    return _best_ratio(prediction, references, libraries.indel_ratio)
+    return _best_ratio(prediction, references, lambda *texts: libraries.library("rapidfuzz.fuzz").ratio(*texts) / 100)
 
 
 def _best_ratio(prediction: str, references: tuple[str, ...], ratio: Callable[[str, str], float]) -> float:

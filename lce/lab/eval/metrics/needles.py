@@ -79,6 +79,6 @@ def _listed(answer: str, most: int) -> list[Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        content = libraries.repaired_json(text)
+        content = libraries.library("json_repair").loads(text)
     found: Any = next((content[name] for name in _NAMES if name in content), []) if isinstance(content, dict) else []
     return found[:most] if isinstance(found, list) else []

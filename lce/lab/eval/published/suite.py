@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lce
 from lce.errors import UsageError, shown
 from lce.lab.eval.published.base import Benchmark, PublishedTask
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.suite import Suite
-
-if TYPE_CHECKING:
-    from lce import Engine
 
 AUTO, NONE, CHAT = "auto", "none", "chat"
 _FOR_ANSWER = 512  # the tokens that L-Eval leaves for the answer
@@ -53,7 +51,7 @@ class PublishedSuite(Suite):
         """Return the tasks called `names`, or all tasks whose files exist. Raises `UsageError` or `DataError`."""
         return [self.benchmark.task(name) for name in names] if names else self.benchmark.present(self.folder)
 
-    def make(self, engine: Engine, task: PublishedTask, length: int = 0) -> list[Sample]:
+    def make(self, engine: lce.Engine, task: PublishedTask, length: int = 0) -> list[Sample]:
         tokenizer = engine.tokenizer
         if self.template == CHAT:
             tokenizer.require_chat()
@@ -62,14 +60,10 @@ class PublishedSuite(Suite):
         return [replace(sample, n_tokens=len(tokenizer.encode(sample.prompt))) for sample in made]
 
     def setting(self, task: PublishedTask, length: int = 0) -> dict[str, Any]:
-        found: dict[str, Any] = {"task": f"{self.benchmark.name}:{task.name}"}
-        if self.variant not in ("", self.benchmark.variants[0]):
-            found["prompts"] = self.variant
-        if self.template != AUTO:
-            found["template"] = self.template
-        if self.max_length is not None:
-            found["max_length"] = self.max_length
-        return found
+        found = {"prompts": self.variant, "template": self.template, "max_length": self.max_length}
+        usual = ("", AUTO, None, self.benchmark.variants[0])
+        chosen = {name: value for name, value in found.items() if value not in usual}
+        return {"task": f"{self.benchmark.name}:{task.name}", **chosen}
 
     def about(self, task: PublishedTask) -> dict[str, Any]:
         return {"suite": self.benchmark.name, "max_length": self.max_length}
