@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lce.lab.eval.perplexity import LossTable
-from lce.lab.eval.report import HOLDS, Cell, Place, Report, Table
+from lce.lab.eval.report import HOLDS, Cell, Report, Table
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SHARES, SelectionTable
 from lce.sizes import size_text
@@ -47,7 +47,7 @@ def _tasks(tables: Sequence[Table], length: int) -> list[str]:
     methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
     rows, told = [], []
     for table in tables:
-        found = [table.cells.get(Place(method, length)) for method in methods]
+        found = [table.cells.get((method, length)) for method in methods]
         if table.discriminates and all(found):
             told.append([cell.score.mean for cell in found if cell])
         scores = ["" if x is None else "-" if table.discriminates is False else f"{x.score.mean:.2f}" for x in found]
@@ -65,7 +65,8 @@ def _by_length(table: Table, name: str, rows: Sequence[Sequence[str]], *more: st
 
 
 def _row(table: Table, method: str, text: Callable[[Cell], str]) -> list[str]:
-    return ["" if cell is None else text(cell) for cell in table.row(method)]
+    cells = table.row(method)
+    return [text(cells[length]) if length in cells else "" for length in table.lengths]
 
 
 def _scores(table: Table) -> list[str]:
@@ -125,9 +126,9 @@ def _depths(table: Table) -> list[str]:
     """Return a table of scores by depth for each method, if depths were asked for."""
     lines = []
     for method in table.methods:
-        rows = []
-        for depth in sorted({depth for cell in table.row(method) if cell for depth in cell.depths}):
-            scores = [cell.between(depth, depth) if cell else None for cell in table.row(method)]
+        rows, cells = [], [table.row(method).get(length, Cell()) for length in table.lengths]
+        for depth in sorted({depth for cell in cells for depth in cell.depths}):
+            scores = [cell.between(depth, depth) for cell in cells]
             rows.append([f"{depth:.0%}", *("" if score is None else f"{score.mean:.2f}" for score in scores)])
         if rows:
             lines += [*_by_length(table, f"`{method}`: depth", rows), ""]
@@ -174,7 +175,7 @@ def _table_object(table: Table) -> dict[str, Any]:
         "notes": table.notes,
         "holds_to": {method: table.holds_to(method) for method in table.methods},
         "cells": [
-            {**place._asdict(), **dataclasses.asdict(cell.score), "discriminates": table.tells(place.length)}
-            for place, cell in table.cells.items()
+            {"method": name, "length": length, **dataclasses.asdict(cell.score), "discriminates": table.tells(length)}
+            for (name, length), cell in table.cells.items()
         ],
     }

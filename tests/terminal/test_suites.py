@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lce import cli
 from lce.lab.eval.tasks import TASKS
-from lce.terminal.evaluation import evaluation
 from tests.command import assert_error, output, run
 from tests.lab.eval.published.layouts import write
 
@@ -172,11 +170,6 @@ def test_benchmarks_lists_files_and_tasks() -> None:
     for suite in listed:
         assert f"{suite['name']}: {suite['title']}" in text
         assert suite["files"] in text
-
-
-def test_the_group_is_a_command_of_lce() -> None:
-    assert cli.cli.commands["eval"] is evaluation
-    assert {"run", "passkey", "perplexity", "selection", "why", "report"} <= evaluation.commands.keys()
 
 
 def test_the_help_of_every_command_imports_nothing_heavy() -> None:

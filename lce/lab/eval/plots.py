@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lce.errors import UsageError
 from lce.files import write_whole
 from lce.lab.eval.perplexity import LossTable
-from lce.lab.eval.report import Cell, Place, Report, Table
+from lce.lab.eval.report import Cell, Report, Table
 from lce.lab.eval.running import make_folder
 from lce.lab.eval.selection import SelectionTable
 
@@ -99,8 +99,8 @@ def by_length(table: Table) -> Figure | None:
     apart = min(APART, MOST_APART / len(table.methods))
     for number, method in enumerate(table.methods):
         shift = 2 ** (apart * (number - (len(table.methods) - 1) / 2))
-        cells = _row(table, method)
-        _line(axes, method, number, [length * shift for length, _ in cells], [_span(cell) for _, cell in cells])
+        cells = table.row(method)
+        _line(axes, method, number, [length * shift for length in cells], [_span(cell) for cell in cells.values()])
     _by_tokens(axes, table.lengths)
     return _with_scores(figure, axes, table)
 
@@ -109,11 +109,11 @@ def by_bytes(table: Table) -> Figure | None:
     """Draw scores by the bytes that a decode step reads: a line a method, with a label at the longest length."""
     figure, axes = _figure(table)
     for number, method in enumerate(table.methods):
-        known = [(length, cell, size) for length, cell in _row(table, method) if (size := cell.score.read_bytes)]
+        known = {length: cell for length, cell in table.row(method).items() if cell.score.read_bytes}
         if known:
-            sizes = [size / 2**20 for _, _, size in known]
-            _line(axes, method, number, sizes, [_span(cell) for _, cell, _ in known])
-            length, cell, _ = known[-1]
+            sizes = [(cell.score.read_bytes or 0) / 2**20 for cell in known.values()]
+            _line(axes, method, number, sizes, [_span(cell) for cell in known.values()])
+            length, cell = list(known.items())[-1]
             axes.annotate(_short(length), (sizes[-1], cell.score.mean), (6, 4), textcoords="offset points")
     _by_size(axes, "MiB of keys and values that a decode step reads")
     return _with_scores(figure, axes, table) if axes.containers else None
@@ -162,7 +162,8 @@ def by_depth(table: Table) -> Figure | None:
     names = [f"{low:.0%}" if low == high else f"{low:.0%}–{high:.0%}" for low, high in bands]
     maps = {}
     for method in table.methods:
-        scores = [[cell.between(low, high) if cell else None for cell in table.row(method)] for low, high in bands]
+        cells = [table.row(method).get(length, Cell()) for length in table.lengths]
+        scores = [[cell.between(low, high) for cell in cells] for low, high in bands]
         if any(score for row in scores for score in row):
             maps[method] = [[score.mean if score else float("nan") for score in row] for row in scores]
     if not maps:
@@ -197,8 +198,8 @@ def side_by_side(tables: Sequence[Table]) -> Figure:
     for axes in panels[len(tables) :]:
         axes.remove()
     for axes, table in zip(panels[: len(tables)], tables, strict=True):
-        length = max(table.lengths, key=lambda length: (sum(place.length == length for place in table.cells), length))
-        found = [(m, table.cells[Place(m, length)]) for m in table.methods if Place(m, length) in table.cells]
+        length = max(table.lengths, key=lambda length: (sum(own == length for _, own in table.cells), length))
+        found = [(m, table.cells[m, length]) for m in table.methods if (m, length) in table.cells]
         for y, (_, cell) in enumerate(found):
             errors = _errors([_span(cell)])
             axes.errorbar(cell.score.mean, y, xerr=errors, color=COLOURS[1], marker="o", capsize=3)
@@ -210,11 +211,6 @@ def side_by_side(tables: Sequence[Table]) -> Figure:
         axes.grid(visible=False, axis="y")
         axes.tick_params(labelbottom=True)
     return figure
-
-
-def _row(table: Table, method: str) -> list[tuple[int, Cell]]:
-    """Return the lengths and cells at which a method was asked."""
-    return [(length, cell) for length, cell in zip(table.lengths, table.row(method), strict=True) if cell]
 
 
 def _span(cell: Cell) -> Span:

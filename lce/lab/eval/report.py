@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lce.errors import DataError, UsageError, shown
 from lce.files import named
@@ -31,13 +31,7 @@ FAILS = 0.5  # `full` fails within the window if its score is below this
 HOLDS = 0.9  # a method holds at a length if it has this share of the ceiling's score
 
 AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
-
-
-class Place(NamedTuple):
-    """A cell's row and column in its table."""
-
-    method: str
-    length: int
+Place = tuple[str, int]  # a cell's method and length
 
 
 @dataclass
@@ -79,17 +73,17 @@ class Table:
     def lengths(self) -> list[int]:
         return sorted({length for _, length in self.cells})
 
-    def row(self, method: str) -> list[Cell | None]:
-        """Return a method's cell for each length; None for lengths at which the method was not asked."""
-        return [self.cells.get(Place(method, length)) for length in self.lengths]
+    def row(self, method: str) -> dict[int, Cell]:
+        """Return a method's cells by length."""
+        return {length: self.cells[method, length] for length in self.lengths if (method, length) in self.cells}
 
     @property
     def ceiling(self) -> tuple[int, Score] | None:
         """The length and the score of `full` within the window; None if not measured."""
         if not self.ceilings:
             return None
-        where = max(self.ceilings, key=lambda place: place.length)
-        return where.length, self.ceilings[where].score
+        where = max(self.ceilings, key=lambda place: place[1])
+        return where[1], self.ceilings[where].score
 
     @property
     def notes(self) -> list[str]:
@@ -125,11 +119,10 @@ class Table:
         if self.ceiling is None or not self.discriminates:
             return None
         holds = 0
-        for length, cell in zip(self.lengths, self.row(method), strict=True):
-            if cell is not None:
-                if cell.score.mean < HOLDS * self.ceiling[1].mean:
-                    break
-                holds = length
+        for length, cell in self.row(method).items():
+            if cell.score.mean < HOLDS * self.ceiling[1].mean:
+                break
+            holds = length
         return holds
 
 
@@ -194,14 +187,14 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
         subject = models[str(sample.get("model"))], cut(sample["task"]), way_of(sample)
         table = tables.setdefault(subject, Table(*subject))
         cells = table.ceilings if answer.ceiling else table.cells
-        cell = cells.setdefault(Place(names[engine_key(sample)], sample["length"]), Cell())
+        cell = cells.setdefault((names[engine_key(sample)], sample["length"]), Cell())
         cell.answers[key] = answer
         if answer.depth is not None and answer.depth in sample.get("depths", ()):
             cell.depths.add(answer.depth)  # several facts stand at other depths than those asked for
     for table in tables.values():
         lengths = table.lengths
         for where, cell in table.ceilings.items():  # samples of the ceiling are samples of the method `full`, too
-            if where.length in lengths or where.length > max(lengths, default=0):
+            if where[1] in lengths or where[1] > max(lengths, default=0):
                 same = table.cells.setdefault(where, Cell())
                 same.answers |= cell.answers
                 same.depths |= cell.depths
@@ -216,4 +209,4 @@ def _is_within(place: Place, cell: Cell, found: Mapping[str, AnswerLine]) -> boo
     sample, answer = found[next(iter(cell.answers))]
     kind, parts = engine_parts(sample)
     is_full = (answer.method or kind.lower()) == "full" and parts.get("rope", "none") == "none"
-    return is_full and place.length <= (answer.window or int(parts.get("window", 0)))
+    return is_full and place[1] <= (answer.window or int(parts.get("window", 0)))

@@ -45,7 +45,6 @@ def test_equals_the_definitions(name: str, knobs: dict[str, Any], judge: Judge) 
     assert torch.tensor(found.recall[0]).sub((truth * mask).sum(-1).mean(-1)).abs().max() <= 1e-5
     assert found.tokens[0] == pytest.approx(mask.sum(-1).float().mean(-1).tolist())
     fact = (mask[..., 10:14].float().mean(-1) + mask[..., 50].float()) / 2
-    assert found.fact is not None
     assert found.fact[0] == pytest.approx(fact.mean(-1).tolist())
     assert found.read_bytes == pytest.approx(float(mask.unflatten(0, (2, 2)).any(1).sum()) / 20 * KV)
     assert found.full_bytes == pytest.approx(sum(range(101, N + 1)) / 20 * 2 * KV)
@@ -78,8 +77,6 @@ def test_hits_are_ranks_of_scores() -> None:
             rank = min(order.index(chunk) for chunk in (10, 11))
             hit1[h] += (rank < 1) / 20
             hit5[h] += (rank < 5) / 20
-    assert found.hit1 is not None
-    assert found.hit5 is not None
     assert found.hit1[0] == pytest.approx(hit1.tolist())
     assert found.hit5[0] == pytest.approx(hit5.tolist())
     assert 0 < sum(found.hit1[0]) < sum(found.hit5[0])
@@ -122,7 +119,6 @@ def test_low_dim_scores_find_a_share_of_the_best() -> None:
     def share(low_dim: int) -> float:
         knobs = {"compress": "pca", "low_dim": low_dim, "sinks": 4, "top_k": 8}
         found, _ = seen(make("esa", knobs), "true")
-        assert found.found is not None
         return found.found[0]
 
     assert share(16) >= 0.9

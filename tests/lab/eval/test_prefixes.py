@@ -45,7 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(engine: lce.Engine, text: list[int]) -> tuple[Tensor, Tensor]:
     """The logits after a text, and the scores of what is added to it."""
     context = engine.prefill(text, length=len(text) + len(ADDED))
-    assert context.logits is not None
     return context.logits.clone(), engine.score(ADDED, context=context).logprobs
 
 
@@ -58,7 +57,6 @@ def test_every_text_is_read_as_alone(folder: Path, kind: dict[str, Any]) -> None
     for number, context in read_all(engine, TEXTS, [len(text) + len(ADDED) for text in TEXTS]):
         logits, scores = alone(engine, TEXTS[number])
         assert context.token_ids == TEXTS[number]
-        assert context.logits is not None
         assert torch.equal(context.logits, logits)
         assert torch.equal(engine.score(ADDED, context=context).logprobs, scores)
         seen.append(number)

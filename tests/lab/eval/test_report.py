@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lce.errors import LceError
-from lce.lab.eval.report import Place, Report
+from lce.lab.eval.report import Report
 
 FULL = "Engine(Full(), window=512, block=2048, cpu, torch.float32)"
 QUEST = "Engine(Quest(page=16, budget=128), window=512, block=512, cpu, torch.float32)"
@@ -45,7 +45,7 @@ def test_shards_make_the_report_of_one_file_in_any_order(tmp_path: Path) -> None
     assert (table.model, table.lengths, len(table.cells)) == ("tiny abcdef01", [512, 1024], 4)
     changed = Report.read([first, file(tmp_path / "changed", {**lines[0], "score": 0.5, "right": False})])
     assert changed.conflicts == 1
-    assert changed.tables[0].cells[Place("full", 512)].score.mean == other_mean(lines)
+    assert changed.tables[0].cells["full", 512].score.mean == other_mean(lines)
 
 
 def other_mean(lines: list[dict[str, Any]]) -> float:
@@ -73,7 +73,7 @@ def test_tasks_that_do_not_discriminate_say_why(tmp_path: Path) -> None:
         return Report.read([file(tmp_path / "record", *ceiling, *asked)]).tables[0]
 
     assert (fine := table(*[1.0] * 19, 0.0)).discriminates
-    assert fine.ceiling == (500, fine.ceilings[Place("full", 500)].score)
+    assert fine.ceiling == (500, fine.ceilings["full", 500].score)
     assert fine.notes == ["1,024 tokens do not discriminate: every method has the score of `full` within the window."]
     assert "not clearly above chance (0.00)" in table(*[0.0] * 20).notes[0]
     assert "not clearly above chance (0.60)" in table(*[0.65] * 20, chance=0.6).notes[0]
@@ -100,7 +100,6 @@ def test_a_ceiling_may_be_a_score_of_full_within_the_window(tmp_path: Path) -> N
     lines = [line(i, length=length) for i in range(3) for length in (256, 512, 1024)]
     scaled = [line(3, length=400, rope=ROPE.replace("none", "linear"))]
     (table,) = Report.read([file(tmp_path / "record", *lines, *scaled)]).tables
-    assert table.ceiling is not None
     assert (table.ceiling[0], table.ceiling[1].samples) == (512, 3)
     (table,) = Report.read([file(tmp_path / "record", line(0, length=513))]).tables
     assert table.notes == ["The ceiling is not measured: `full` was not asked within the window."]
@@ -110,8 +109,7 @@ def test_samples_of_the_ceiling_are_samples_of_full_too(tmp_path: Path) -> None:
     before, ceiling = [line(i, i) for i in range(2)], [line(i, ceiling=True) for i in range(2, 4)]
     for lines in (before + ceiling, ceiling + before):  # shards, the first of them asked without a ceiling
         (table,) = Report.read([file(tmp_path / "record", *lines)]).tables
-        assert table.ceiling is not None
-        assert table.ceiling[1].samples == table.cells[Place("full", 512)].score.samples == 4
+        assert table.ceiling[1].samples == table.cells["full", 512].score.samples == 4
     shorter = [line(i, length=256) for i in range(2)]
     (table,) = Report.read([file(tmp_path / "record", *ceiling, *shorter)]).tables
     assert table.lengths == [256, 512]  # `full` was asked at both lengths
@@ -148,7 +146,7 @@ def test_what_why_asked_again_is_one_table_of_its_own(tmp_path: Path) -> None:
     again = [line(0, document=0, number=number) for number in (3, 5)]
     first, second = Report.read([file(tmp_path / "record", line(0), line(1), *again)]).tables
     assert [first.title, second.title] == ["made", "made, asked again by lce eval why"]
-    assert second.cells[Place("full", 512)].score.samples == 2
+    assert second.cells["full", 512].score.samples == 2
 
 
 def test_no_file_and_no_answers_are_refused(tmp_path: Path) -> None:
