@@ -1,7 +1,7 @@
-"""Attention in tiles, as in FlashAttention (Dao, 2023): dense, and over chosen tiles.
+"""Attention on GPUs (FlashAttention-2, Dao, 2023): dense, and over chosen tiles.
 
-The grids and the order of every sum depend on shapes alone: a row's result does not depend on the rows beside it, nor
-on where in memory its keys lie.
+Shapes alone determine the grids and the order of each sum, so a row's result depends neither on other rows nor on the
+place of its keys in memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lce.kernels.cuda import merging
 from lce.kernels.cuda.launching import launch
 from lce.kernels.cuda.rows import Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
 
-ENOUGH = 264  # programs that keep a GPU of 132 processors busy
-SHORTEST = 256  # keys of a piece, where keys are split
+ENOUGH = 264  # programs that keep a GPU with 132 processors busy
+SHORTEST = 256  # the smallest number of keys of a piece
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, *turn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend `k v [G, N, D]`, N ≥ 1, with `q [H, T, D]`, as `lce.kernels.cpu.attention.attend`.
+    """Attend `k v [G, N, D]`, N ≥ 1, with `q [H, T, D]`, as `lce.kernels.cpu.attention.attend` does.
 
-    `turn` are cosines and sines `[T, D/2]`, if any. The query heads of a KV head are rows of one product, and their
-    keys are read once. Where few programs would run, keys are split and the pieces merged.
-    Time: O(H · T · N · D). Bytes: the keys once for each block of rows; pieces · H · T · D float32 numbers if split.
+    `turn`, if given, is cosines and sines `[T, D/2]`. The query heads of a KV head are rows of one product, which reads
+    their keys once. If few programs would run, the keys are split into pieces, whose results are merged. Time:
+    O(H · T · N · D). Bytes: the keys once for each block of rows, and pieces · H · T · D float32 numbers if split.
     """
     (n_heads, n_queries, dim), (n_groups, n_keys, _) = q.shape, k.shape
     rep = n_heads // n_groups
@@ -53,10 +53,10 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Attend chosen tiles, as `lce.kernels.cpu.attention.attend_tiles`.
+    """Attend one tile with each row, as `lce.kernels.cpu.attention.attend_tiles` does.
 
-    Rows are sorted by tile, and a program takes rows of one tile; few rows are programs of their own. Nothing is read
-    back. Time: O(A · L · D), and a sort of A numbers.
+    Rows are sorted by tile, and a program attends a tile with a block of rows; for up to 4 queries, each row has its
+    own program. The host does not wait for the device. Time: O(A · L · D), and a sort of A numbers.
     """
     n_heads, n_queries, dim = q.shape
     n_rows, (n_tiles, size, _) = tile.numel(), k.shape
@@ -84,13 +84,13 @@ def attend_tiles(
 
 
 def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows by tile, cut into blocks of at most `size` rows of one tile; nothing is read back.
+    """Sort A rows by their tile, `tile [A]`, and cut them into blocks of at most `size` rows of one of E tiles.
 
-    Returns `order [A]`, the rows sorted by tile, those without one (-1) first; `starts [2, E + 1]`: where in `order`
-    each tile's rows begin, and which block is its first; `block_tile [B]`, the tile of each block, E behind the last:
-    B bounds the number of blocks, `A / size` and one more for each tile.
+    Returns `order [A]`, the rows sorted by tile, rows without a tile (-1) first; `starts [2, E + 1]`, for each tile the
+    index in `order` of its first row and the number of its first block; and `block_tile [B]`, the tile of each block,
+    or E for a block that does not exist. B is an upper bound, so the host need not wait for the device.
 
-    Example: tiles 1, 0, 1, 1 and blocks of 2: order 1, 0, 2, 3; rows begin at 0, 1, 4; blocks begin at 0, 1, 3.
+    Example: tiles 1, 0, 1, 1 in blocks of 2 have the order 1, 0, 2, 3, first rows 0, 1, 4 and first blocks 0, 1, 3.
     """
     sorted_tiles, order = tile.to(torch.int32).sort(stable=True)
     numbers = torch.arange(n_tiles + 1, dtype=torch.int32, device=tile.device)
@@ -104,10 +104,9 @@ def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor
 
 
 def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str, int]]:
-    """Return the blocks, warps and stages of a launch: what fits an A100's shared memory, and does not spill on an
-    H100.
+    """Return the blocks, warps and stages of a launch; they fit an A100's shared memory and an H100's registers.
 
-    `tools/compile_cuda.py` prints registers, spills and shared memory of each. Not measured on a GPU.
+    `tools/compile_cuda.py` prints the registers, spills and shared memory of each. They were not timed on a GPU.
     """
     if dtype is torch.float32:  # no tensor cores
         rows, keys, warps, stages = (16, 16, 4, 2) if n_rows <= 16 or dim > 128 else (32, 32, 4, 2)
@@ -117,22 +116,22 @@ def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str
         rows, keys, warps, stages = (64, 64, 4, 2) if dim <= 128 else (64, 32, 4, 2)
     else:
         rows, keys, warps, stages = 128, 128, 8, 2
-    precision = "ieee" if dtype is torch.float32 else "tf32"  # of float32 products alone
+    precision = "ieee" if dtype is torch.float32 else "tf32"  # has no effect on products in half precision
     return Blocks(dim, rows, keys, precision), {"num_warps": warps, "num_stages": stages}
 
 
 @triton.jit(do_not_specialize=["sizes"])
 def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, B: constexpr):
-    """Attend a piece of the keys with a block of rows of a KV head's query heads. Row `t · REP + r` is query t of head
-    r.
+    """Attend a piece of a KV head's keys with a block of rows: row `t · REP + r` is query t of its query head r.
 
-    Keys are attended in up to three stretches: those that only some rows see, because of the window; those that all
-    rows see, without a mask; those that only some rows see, because of causality, with the ragged end.
+    The keys `first..stop-1` of the piece are attended in up to three ranges. Of the keys before `some`, a row sees only
+    those in its window; the keys `some..whole-1` are seen by all rows and need no mask; of the keys from `whole` on, a
+    row sees only those before its causal limit and the end of the keys.
     """
     n_queries, n_keys, window, n_blocks, n_pieces, piece, n_heads = sizes
     program = tl.program_id(0)
     number, group = program % (n_blocks * n_pieces), program // (n_blocks * n_pieces)
-    block, part = n_blocks - 1 - number % n_blocks, number // n_blocks  # long rows first
+    block, part = n_blocks - 1 - number % n_blocks, number // n_blocks  # the last rows see the most keys: start first
     row, column = block * B.rows + tl.arange(0, B.rows), tl.arange(0, B.wide)
     query, head = row // REP, group * REP + row % REP
     held = query < n_queries
@@ -141,7 +140,7 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
     past = n_keys - n_queries
     first, stop = part * piece, tl.minimum(n_keys, part * piece + piece)
     begin, end = query * 0, query * 0 + stop
-    some = first  # from here on all rows see all keys
+    some = first
     all_see = stop
     if CAUSAL:
         end = past + query + 1
@@ -155,7 +154,7 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
         seen_by_all = tl.maximum(past + last_query + 1 - window, 0)
         some = tl.maximum(first, (seen_by_all + B.keys - 1) // B.keys * B.keys)
         some = tl.minimum(some, tl.maximum(stop, first))
-    whole = some + tl.maximum(all_see - some, 0) // B.keys * B.keys  # up to here without a mask
+    whole = some + tl.maximum(all_see - some, 0) // B.keys * B.keys
 
     at = head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
     halves = load_turned(q.at, at, held, turn, query.to(tl.int64) * (B.dim // 2), B)
@@ -177,7 +176,10 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
 
 @triton.jit(do_not_specialize=["sizes"])
 def _attend_tiles(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
-    """Attend one tile with a block of rows. `ALONE`: row number `program`, whose tile is `block_tile[program]`."""
+    """Attend tile `block_tile[program]` with a block of rows, or with ALONE with the row number `program` alone.
+
+    EVEN says that a tile has whole blocks of keys, which need no mask.
+    """
     order, starts, block_tile = sorting
     n_queries, n_slots, n_turns, n_tiles, size = sizes
     program = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""Scores and choices of chunks on GPUs, without a sync; for CPUs see `lce.kernels.cpu`.
+"""Scores and choices of chunks on GPUs; the host never waits for the device.
 
-Scores are compared as keys: 32-bit integers in the same order, NaN above all. Of equal scores the first are taken, so a
-choice depends on nothing but its scores.
+Scores are compared as keys: 32-bit integers in the order of the scores, with NaN as the largest. The first of equal
+scores are taken, so a choice depends on the scores alone.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lce.kernels.cuda.launching import MOST_CHUNKS, launch
 from lce.kernels.cuda.rows import heads as vectors_of
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
-_WARP = 512  # scores that a warp chooses from
-_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # choices among up to this many share a kernel, so fewer are compiled
+_WARP = 512  # chunks for each warp of a program that chooses
+_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # for each compiled kernel, the most chunks that it chooses from
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
-    """Choose each row's n best chunks, as `lce.kernels.cpu.choices.best_chunks`: `[C, T, min(n, M)]`.
+    """Choose the n best of M chunks for each query, as `lce.kernels.cpu.choices.best_chunks` does.
 
-    M is up to `MOST_CHUNKS`, and `start` a number, or a tensor of one int64 on the device. Scores and `forced` of later
-    chunks are not read. One launch: at most 32 passes over a row's keys, in registers.
+    M is at most `MOST_CHUNKS`. `start` is a number or a tensor of one int64 on the device. Scores and `forced` of
+    chunks that are not before the query's own are not read. One launch: at most 32 passes over keys in registers.
     """
     fits = forced.dtype == torch.bool and forced.shape == scores.shape[1:]
     assert fits, (forced.dtype, forced.shape, scores.shape)
@@ -37,11 +37,11 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Multiply `q [H, T, D]` with `keys [S, M, D]`, H a multiple of S: float32 dot products `[H, T, M]`, for few
-    queries.
+    """Multiply a few queries `q [H, T, D]` with `keys [S, M, D]`: float32 dot products `[H, T, M]`.
 
-    With bounds `[S, M, 2, D]`, the least and the most of each channel: `Σ_d max(q_d · min_d, q_d · max_d)`. Sums are
-    float32. One launch. Bytes: the keys, once a query and head, all but the first time from the cache.
+    H is a multiple of S. If `keys` is `[S, M, 2, D]`, the minimum and maximum of each channel of M pages, the result is
+    `Σ_d max(q_d · min_d, q_d · max_d)`. One launch. Bytes: the keys once from memory, and from the cache for each
+    further query and head.
     """
     fits = len(q) % len(keys) == 0 and keys.shape[-1] == q.shape[-1]
     assert fits, (q.shape, keys.shape)
@@ -61,17 +61,17 @@ def best_runs(
     least: bool = False,
     own: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the chunks of a decode step's query, as runs of tokens: first tokens and counts, `[C, S]`, int64.
+    """Choose the n best chunks for a decode step's query `q [H, D]`, as runs: first tokens and token counts `[C, R]`.
 
-    `q [H, D]`; `summaries [S, N, D]`, of which head h is compared with row `h · S // H`, by their product. Of
-    `[S, N, 2, D]`, the least and the most of each channel, the score is `Σ_d max(q_d · min_d, q_d · max_d)`. The scores
-    of `H / choosers` neighbours are summed: `choosers` is H (the default), the number of KV heads, or 1. `least` takes
-    the worst.
+    `summaries [S, N, D]` has a vector for each chunk; head h is scored by its dot products with row `h · S // H`. If
+    `summaries` is `[S, N, 2, D]`, the minimum and maximum of each channel, the score is `Σ_d max(q_d · min_d, q_d ·
+    max_d)`. The scores of `H / C` neighbouring heads are summed; C = `choosers` is H (the default), the number of KV
+    heads, or 1. `least` chooses the chunks with the smallest scores.
 
-    `position [1]`, int64, is read on the device: the query's index. Its own chunk is `position // size`. It sees the
-    chunks before, at most N; later rows are not read, so N may be a buffer's capacity. Of those, the first with
-    `keep_first` and the last with `keep_last` are taken first. There are `min(n, N)` runs, in the order of the text,
-    those behind the last empty (0 and 0). With `own` one more is the query's own chunk, up to the query.
+    `position [1]` (int64, on the device) is the query's index, and `position // size` its own chunk. The choice is
+    among the chunks before; later rows of `summaries` are not read, so N may be a buffer's capacity. The first of these
+    chunks is always chosen with `keep_first`, the last with `keep_last`. R is `min(n, N)`: the runs are in the order of
+    the text, followed by empty runs (0 and 0). With `own`, one more run is the query's own chunk up to the query.
 
     Two launches. Bytes: the summaries once.
     """
@@ -89,9 +89,9 @@ def best_runs(
 
 
 def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return first tokens and counts of chosen chunks of `size` tokens: `chosen [C, K]`, -1 for none, to `[C, K]` each.
+    """Return chunks `chosen [C, K]` (int64, -1 for none) of `size` tokens as runs: first tokens and counts `[C, K]`.
 
-    With a position `[1]`, int64, also the tokens of its own chunk up to it, behind the others: `[C, K + 1]`.
+    With the query's index `position [1]` (int64), one more run is the query's own chunk up to the query: `[C, K + 1]`.
     """
     fits = chosen.dtype == torch.int64 and (position is None or position.dtype == torch.int64)
     assert fits, (chosen.dtype, position)
@@ -106,7 +106,7 @@ def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[
 def _scored(
     q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
 ) -> Tensor:
-    """Score `[C, T, M]` of `q [H, T, D]`; with a position only of chunks before its own."""
+    """Sum the scores of `q [H, T, D]` for each chooser: `[C, T, M]`; with a position, of chunks before its own."""
     (heads, n, dim), n_keys, together = q.shape, keys.shape[1], len(q) // choosers
     q = q if q.stride(2) == 1 else q.contiguous()
     dense = keys.stride(-1) == 1 and (keys.ndim == 3 or (keys.shape[2] == 2 and keys.stride(2) == dim))
@@ -124,9 +124,9 @@ def _scored(
 def _choose_into(
     into: tuple[Tensor, ...], scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, *keep: bool
 ) -> None:
-    """Choose up to n among `scores [C, T, M]`, M and n 1 or more: ids, or runs into two tensors.
+    """Choose up to n ≥ 1 of M ≥ 1 chunks by `scores [C, T, M]`: ids into one tensor, or runs into two.
 
-    `keep`: whether the first and the last chunk are taken first, and whether the own one comes behind, as a run.
+    `keep` says whether the first chunk, the last chunk before the own, and the own chunk (as a further run) are kept.
     """
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
@@ -143,17 +143,17 @@ def _choose_into(
 
 @dataclass(frozen=True)
 class Scoring:
-    """Constants of a score: heads whose scores are summed, heads that share a summary, and what is scored how."""
+    """Constants of a score."""
 
-    together: int
-    sharing: int
-    bounds: bool
-    least: bool
+    together: int  # heads whose scores are summed
+    sharing: int  # heads that share summaries
+    bounds: bool  # whether summaries are the bounds of keys
+    least: bool  # whether the smallest score is the best
 
 
 @triton.jit(do_not_specialize=["n_keys"])
 def _score(q, keys, out, position, sizes, n_keys, S: constexpr, BLOCK: constexpr, DIM: constexpr):
-    """Score BLOCK chunks for one query."""
+    """Score BLOCK chunks for one chooser and query; D is padded to DIM."""
     n, dim, size = sizes
     seen = n_keys
     if len(position):
@@ -181,12 +181,11 @@ def _score(q, keys, out, position, sizes, n_keys, S: constexpr, BLOCK: constexpr
 
 @triton.jit(do_not_specialize=["sizes"])
 def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexpr, SLOTS: constexpr, KEEP: constexpr):
-    """Choose for ROWS rows: ids, or runs where there is `into[1]`; see `_choose_into`.
+    """Choose for ROWS queries among up to BLOCK chunks: ids in `into[0]`, or runs in `into[0]` and `into[1]`.
 
-    Keys are unsigned, in the order of the scores; 0 is a chunk that cannot be taken.
-
-    The n-th largest key is found bit by bit, from the highest: the largest number that n keys or more do not fall
-    below. If fewer than n chunks can be taken, it is 0, and all of them are.
+    Keys are unsigned integers in the order of the scores; a chunk that cannot be taken has key 0. The n-th largest key,
+    `worst`, is found bit by bit from the highest: it is the largest number for which at least n keys are as large. If
+    fewer than n chunks can be taken, `worst` is 0, and all of them are taken.
     """
     first_index, n_rows, n_queries, n_chunks, size, n = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

@@ -1,7 +1,6 @@
-"""The operations of a decoder layer between products, on GPUs, one launch each.
+"""The operations of a decoder layer between products, on GPUs: one launch each.
 
-Each does what the function of its name in `lce.kernels.cpu` says: computed in float32, rounded once, and all numbers
-read and written once.
+Arithmetic is float32, rounded once. Each number is read and written once.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ _NUMBERS = 2048  # numbers that a program computes at a time
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide `x [..., D]`, of two or three dimensions, by its root mean square, times `weight [D]`: contiguous."""
+    """Divide each row of `x [T, D]` or `[H, T, D]` by its root mean square, times `weight [D]`: a contiguous tensor."""
     return _normed(eps, (x, weight))[0]
 
 
 def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Apply `rms_norm` to x and to y, of one width, in one launch: the queries and keys of a layer."""
+    """Apply `rms_norm` to x and y, such as the queries and keys of a layer, whose rows have one length D."""
     first, second = _normed(eps, (x, weight), (y, y_weight))
     return first, second
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Multiply SiLU of the first half of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`."""
+    """Multiply SiLU of the first half of each row of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`."""
     n, dim = x.shape[0], x.shape[1] // 2
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
@@ -43,7 +42,10 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, of up to three leading axes."""
+    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, with up to three leading dimensions.
+
+    Dimension i is paired with dimension i + D/2.
+    """
     half = x.shape[-1] // 2
     fits = cos.shape == sin.shape and cos.shape[-1] == half and cos.dtype is sin.dtype
     assert fits, (x.shape, cos.shape, sin.shape)
@@ -60,13 +62,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, times scale, of `positions` (int64) by `frequencies [D/2]` (float64): `[…, D/2]`."""
+    """Return cosines and sines, times `scale`, of `positions [...]` (int64) times `frequencies [D/2]` (float64).
+
+    Both results are `[..., D/2]`.
+    """
     fits = positions.dtype == torch.int64 and frequencies.dtype == torch.float64 and frequencies.is_contiguous()
     assert fits, (positions.dtype, frequencies.dtype)
     positions, half = positions.contiguous(), len(frequencies)
     cos = torch.empty(*positions.shape, half, dtype=dtype, device=positions.device)
     sin = cos.new_empty(cos.shape)
-    block = 256  # few numbers a thread: float64 takes long
+    block = 256  # few numbers for each thread, because float64 is slow
     grid, options = (triton.cdiv(cos.numel(), block),), {"HALF": half, "SCALE": float(scale), "BLOCK": block}
     launch(_turns, grid, positions, frequencies, cos, sin, cos.numel(), **options)
     return cos, sin
@@ -75,9 +80,9 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> None:
-    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `cos sin [T, D/2]`, if any.
+    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; rotate k by `cos sin [T, D/2]`, if any.
 
-    `at` is a number, or a tensor of one int64 on the device, of which the host knows that the rows are there.
+    `at` is a number or a tensor of one int64 on the device, which is not checked against n.
     """
     heads, n, dim = k.shape
     fits = v.shape == k.shape and into_v.shape == into_k.shape and into_k.shape[::2] == (heads, dim)
@@ -97,7 +102,7 @@ def append(
 
 
 def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]`."""
+    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]` each."""
     n_groups, _, dim = one.shape
     fits = two.shape == one.shape and two.stride() == one.stride() and one.stride(2) == 1
     assert fits, (one.shape, two.shape, one.stride(), two.stride())
@@ -111,12 +116,13 @@ def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of(width: int) -> tuple[int, int]:
-    """Return how many rows of so many numbers a program takes, and the power of two that holds one."""
+    """Return the rows of `width` numbers that a program takes, and `width` rounded up to a power of two."""
     wide = triton.next_power_of_2(width)
     return max(1, _NUMBERS // wide), wide
 
 
 def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Normalise one or two tensors, each given with its weight, in one launch."""
     dim = both[0][0].shape[-1]
     rows, width = _rows_of(dim)
     given: list[Any] = []
@@ -135,7 +141,7 @@ def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 @triton.jit
 def _rms_norm(given, n_programs, dim, eps, ROWS: constexpr, DIM: constexpr):
-    """Normalise rows: the first `n_programs` programs take the first tensor, the others the second, if any."""
+    """Normalise rows: of the first tensor in the first `n_programs` programs, of the second tensor in the rest."""
     program = tl.program_id(0)
     if len(given) == 2:
         if program < n_programs:
@@ -173,7 +179,7 @@ def _silu_mul(x, out, dim, BLOCK: constexpr):
 
 @triton.jit
 def _turned(x, cos, sin, half, there):
-    """Turn both halves of rows at `x [ROWS, HALF]` by the angles at `cos sin [ROWS, HALF]`."""
+    """Load and rotate rows `[2, half]` by pointers `[ROWS, HALF]` to their first halves, and to `cos` and `sin`."""
     first = tl.load(x, mask=there, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=there, other=0.0).to(tl.float32)
     c = tl.load(cos, mask=there, other=0.0).to(tl.float32)
@@ -183,7 +189,7 @@ def _turned(x, cos, sin, half, there):
 
 @triton.jit
 def _rotate(x, cos, sin, out, sizes, ROWS: constexpr, HALF: constexpr):
-    """Rotate rows of three leading dimensions; tensors come with their strides."""
+    """Rotate ROWS rows of `[..., n1, n2, 2 · half]`; `x`, `cos` and `sin` are a tensor and three strides each."""
     n_rows, n1, n2, half = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
@@ -211,7 +217,10 @@ def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexp
 
 @triton.jit(do_not_specialize=["first"])
 def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: constexpr):
-    """Copy rows to `into`, two tensors and their strides; from row `first` on, or `place[0]` on the device."""
+    """Copy ROWS rows of k and v to `into`, two tensors and their strides of heads and rows.
+
+    The first row of `into` to write is `first`, or `place[0]` on the device.
+    """
     into_k, into_v, into_head, into_row = into
     n_rows, n, half = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

@@ -12,18 +12,9 @@ pytest.importorskip("triton")
 from lce.kernels.cuda.attention import attend, attend_tiles, sorted_blocks
 from lce.kernels.cuda.rows import takes
 from tests.attention.truth import dense_truth, turned
+from tests.kernels.truth import DEVICE, MOST, ON_GPU, on_device, random, rotated
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
-MOST = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def on_device(*tensors: Tensor) -> list[Tensor]:
-    return [x.to(DEVICE) for x in tensors]
+pytestmark = ON_GPU
 
 
 def buffer_slice(x: Tensor, before: int = 3, after: int = 5) -> Tensor:
@@ -31,12 +22,6 @@ def buffer_slice(x: Tensor, before: int = 3, after: int = 5) -> Tensor:
     whole = torch.full((len(x), before + x.shape[1] + after, x.shape[2]), torch.nan, dtype=x.dtype)
     whole[:, before : before + x.shape[1]] = x
     return whole.to(DEVICE)[:, before : before + x.shape[1]]
-
-
-def placed(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.stack(
-        [torch.stack([turned(q[h, t], cos[t], sin[t]) for t in range(q.shape[1])]) for h in range(len(q))]
-    )
 
 
 CASES = [  # H, G, T, N, D, causal, window, dtype
@@ -61,7 +46,7 @@ def test_attend(case: tuple[int, int, int, int, int, bool, int | None, torch.dty
     k, v = (random(n_groups, n_keys, dim, dtype=dtype, seed=seed) for seed in (2, 3))
     angle = random(n_queries, dim // 2, dtype=torch.float32, seed=4)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    truth = dense_truth(placed(q, cos, sin) if turn else q, k, v, causal, window if causal else None)
+    truth = dense_truth(rotated(q, cos, sin).to(dtype) if turn else q, k, v, causal, window if causal else None)
     turns = on_device(cos, sin) if turn else ()
     out, lse = attend(q.to(DEVICE), buffer_slice(k), buffer_slice(v), causal, window, *turns)
     assert out.dtype == dtype

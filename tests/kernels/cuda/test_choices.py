@@ -10,9 +10,9 @@ from lce.kernels.cpu import choices as cpu
 
 pytest.importorskip("triton")
 from lce.kernels.cuda import choices
+from tests.kernels.truth import DEVICE, ON_GPU
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
+pytestmark = ON_GPU
 ODD = [torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, -1.0, 1e-40]
 
 

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton")
 from lce.kernels.cuda.decoding import attend_runs
 from tests.attention.truth import turned
-from tests.kernels.cuda.test_attention import DEVICE, MOST, on_device, random
+from tests.kernels.truth import DEVICE, MOST, ON_GPU, on_device, random
 
-pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
+pytestmark = ON_GPU
 CASES = [  # H, G, C, S, D, most, dtype
     (2, 2, 2, 3, 64, 40, torch.float32),  # one row a program
     (4, 2, 4, 2, 80, 100, torch.bfloat16),

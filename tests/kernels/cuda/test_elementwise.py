@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
 from lce.kernels.cuda import elementwise
+from tests.kernels import truth
+from tests.kernels.truth import DEVICE, EPS, ON_GPU, normed, rotated
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
+pytestmark = ON_GPU
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -24,30 +24,24 @@ def close(out: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    (first, second), c, s = x.double().chunk(2, dim=-1), cos.double(), sin.double()
-    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(dtype: torch.dtype) -> None:
     weight, x = some(80, dtype=dtype), some(3, 80, dtype=dtype)
-    close(elementwise.rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (80,), weight.double(), 1e-5))
+    close(elementwise.rms_norm(x, weight, EPS), normed(x, weight))
     joined = some(30, 7, 80, dtype=dtype).transpose(0, 1)  # [heads, T, D], as a view
     q, k, other = joined[:4], joined[4:6], some(80, dtype=dtype)
-    for out, given, scale in zip(
-        elementwise.rms_norm_two(q, weight, k, other, 1e-5), (q, k), (weight, other), strict=True
-    ):
-        assert out.is_contiguous()
-        close(out, F.rms_norm(given.double(), (80,), scale.double(), 1e-5))
+    first, second = elementwise.rms_norm_two(q, weight, k, other, EPS)
+    assert first.is_contiguous()
+    assert second.is_contiguous()
+    close(first, normed(q, weight))
+    close(second, normed(k, other))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gate(dtype: torch.dtype) -> None:
     x = some(2, 2 * 2100, dtype=dtype)
     x[0, :4] = torch.tensor([90.0, -90.0, torch.inf, -1e4])
-    gate, up = x.double().chunk(2, dim=-1)
-    close(elementwise.silu_mul(x), F.silu(gate) * up)
+    close(elementwise.silu_mul(x), truth.gate(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lce.kernels.cuda.merging import combined, merge_pieces, merge_slots
-from tests.kernels.cuda.test_attention import DEVICE, MOST, on_device, random
+from tests.kernels.truth import DEVICE, MOST, ON_GPU, on_device, random
 
-pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
+pytestmark = ON_GPU
 
 
 def parts_of(n_parts: int, dtype: torch.dtype, dim: int = 24) -> tuple[Tensor, Tensor]:

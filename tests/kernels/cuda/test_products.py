@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
 from lce.kernels.cuda.products import product
+from tests.kernels import truth
+from tests.kernels.truth import DEVICE, EPS, ON_GPU
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
+pytestmark = ON_GPU
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def truth(x: Tensor, w: Tensor, bias: Tensor | None, norm: Tensor | None, gated: bool, onto: Tensor | None) -> Tensor:
-    a = x.double()
-    if norm is not None:
-        a = F.rms_norm(a, norm.shape, norm.double(), 1e-5)
-    out = a @ w.double().T
-    if bias is not None:
-        out = out + bias.double()
-    if gated:
-        gate, up = out.chunk(2, dim=-1)
-        out = F.silu(gate) * up
-    return out if onto is None else out + onto.double()
 
 
 @pytest.mark.parametrize(
@@ -47,8 +34,8 @@ def test_a_product_is_that_of_float64(
     x, w = some(n, size), some(rows, size) / size**0.5
     bias, norm = some(rows) if biased else None, some(size) if normed else None
     onto = some(n, rows // 2 if gated else rows) if adds else None
-    expected = truth(x, w, bias, norm, gated, onto)
-    out = product(x, w, bias, norm=norm, eps=1e-5, gated=gated, onto=onto)
+    expected = truth.product(x, w, bias, norm=norm, gated=gated, onto=onto)
+    out = product(x, w, bias, norm=norm, eps=EPS, gated=gated, onto=onto)
     assert onto is None or out is onto
     assert out.dtype is dtype
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -60,6 +47,6 @@ def test_a_product_is_that_of_float64(
 def test_products_of_a_model_of_7b(size: int, rows: int, gated: bool) -> None:
     x, w = (torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16) / size**0.25 for n in (1, rows))
     norm = torch.ones(size, device=DEVICE, dtype=torch.bfloat16)
-    out = product(x, w, norm=norm, eps=1e-5, gated=gated)
-    assert torch.equal(out, product(x, w, norm=norm, eps=1e-5, gated=gated)), "results repeat to the bit"
-    torch.testing.assert_close(out.double(), truth(x, w, None, norm, gated, None), rtol=2e-2, atol=2e-2)
+    out = product(x, w, norm=norm, eps=EPS, gated=gated)
+    assert torch.equal(out, product(x, w, norm=norm, eps=EPS, gated=gated)), "results repeat to the bit"
+    torch.testing.assert_close(out.double(), truth.product(x, w, norm=norm, gated=gated), rtol=2e-2, atol=2e-2)
