@@ -1,5 +1,5 @@
-"""Compiled kernels and nothing else: numbers at addresses in, numbers at addresses out.
+"""The compiled kernels: `cpu` for CPUs, compiled by Numba, and `cuda` for GPUs, compiled by Triton.
 
-`compiling` compiles them once and caches them; `numbers` has the scalar operations that they share. The other files
-have kernels for CPUs. Each checks what it is given, because compiled code checks nothing.
+Compiled code checks nothing, so the function that calls a kernel first checks the shapes, strides and dtypes of its
+tensors.
 """

@@ -19,10 +19,10 @@ from lce.kernels.cpu.numbers import exp2, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.rows import LOWEST, attend_rows, finish, put_query, scratch, scratch_size
 from lce.kernels.cpu.vectors import take
 
-ROWS = 96  # the most rows of a task: enough that packing the keys costs little beside their products
-FEW = 32  # the most rows of a KV head that count as few: its keys are then cut into small pieces
-PIECE = 512  # keys of a piece for few rows; with up to ROWS rows, a piece has 8 times as many
-_SLOT_ROWS = 64  # rows of slots for which a thread is worth starting
+ROWS = 96  # the largest number of rows of a task: packing the keys costs little beside the products of so many rows
+FEW = 32  # the largest number of rows of a KV head for which its keys are cut into pieces of PIECE keys
+PIECE = 512  # keys of a piece with at most FEW rows; with more rows, up to ROWS, a piece has 8 times as many keys
+_SLOT_ROWS = 64  # the smallest number of rows that a thread of `merge_slots` takes
 
 
 def attend(
@@ -32,9 +32,9 @@ def attend(
     """Attend keys and values `k v [G, N, D]` with queries `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32).
 
     H / G query heads share a KV head. The tensors are on the CPU, of one dtype, with a contiguous last dimension. With
-    `causal`, the last query sees the last key, and each query at most its nearest `window` keys. Queries are rotated by
-    `cos sin [T, D/2]`, if given. Keys are read once for each `ROWS` queries of the heads that share them. Time:
-    O(H · T · N · D). Memory: about a megabyte a thread.
+    `causal`, the last query sees the last key, and a `window` limits each query to its nearest `window` keys. If given,
+    `cos sin [T, D/2]` rotate the queries. Keys are read once for each `ROWS` queries of the heads that share them.
+    Time: O(H · T · N · D). Memory: about a megabyte a thread.
     """
     (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
     rep, (q_head, q_row, q_one) = n_heads // groups, q.stride()
@@ -70,12 +70,12 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Attend one tile of keys and values with each of A = H · T · K rows: E tiles of L keys, `k v [E, L, D]`.
+    """Attend E tiles of L keys and values, `k v [E, L, D]`, with A = H · T · K rows, each of which attends one tile.
 
-    Row `a = (h·T + t)·K + s` is the query `q[h, t]` of `q [H, T, D]`, rotated by `cos sin [t, s]` of `[T, K, D/2]` or
-    `[T, 1, D/2]`; it attends tile `tile[a]` of `tile [A]` (int64). Writes `out [A, D]` and `lse [A]` (float32), but not
-    the rows whose tile is -1. A tile is packed once for each `ROWS` rows that chose it. Time: O(A · L · D), and a sort
-    of A numbers.
+    Row `a = (h·T + t)·K + s` is the query `q[h, t]` of `q [H, T, D]`, rotated by `cos[t, s]` and `sin[t, s]`, which are
+    `[T, K, D/2]` or `[T, 1, D/2]`. The row's tile is `tile[a]` of `tile [A]` (int64). Writes `out [A, D]` and `lse [A]`
+    (float32), except rows whose tile is -1. A tile is packed once for each `ROWS` rows that attend it. Time:
+    O(A · L · D), and a sort of A numbers.
     """
     n_heads, n_queries, dim = q.shape
     n_slots = tile.numel() // (n_heads * n_queries)
@@ -98,7 +98,9 @@ def attend_tiles(
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge `out [H, T, K, D]`, `lse [H, T, K]` (float32), both contiguous, over K: `[H, T, D]` and `[H, T]`.
+    """Merge the K parts of each query, `out [H, T, K, D]`, `lse [H, T, K]` (float32), both contiguous.
+
+    Returns `[H, T, D]` and `[H, T]`. A part with lse -inf is not read.
 
     Time: O(H · T · K · D).
     """
@@ -190,7 +192,7 @@ def _attend(_first, _stop, args):
             for row in range(n_rows):
                 _merge_pieces(states[group, row], partial[group, row], dim)
                 finish(states[group, row, 0], partial[group, row, 0], out, lse, group * n_rows + row, dim)
-    memory[0] = 0  # this use keeps the memory until here
+    memory[0] = 0  # after this last use, Numba may free the memory
 
 
 @by_dtype(Kernel)
@@ -202,8 +204,8 @@ def _attend_tiles(_first, _stop, args):
     tile = carray(pointer(tile_at, int64), (n_rows,))
     out = carray(pointer(out_at, stored), (n_rows, dim))
     lse = carray(pointer(lse_at, float32), (n_rows,))
-    order = _sorted_rows(tile, n_tiles)  # each thread sorts for itself
-    tasks = np.empty(len(order) + 1, np.int64)  # the index in `order` of each task's first row; a task has one tile
+    order = _sorted_rows(tile, n_tiles)  # each thread sorts all rows
+    tasks = np.empty(len(order) + 1, np.int64)  # the index in `order` of each task's first row
     n_tasks, begin = 0, 0
     for i in range(len(order)):
         if i == 0 or tile[order[i]] != tile[order[i - 1]] or i - begin == ROWS:
@@ -234,7 +236,7 @@ def _attend_tiles(_first, _stop, args):
         call(rows_at, 0, size, given.ctypes.data)
         for i in range(n):
             finish(state[i], sums[i], out, lse, order[first + i], dim)
-    memory[0] = 0  # this use keeps the memory until here
+    memory[0] = 0  # after this last use, Numba may free the memory
 
 
 @inner

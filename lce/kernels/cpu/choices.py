@@ -14,17 +14,18 @@ from torch import Tensor
 from lce.kernels.cpu.compiling import Kernel, by_dtype, inner
 from lce.kernels.cpu.numbers import bits_of_float, float_of_bits, itemsize, pointer, read, stored
 
-_ROWS = 8  # rows of scores for which a thread is worth starting
+_ROWS = 8  # the smallest number of rows that a thread of `best_chunks` takes
 _PIECE = 4096  # scores that a thread takes at a time
-_GROUP = 16  # neighbouring scores whose largest key is kept: a group with too small a largest key is skipped
+_GROUP = 16  # neighbouring keys whose largest is stored, so that the choice can skip a group of small keys
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> Tensor:
-    """Choose the n best of M chunks for each of C choosers and T queries: ascending ids `[C, T, min(n, M)]`, then -1.
+    """Choose the n best of M chunks for each of C choosers and T queries: ascending ids `[C, T, min(n, M)]`.
 
-    `scores [C, T, M]` is contiguous. Query t has the index `start + t` and chooses among the chunks before its own
-    chunk `(start + t) // size`. Chunks with `forced [T, M]` (bool) are taken first. A score of -inf is taken only if it
-    is forced. Time: O(C · T · M), about twenty passes over a row's keys in the L1 cache.
+    Ids are followed by -1 if fewer chunks can be chosen. `scores [C, T, M]` is contiguous. Query t has the index
+    `start + t` and chooses among the chunks before its own chunk `(start + t) // size`. Chunks with `forced [T, M]`
+    (bool) are taken first. A score of -inf is taken only if it is forced. Time: O(C · T · M), about twenty passes over
+    a row's keys in the L1 cache.
     """
     n_choosers, n_queries, n_chunks = scores.shape
     assert forced.dtype == torch.bool, forced.dtype
@@ -47,7 +48,7 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     assert scores.dtype == torch.float32, scores.dtype
     assert scores.is_contiguous(), scores.stride()
     assert 0 < n <= n_tokens, (n, n_tokens)
-    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # the tokens' keys, then the groups'
+    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # keys, then the largest of each group
     chosen = torch.empty(n, dtype=torch.int64)
     _spread_keys(-(-n_tokens // _PIECE), scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
     _best_keys(1, keys.data_ptr(), chosen.data_ptr(), n_tokens, n)
@@ -66,7 +67,7 @@ def key_of_score(score):
 
 @inner
 def score_of_key(key):
-    """Return the score that has a key."""
+    """Return the score whose key is `key`."""
     return float_of_bits(np.uint32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
@@ -83,7 +84,7 @@ def _best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chun
         forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
         for i in range(seen):
             keys[i] = key_of_score(read(scores[i]))
-        for i in range(seen):  # the largest with the highest key if the chunk is forced, else with the lowest key
+        for i in range(seen):  # give a forced chunk the largest of all keys
             keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
         # At least n keys are ≥ `low`, and fewer than n are ≥ `high`. Each step halves the range between the two.
         low, high = np.int64(_LEAST), np.int64(0x8000_0000)
@@ -158,7 +159,7 @@ def _nth_largest(keys, n):
 
 @Kernel
 def _best_keys(_first, _stop, keys_at, chosen_at, n_keys, n):
-    """Choose the n best keys. n groups have a key ≥ `least` each, so the n best keys are ≥ `least` too."""
+    """Choose the n best keys. Each of n groups has a key ≥ `least`, so the n best keys are ≥ `least` too."""
     n_groups = (n_keys + _GROUP - 1) // _GROUP
     keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))
     chosen = carray(pointer(chosen_at, int64), (n,))

@@ -82,7 +82,7 @@ class Kernel:
         self._signature = types.void(*[types.intp] * body.__code__.co_argcount)
 
     def __call__(self, n: int, *args: int, least: int = 1) -> None:
-        """Run the body on the range `0..n-1`; each thread takes at least `least` numbers of the range."""
+        """Run the body on the range `0..n-1`; if threads share the range, each takes at least `least` numbers of it."""
         n_parts = 1 if n < 2 * least else min(n // least, n_threads())
         if n_parts == 1:
             self._alone(0, n, *args)
@@ -116,7 +116,7 @@ class ByDtype(dict[Any, Any]):
 def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], ByDtype]:
     """Compile one body by `make` for each dtype: `@by_dtype(Kernel) def norm(...)` defines the kernels `norm[dtype]`.
 
-    Each global of the body that is a `ByDtype` stands for its value for that dtype.
+    If the body uses a global name whose value is a `ByDtype`, the kernel for a dtype uses the value for that dtype.
     """
 
     def instances(body: Callable[..., Any]) -> ByDtype:
@@ -159,7 +159,7 @@ def _spread() -> Callable[..., Any]:
 
 @intrinsic(prefer_literal=True)
 def arguments(typing: Any, address: Any, n: Any) -> Any:
-    """Return the n integers at an address as a tuple: arguments of a kernel that has more than a call can pass."""
+    """Return the n integers at an address as a tuple: a kernel with many arguments takes only their address."""
     number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -296,7 +296,7 @@ def features() -> frozenset[str]:
 
 @contextlib.contextmanager
 def _configured(**values: Any) -> Iterator[None]:
-    """Change Numba's settings within the context; other users of Numba in this process keep theirs."""
+    """Change Numba's settings within the context, and restore them afterwards for other users of Numba."""
     before = {name: getattr(numba.config, name) for name in values}
     try:
         for name, value in values.items():

@@ -14,7 +14,7 @@ from lce.kernels.cpu.compiling import Kernel, argument_of, by_dtype, inner, numb
 from lce.kernels.cpu.numbers import STORED, exp, itemsize, pointer, read, stored, sum_of_squares, write
 from lce.kernels.cuda import launching
 
-ALONE = 1 << 15  # the numbers of a task that one thread computes in the time in which other threads wake up
+ALONE = 1 << 15  # numbers that a thread computes in the time that waking other threads takes
 _WORD = 8  # bytes that `take_rows` copies at once
 _ROWS = 64  # rows that a thread of `take_rows` takes at a time
 
@@ -87,7 +87,7 @@ def append(
 ) -> None:
     """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; rotate k by `cos sin [T, D/2]`, if any.
 
-    Bytes: k and v once, the rows once.
+    Bytes: k and v, read and written.
     """
     shape, into, dtype = k.shape, into_k.shape, k.dtype
     heads, n, dim = shape
@@ -114,7 +114,7 @@ def append(
 def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of one dtype: `[G, n, D]` each.
 
-    `into`, flat, is memory that a CPU may use for both copies: memory of an earlier layer is still in the processor's
+    On a CPU, both copies may use the flat memory `into`: memory that an earlier layer used is still in the processor's
     caches. On a GPU, one launch copies both. Bytes: the rows, read and written.
     """
     one, two = tensors
@@ -151,7 +151,7 @@ def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _share(dim: int) -> int:
-    """Return the smallest number of rows of `dim` numbers for which a thread is worth starting."""
+    """Return the smallest number of rows of `dim` numbers that a thread takes."""
     return ALONE // (2 * dim) or 1
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lce.kernels.cpu.compiling import Kernel, by_dtype
 from lce.kernels.cpu.numbers import exp, itemsize, pointer, read, stored, write
 
-_ROWS = 64  # queries for which a thread is worth starting
+_ROWS = 64  # the smallest number of queries that a thread takes
 
 
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def _merged(first, stop, n_parts, size, out_at, total_at, parts_at):
         scale = np.float32(1) / whole if whole != np.float32(0) else np.float32(0)
         sums[:] = 0
         for i in range(n_parts):
-            if weights[i] != np.float32(0):  # true for NaN
+            if weights[i] != np.float32(0):  # a weight that is NaN is not skipped
                 part = carray(pointer(parts[i, 0] + row * size * itemsize, stored), (size,))
                 weight = weights[i] * scale
                 for d in range(size):

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, intrinsic_of
 
-# The type by which Numba reads the numbers of a dtype from memory: it has no bfloat16, and no float16 on CPUs.
+# The type as which Numba reads numbers of a dtype: Numba has no bfloat16, and no float16 on CPUs.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
 
 

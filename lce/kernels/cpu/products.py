@@ -19,7 +19,7 @@ from lce.kernels.cpu.vectors import LANES
 _ROWS = 64  # weight rows that a thread takes at a time
 _CHAINS = 2  # independent sums of a dot product, so that no addition waits for the one before it
 _COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that are multiplied with four rows of x at a time
-_APART = 80  # numbers of padding behind each row of x: rows a power of two apart would compete for L1 cache lines
+_APART = 80  # numbers of padding behind each row of x: rows a power of two apart compete for the same L1 cache lines
 
 
 def product(
@@ -48,7 +48,10 @@ def around_product(
     x: Tensor, n_rows: int, width: int, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
 ) -> tuple[Tensor, int, tuple[int, ...]]:  # fmt: skip
-    """Check what `product` takes beside a matrix `[n_rows, width]`; return the output, n_out and kernel arguments."""
+    """Check the tensors around a product with a matrix `[n_rows, width]`, for `product`'s arguments.
+
+    Returns the output, the number of its columns, and the arguments of a kernel behind those of the matrix.
+    """
     (n, size), dtype = x.shape, x.dtype
     n_out = n_rows // 2 if gated else n_rows
     fits = n <= MOST_ROWS and size == width and x.is_contiguous()

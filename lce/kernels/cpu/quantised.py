@@ -11,9 +11,9 @@ a word has the codes of 4 neighbouring inputs (8 bits) or 8 neighbouring inputs 
 A weight is `scale * code` with 8 bits and `scale * (code - zero / 16)` with 4 bits. Rows and inputs are padded with
 zeros to whole blocks and groups.
 
-Products multiply integers: each group of inputs of x is rounded to 16 bits, so scaled that the group's largest number
-uses all 16 bits. Halfwords of neighbouring inputs are multiplied in pairs and added without error. A float32 number of
-x is the sum of two such halfwords, the second for the next 16 bits.
+Products multiply integers. x is scaled, so that the largest number of each group uses all of 16 bits, and rounded to
+16-bit halfwords. Halfwords of neighbouring inputs are multiplied in pairs and added without error. If x is float32, a
+second halfword holds the next 16 bits of each number.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _CHAINS = 4  # independent sums of a dot product, so that no addition waits for 
 _VECTOR = 4 * LANES  # bytes of a vector
 _PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # halfwords that represent a number of x
 _MULTIPLIES_PAIRS = "avx512bw" in features()  # whether one instruction multiplies 32 halfwords and adds the pairs
-_SHRINKS = 4  # ranges that 4-bit rounding tries for a group: the n-th is narrower by n · _SHRINK
-_SHRINK = np.float32(0.06)
+_SHRINKS = 4  # the number of ranges of codes that 4-bit rounding tries for each group
+_SHRINK = np.float32(0.06)  # the part of a group's whole range by which each further range is narrower
 _FITS = 2  # least-squares corrections of each group's scale and zero
 
 _F32, _I8, _I16, _I32 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
@@ -127,8 +127,8 @@ def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
 def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
     """Extract the codes of each input in turn from a vector of 16 rows' words.
 
-    Returns for each input the 16 codes, as float32 numbers that are too large by a power of two, and its exponent. A
-    code is not shifted down, but masked where it lies or moved to the word's highest byte, which gives its sign.
+    Returns for each input 16 codes times `2^exponent`, as float32 numbers, and the exponent: a code is masked at its
+    place in the word, or moved to the word's highest byte for its sign, but not shifted down.
     """
     found = []
     for n in range(32 // bits):
@@ -176,7 +176,7 @@ def _zero(builder: Any, zeros: Any, group: Any) -> Any:
 
 
 def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
-    """Load the number at an index into all lanes of a vector."""
+    """Load number `offset` of the numbers at an address into all lanes of a vector of type `kind`."""
     return splat(
         builder, builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset])), kind
     )
@@ -185,10 +185,10 @@ def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
 def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
     """Make the intrinsic `(x, factors, codes, scales, zeros, n_groups, out)`: `rows` rows of x times one block.
 
-    The arguments are addresses, but for `n_groups`: of x `[planes, rows, n_groups · group]` int16, of `factors
-    [2, rows, n_groups]`, and of `out [rows, 16]`. For each group, `factors[0]` is the number that one unit of x stands
-    for, and `factors[1]` the sum of x in these units, times -1/16. Instructions for 64 bytes of codes: 3 to extract the
-    codes with 8 bits, 6 with 4 bits, and 2 or 4 for each row and plane of x.
+    All arguments but `n_groups` are addresses: of integers `x [planes, rows, n_groups · group]` (int16), `factors [2,
+    rows, n_groups]`, the block, and `out [rows, 16]`. For each group of x, `factors[0]` is the value of the integer 1,
+    and `factors[1]` is the sum of the integers times -1/16. Instructions for 64 bytes of codes: 3 to extract the codes
+    with 8 bits, 6 with 4 bits, and 2 or 4 for each row and plane of x.
     """
     size = GROUPS[bits]
     n_vectors, n_pairs = size * bits // 32, 16 // bits  # vectors of a group; pairs of inputs in a vector
@@ -264,7 +264,7 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
         in_order = [code for each in words for code in _codes(builder, bits, each)]
         if bits == 8:
             weights = [builder.fmul(code, factors[e]) for code, e in in_order]
-        else:  # products and sums are exact
+        else:  # no product or sum is rounded
             offset = builder.fmul(builder.fmul(_zero(builder, zeros, group), _const(_FLOATS, -1 / 16)), scale)
             weights = [multiply_add(builder, False, code, factors[e], offset) for code, e in in_order]
         if dtype == torch.float32:
@@ -313,7 +313,7 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     rows = 1 if n == 1 else _ROWS
     n_tiles = (n + rows - 1) // rows
-    tile_size = rows * n_groups  # groups in a tile of x, the rows that are multiplied with a block together
+    tile_size = rows * n_groups  # groups in a tile of x: the rows that are multiplied with a block together
     # Each thread rounds x into its own memory: integers, their factors, one row as float32, and the dot products.
     n_words = n_tiles * tile_size * (_planes * _size // 2 + 2) + n_groups * _size + 2 * n_tiles * rows * LANES
     memory = np.empty(n_words + LANES, np.float32)
@@ -351,14 +351,15 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
                 if adds:
                     total += _read(out[lane])
                 out[lane] = _write(total)
-    memory[0] = 0  # this use keeps the memory until here
+    memory[0] = 0  # after this last use, Numba may free the memory
 
 
 @by_dtype(inner)
 def _as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
-    """Round x `[n, n_in]`, normalised if there is a norm, to the padded integers and factors that `_dot` takes.
+    """Round `x [n, n_in]`, normalised if there is a norm, to the padded integers and the factors that `_dot` takes.
 
-    The factor of a group is a power of two, so bfloat16 numbers down to 1/128 of the group's largest are exact.
+    The factor of a group is a power of two, so a bfloat16 number is exact if it is at least 1/128 of the group's
+    largest number.
     """
     n_groups = (n_in + _size - 1) // _size
     padded = n_groups * _size

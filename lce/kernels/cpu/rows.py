@@ -23,7 +23,7 @@ from lce.kernels.cpu.vectors import largest
 
 KEYS = 256  # keys that are packed together: with 64 to 128 dimensions, keys and values stay in a core's L2 cache
 FEW_ROWS = 8  # the largest number of rows for which keys are not packed
-LOWEST = np.float32(-3.0e38)  # the largest score of a row that has seen no key
+LOWEST = np.float32(-3.0e38)  # the state's largest score of a row that has seen no key
 
 
 @cache
@@ -56,7 +56,7 @@ _dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {1: 16, 2: 8, 4
 
 @by_dtype(separate)
 def _pack_keys(k_at, k_row, n, dim, packed):
-    """Pack keys `[n, D]` at an address into `packed [KEYS/64, D/per_word, 64]`: 64 keys side by side, word by word."""
+    """Pack keys `[n, D]` at an address into `packed [KEYS/64, D/per_word, 64]`: one word of 64 keys side by side."""
     words, packed_at = dim // per_word, packed.ctypes.data
     whole_keys, whole_words = n // 16 * 16, words // 16 * 16
     for key in range(0, whole_keys, 16):
@@ -108,8 +108,8 @@ def _soften(scores, first, stop, scale, state, sums, dim):
     """Replace one row's scores of keys `first..stop-1` by weights `2^(score - largest)`.
 
     `state` is the row's largest score so far and the sum of its weights. If the largest score grows, the sum of weights
-    and `sums [D]`, the weighted sum of the values so far, are scaled down. Keys that share a block of 32 with the range
-    get weight 0.
+    and `sums [D]`, the weighted sum of the values so far, are scaled down. The range is padded to whole blocks of 32
+    keys with weights 0.
     """
     begin, end = first // 32 * 32, (stop + 31) // 32 * 32
     for i in range(begin, first):
@@ -147,7 +147,7 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
     q_row, sums_row, start = 4 * queries.shape[1], 4 * sums.shape[1], first
     while start < stop:
         left = stop - start
-        size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # leaves no rest of fewer than 16
+        size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # leaves 0 keys or at least 16
         row = 0
         while row < n:
             left = n - row
@@ -177,9 +177,9 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
 def attend_rows(first, stop, args):
     """Attend keys `first..stop-1` with the n rows of a task, of which row i sees the keys of `spans[i]`.
 
-    The address `args` has: the memory that `scratch` divides and the number of rows that it is for; D; n; the addresses
-    of the keys and of the values, each followed by the bytes between rows; and the encoded scale, which turns dot
-    products into scores.
+    At the address `args` are: the address of the memory that `scratch` divides and its number of rows; D; n; the
+    addresses of the keys and of the values, each followed by the bytes between rows; and the encoded scale, which turns
+    dot products into scores.
     """
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
@@ -238,8 +238,9 @@ def attend_rows(first, stop, args):
 
 @by_dtype(inner)
 def put_query(q_at, cos_at, sin_at, dim, turned, to):
-    """Copy a query `[D]` to the address `to`, rotated by `cos sin [D/2]` if `turned`: bfloat16 with `_pairs`, else
-    float32.
+    """Copy a query `[D]` to the address `to`, rotated by `cos sin [D/2]` if `turned`.
+
+    The copy is bfloat16 with `_pairs`, else float32.
     """
     half = dim // 2
     left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
@@ -262,7 +263,7 @@ def put_query(q_at, cos_at, sin_at, dim, turned, to):
 @by_dtype(inner)
 def finish(state, sums, out, lse, at, dim):
     """Write a row's output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf if the row saw no key."""
-    seen = state[1] != 0  # true for NaN: a row with NaN has seen keys
+    seen = state[1] != 0  # also if the sum is NaN
     share = np.float32(1) / state[1] if seen else np.float32(0)
     for d in range(dim):
         out[at, d] = write(sums[d] * share)

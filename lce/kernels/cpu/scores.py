@@ -40,8 +40,8 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
 def best_below_top(scores: Tensor) -> Tensor:
     """Reduce the `scores [M, T]` (contiguous) of M tokens by T queries to `max_t (s[m, t] - max_m' s[m', t])`.
 
-    The result `[M]` is float32: a token's score relative to the query's best token, for the query that ranks the token
-    highest. Bytes: the scores twice.
+    A score is compared with the same query's score of its best token; the result `[M]` (float32) is a token's best such
+    difference. Bytes: the scores twice.
     """
     n_tokens, n = scores.shape
     assert scores.is_contiguous(), scores.stride()

@@ -140,7 +140,7 @@ def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int =
         for chain in range(1, chains):
             sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
         for distance in (8, 4, 2, 1):
-            if distance < len(sums):  # pairs of vectors become one vector, which has the partial sums of both
+            if distance < len(sums):  # two vectors become one vector with the partial sums of both
                 halves = [exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
                 sums = [builder.fadd(*pair) for pair in halves]
             else:
@@ -219,8 +219,9 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any, Any]:
-    """Do one step of a transposition: exchange the upper half of each `2 · distance` lanes of `first` with the lower
-    half of the same lanes of `second`.
+    """Do one step of a transposition on blocks of `2 · distance` lanes.
+
+    The upper half of each block of `first` changes places with the lower half of that block of `second`.
     """
     low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
     high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
@@ -259,6 +260,6 @@ def _take(builder: Any, address: Any) -> Any:
 
 # `largest(address, n)` returns the largest of n float32 numbers at an address, n a multiple of 16.
 largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _largest)
-# `take(address)` returns the integer at an address and adds 1 to it, atomically: threads take tasks from a queue by it.
-# A thread sees everything that other threads wrote before their earlier calls.
+# `take(address)` returns the integer at an address and adds 1 to it, atomically: so threads take tasks from a queue. A
+# thread then sees what other threads wrote before their earlier calls.
 take = intrinsic_of("take", types.intp(types.intp), _take)

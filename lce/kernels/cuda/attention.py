@@ -108,7 +108,7 @@ def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str
 
     `tools/compile_cuda.py` prints the registers, spills and shared memory of each. They were not timed on a GPU.
     """
-    if dtype is torch.float32:  # no tensor cores
+    if dtype is torch.float32:  # products in float32 do not use tensor cores
         rows, keys, warps, stages = (16, 16, 4, 2) if n_rows <= 16 or dim > 128 else (32, 32, 4, 2)
     elif n_rows <= 16:
         rows, keys, warps, stages = (16, 64, 4, 3) if dim <= 128 else (16, 32, 4, 3)
@@ -176,9 +176,9 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
 
 @triton.jit(do_not_specialize=["sizes"])
 def _attend_tiles(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
-    """Attend tile `block_tile[program]` with a block of rows, or with ALONE with the row number `program` alone.
+    """Attend tile `block_tile[program]` with a block of rows; with ALONE, only with row number `program`.
 
-    EVEN says that a tile has whole blocks of keys, which need no mask.
+    With EVEN, a tile has whole blocks of keys, which need no mask.
     """
     order, starts, block_tile = sorting
     n_queries, n_slots, n_turns, n_tiles, size = sizes

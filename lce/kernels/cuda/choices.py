@@ -19,7 +19,7 @@ from lce.kernels.cuda.rows import heads as vectors_of
 
 _TILE = 1 << 13  # numbers of summaries that a program reads at a time
 _WARP = 512  # chunks for each warp of a program that chooses
-_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # for each compiled kernel, the most chunks that it chooses from
+_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # the largest number of chunks for each compiled kernel
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
@@ -197,7 +197,7 @@ def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexp
     score = tl.load(scores + row[:, None] * n_chunks + i, mask=seen, other=0.0).to(tl.float32)
     bits = score.to(tl.uint32, bitcast=True)
     key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    key = tl.where(bits == 0xFF800000, 0, key)  # -inf
+    key = tl.where(bits == 0xFF800000, 0, key)  # a score of -inf
     key = tl.where(score != score, 0xFFFFFFFE, key)
     taken_first = (i < 0) & seen
     if KEEP[0]:

@@ -19,7 +19,7 @@ from lce.kernels.cuda import merging
 from lce.kernels.cuda.launching import launch
 from lce.kernels.cuda.rows import LN2, Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
 
-LONGEST, SHORTEST = 512, 64  # the bounds of a piece's number of tokens
+LONGEST, SHORTEST = 512, 64  # the largest and the smallest number of tokens of a piece
 ENOUGH = 528  # programs that keep a GPU with 132 processors busy
 
 

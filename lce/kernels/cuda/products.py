@@ -54,11 +54,11 @@ def product(
 class Product:
     """Constants of a product."""
 
-    size: int  # inputs
-    n: int  # rows of x
+    size: int  # the number of inputs
+    n: int  # the number of rows of x
     rows: int  # numbers of each output row that a program computes
     columns: int  # inputs that a program reads at a time
-    parts: int  # 2 with a gate, else 1
+    parts: int  # weight rows for each number of the result: 2 with a gate, else 1
     adds: bool  # whether the result is added to the output
 
 
@@ -107,7 +107,7 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
 
 @triton.jit
 def _none(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return sums of products and of squares that are zero."""
+    """Return the first value of the sums of products `[ROWS, COLUMNS]` and of squares `[COLUMNS]`: zeros."""
     return tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((COLUMNS,), tl.float32)
 
 
