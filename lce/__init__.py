@@ -67,7 +67,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-if not TYPE_CHECKING:  # a type checker reports a name that the package does not have
+if not TYPE_CHECKING:  # so that a type checker reports unknown names
 
     def __getattr__(name: str) -> Any:
         if name == "methods":

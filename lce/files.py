@@ -213,7 +213,7 @@ def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
     Refuses a text with more than `most` values and names before parsing it, because each takes up to about 100 bytes of
     memory. With `unique`, refuses an object that has a name twice.
     """
-    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # one of these is before each value but the first
+    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # one of these precedes each value but the first
     if n_values > most:
         raise JsonError(f"more than {most} JSON values; expected far fewer")
     try:

@@ -46,7 +46,7 @@ class Profile:
 
 
 class _Clock:
-    """Books the time since the last change for the category that is current, in the thread that takes the profile."""
+    """The clock of a profile: books the time of one thread for the category that is current."""
 
     def __init__(self, profile: Profile, n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> None:
         self.profile, self.n_kv_heads, self.chunk_size, self.wait = profile, n_kv_heads, chunk_size, wait

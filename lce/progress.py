@@ -16,7 +16,7 @@ _silent = False
 
 
 def silence(silent: bool = True) -> None:
-    """Switch notices off, or on again."""
+    """Print no notices from now on; with `silent` False, print them again."""
     global _silent
     _silent = silent
 

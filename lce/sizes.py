@@ -15,7 +15,7 @@ MOST = 1 << 60  # larger counts are refused as mistakes
 
 
 def in_bytes(size: object, what: str) -> int:
-    """Read a size in bytes: `8 << 30`, "8GiB", "8GB" and "8G" are equal. Raises `UsageError`, with the name `what`."""
+    """Read a size in bytes: `8 << 30`, "8GiB", "8GB" and "8G" are equal. A `UsageError` calls the size `what`."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(Fraction(match[1]) * _factor(match[2]))
@@ -26,7 +26,7 @@ def in_bytes(size: object, what: str) -> int:
 
 
 def count(value: object, what: str, least: int = 1, most: int = MOST) -> int:
-    """Read a number from `least` to `most`: `4096`, "4096" and "4k" are equal. Raises `UsageError`, named `what`."""
+    """Read a number from `least` to `most`: `4096`, "4096" and "4k" are equal. A `UsageError` calls it `what`."""
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
     number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
     if number is None:
@@ -54,7 +54,7 @@ def _whole(value: object) -> int | None:
 
 
 def size_text(n_bytes: int) -> str:
-    """Return bytes as text, in the largest unit that is not more: `size_text(1536)` is "1.5 KiB"."""
+    """Return a number of bytes as text for people: `size_text(1536)` is "1.5 KiB"."""
     power = _power(n_bytes)
     return f"{n_bytes / 1024**power:.1f} {UNITS[power]}" if power else f"{n_bytes} B"
 
@@ -69,5 +69,5 @@ def enough_text(n_bytes: int) -> str:
 
 
 def _power(n_bytes: int) -> int:
-    """Return the index in `UNITS` of the largest unit that is not more than `n_bytes`."""
+    """Return the index in `UNITS` of the largest unit up to `n_bytes`: 1, for KiB, from 1024 on."""
     return min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)

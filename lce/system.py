@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # a larger memory limit is none: version 1 of control groups writes about 2^63 for no limit
+UNLIMITED = 1 << 60  # a larger limit is none: version 1 of control groups writes about 2^63 bytes for no limit
 _MEMORY_FILES = {  # by the version of control groups: files of limit and usage, and the prefix of names in memory.stat
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
@@ -98,7 +98,7 @@ def usable_cores() -> int:
     """Return how many cores this process can use: those of its affinity, within the quotas of its control groups."""
     try:
         cores = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # only Linux has it
+    except (AttributeError, OSError):  # only Linux has `sched_getaffinity`
         cores = os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(quota) for quota in _quotas())]))
 
@@ -154,7 +154,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def _groups() -> Iterator[int]:
-    """Yield the bytes of memory left under each limit of this process' control groups."""
+    """Yield the bytes of memory that each limit of this process' control groups leaves free."""
     for folder, version in _folders("memory"):
         limit, usage, prefix = _MEMORY_FILES[version]
         bound, used = (_text(folder / name).strip() for name in (limit, usage))
@@ -165,14 +165,14 @@ def _groups() -> Iterator[int]:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the number of cores under each limit of this process' control groups, which may be a fraction."""
+    """Yield the cores that each limit of this process' control groups allows, maybe a fraction."""
     for folder, version in _folders("cpu"):
         if version == 2:
             words = _text(folder / "cpu.max").split()
         else:
             words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-            yield int(words[0]) / int(words[1])  # no limit is "max" or -1
+            yield int(words[0]) / int(words[1])  # "max" and -1, which stand for no limit, are no decimals
 
 
 def _folders(controller: str) -> Iterator[tuple[Path, int]]:
@@ -214,7 +214,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give freed memory that `keep_freed_memory` kept back to the system. Does nothing without glibc."""
+    """Return to the system what `keep_freed_memory` made glibc keep. Does nothing without glibc."""
     malloc_trim = _glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
