@@ -165,7 +165,9 @@ class DecodeGraph:
                 now = early[0]
             else:
                 now = self._launch(self._prepared(cache, lane.rope, bound), cache, start, token_id)
-            following = self._following(cache, start + 1) if lane.ahead else None
+            recording, following = self._recording, None
+            if lane.ahead and recording and recording.replay and self._bound_of(cache, start + 1) == recording.bound:
+                following = self._launch(recording, cache, start + 1, None)
             likeliest, finite = now.read()
             if not finite:
                 check_logits(now.logits[None], start)
@@ -204,13 +206,6 @@ class DecodeGraph:
 
         self._recording = Recording(bound, memory, work)
         return self._recording
-
-    def _following(self, cache: KVCache, start: int) -> Launched | None:
-        """Launch the step of the likeliest token at `start` if the current recording serves it; else return None."""
-        recording = self._recording
-        if recording is None or recording.replay is None or self._bound_of(cache, start) != recording.bound:
-            return None
-        return self._launch(recording, cache, start, None)
 
     def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
         """Launch the step of the token at `start`. None stands for the likeliest token after the previous step.

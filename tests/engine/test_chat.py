@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lce
@@ -127,20 +127,6 @@ def test_an_end_of_turn_ends_the_answer_and_is_not_read_twice(load: Callable[...
     assert conversation.context.token_ids.count(301) == 3  # two questions and the first answer
 
 
-@pytest.mark.parametrize("take", [0, 1, 3])
-def test_a_stream_that_is_left_keeps_what_was_said(engine: lce.Engine, take: int) -> None:
-    conversation = engine.conversation()
-    conversation.ask(QUESTIONS[0], max_tokens=4)
-    stream = conversation.stream(QUESTIONS[1], max_tokens=50)
-    for _ in range(take):
-        next(stream)
-    said = conversation.messages
-    assert len(said) == (4 if take else 2)
-    reply = conversation.ask(QUESTIONS[2], max_tokens=4)
-    assert conversation.messages[: len(said)] == said
-    assert engine.generate(read_and_said(conversation, reply)[0], max_tokens=4).token_ids == reply.token_ids
-
-
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> None:
     def fail(done: int, total: int) -> None:
@@ -171,6 +157,7 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=8, deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=4), name=st.sampled_from(["spaced", "no thoughts"]), behind=st.booleans())
+@example(actions=[("ask", QUESTIONS[0]), ("leave", 0), ("leave", 1), ("leave", 3)], name="plain", behind=False)
 def test_whatever_happens_the_context_holds_what_the_template_writes(
     load: Callable[..., lce.Engine], actions: list[tuple[str, Any]], name: str, behind: bool
 ) -> None:
@@ -183,17 +170,22 @@ def test_whatever_happens_the_context_holds_what_the_template_writes(
     before = document.token_ids[:] if document else []
     conversation = engine.conversation(context=document)
     for action, value in [*actions, ("ask", "Is that all?")]:
+        messages = conversation.messages
         if action == "reset":
             conversation.reset()
         elif action == "leave":
             stream = conversation.stream("Tell me more.", max_tokens=6)
             for _ in range(value):
                 next(stream)
+            n, messages = len(messages), conversation.messages
+            assert len(messages) == n + (2 if value else 0)
         elif action == "fail":
             with suppress(KeyboardInterrupt):
                 conversation.ask("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2, progress=fail)
         else:
             reply = conversation.ask(value, max_tokens=6)
+        if action != "reset":
+            assert conversation.messages[: len(messages)] == messages
     read, said = read_and_said(conversation, reply)
     assert said == reply.token_ids
     assert read[: len(before)] == before

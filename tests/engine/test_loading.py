@@ -50,13 +50,6 @@ def test_options_that_cannot_be_are_refused(tiny_model: Path, values: dict[str, 
         lce.plan(tiny_model, tokens=0)
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(lce.ModelError, match="does not exist"):
-        lce.load(tmp_path / "absent")
-    with pytest.raises(lce.ModelError, match=r"no config\.json"):
-        lce.load(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
 def test_a_fifo_in_a_model_folder_is_refused_and_does_not_block(tmp_path: Path, name: str) -> None:
     folder = save_tiny(tmp_path)
