@@ -113,7 +113,7 @@ class Attention(ABC):
         """Attend runs of tokens by the query of a decode step; only the device knows the runs' bounds.
 
         `q [H, 1, D]`, unrotated, and `k v [G, N, D]`, the rows that runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
-        By default plain operators of fixed shapes copy the keys for every query head: time and bytes are
+        By default plain operators of fixed shapes copy the keys for every query head, in time and bytes of
         O(H · S · most · D).
         """
         (n_heads, _, dim), n_kv_heads, n_runs = q.shape, len(k), runs.first.shape[-1]
@@ -144,7 +144,7 @@ class Attention(ABC):
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         """Attend tile number `tile[a]` of `k v [E, L, D]` by row a of the queries; `tile [A]` is -1 for none.
 
-        The result of a row is written to the same row of `into`: `out [A, D]`, `lse [A]`. Rows without a tile stay.
+        The result of a row is written to the same row of `into`: `out [A, D]`, `lse [A]`. Others stay unchanged.
         """
         # A stable sort: the order of a tile's rows does not depend on where the tile's keys are.
         sorted_tiles, order = tile.masked_fill(tile < 0, len(k)).sort(stable=True)
@@ -155,7 +155,7 @@ class Attention(ABC):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """Attend each tile by its own number of rows: `order [A]` are rows sorted by tile, `counts [E]` the numbers.
+        """Attend each tile by its own number of rows: `order [A]` are rows by tile, `counts [E]` how many a tile has.
 
         Rows without a tile come last in `order`. Tiles with similar numbers of rows share a batched call, padded by a
         quarter at most, so that some dozen calls attend all tiles and each tile is read once. Time: O(A · L · D).

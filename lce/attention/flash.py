@@ -1,4 +1,4 @@
-"""The flash-attn package."""
+"""The backend of the flash-attn package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges the parts of one attention into one softmax."""
+"""Merges parts, which attended different keys, into one softmax over all keys."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, 
 TOKENS_AT_ONCE = (
     4096  # the tokens of one product with low-dim keys; on CPUs longer products have a quarter of the speed
 )
-FEW_OF_MANY = 8  # with so many dimensions for each wanted direction, or more, a GPU iterates in the place of `eigh`
+FEW_OF_MANY = 8  # the dimensions per wanted direction from which on a GPU iterates instead of calling `eigh`
 
 
 def scores_at_once(x: Tensor) -> int:

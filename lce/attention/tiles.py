@@ -46,7 +46,7 @@ class Tiles:
 class Runs:
     """S runs of neighbouring tokens for the query of a decode step, as numbers on the device, and each run's turn.
 
-    Run s of head c is the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`, seen by the query turned by
+    Run s of head c is the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`, seen by the query rotated by
     `turns[turn[s]]`, where `turn [S]` is int64 and `turns` is `[n, D/2]`. `first count [C, S]` are int64; C is 1 (all
     heads see the same runs), G or H. A run with count 0 is empty. No count exceeds `most`, which the host knows. Shapes
     do not depend on the text's length, so a step can be recorded once and replayed.
@@ -76,7 +76,9 @@ class SlotQueries:
         self.q, self.turns, self.n_slots = q, turns, n_slots
         self.most_rows = q.shape[1] * (n_sharing or q.shape[0])
         self.n_turned = turns.cos.shape[1]
-        self._once = self.n_turned == 1 or q.numel() * n_slots * q.element_size() <= AT_ONCE  # all rows are rotated
+        self._once = (
+            self.n_turned == 1 or q.numel() * n_slots * q.element_size() <= AT_ONCE
+        )  # whether all rows are rotated together
 
     @cached_property
     def _vectors(self) -> Tensor:

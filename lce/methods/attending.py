@@ -1,7 +1,8 @@
 """Attends a block by a method's parts: turns spans into calls of `Attention.dense`, and merges the results.
 
-The spans of a part are evaluated once a pass, on the host, for all queries of the block. Queries whose spans move alike
-from one to the next share a call: same bounds (dense), a growing end (causal), or both bounds moving (a causal window).
+In each pass the spans of a part are evaluated once, on the host, for all queries of the block. Neighbouring queries
+share a call if their spans are equal (dense), if the stop grows by 1 from query to query (causal), or if both bounds do
+(a causal window).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lce.methods.step import Step
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-NONE_SEEN = -2  # stands for both bounds of an empty span, so that the span continues no neighbour's
+NONE_SEEN = -2  # the value of both bounds of an empty span, so that the span joins no neighbour's call
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class DenseCall:
 
     @property
     def is_chunks(self) -> bool:
-        """Whether the queries are those of the span's own tokens."""
+        """Whether the call's queries and keys belong to the same tokens, as in a chunk."""
         return self.causal and self.window is None and self.last - self.first == self.stop - self.start
 
     def takes(self, call: DenseCall) -> bool:
@@ -56,9 +57,9 @@ class DenseCall:
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part of one pass, the turn that rotates queries to its `query_at`, and the calls that attend its spans.
+    """A part in one pass: with the turn that rotates queries to `query_at`, and the calls that attend the spans.
 
-    `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position a slot. A chosen part has no calls.
+    `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position for each slot. Chosen keys have no calls.
     """
 
     part: Part
@@ -100,7 +101,7 @@ def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window
 
 
 def block_parts(method: Method, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
-    """Return the indices `[T]` of the block's queries, on the host unless given, and the method's parts for them."""
+    """Return the indices `i [T]` of the block's queries, made on the host if not given, and the queries' parts."""
     i = torch.arange(step.start, step.stop) if i is None else i
     return i, declared(method, i, layer, step.stop, step.sliding_window)
 
@@ -114,7 +115,7 @@ def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> list[PlacedPart]:
-    """Return the non-empty parts of a block; computed once a pass for all layers of one kind."""
+    """Return the non-empty parts of a block. In each pass they are computed once for all layers of one kind."""
 
     def make() -> list[PlacedPart]:
         i, parts = block_parts(method, cache.index, step)
@@ -162,7 +163,7 @@ def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -
 
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
-    """Attend one span of keys, and a long one in the pieces that `cache.segments` yields."""
+    """Attend the span of one call; a long span is attended in the pieces that `cache.segments` yields."""
     start, stop, dense = call.start, call.stop, step.attention.dense
     q, turn = q[:, call.first : call.last], placed.turn.at(slice(call.first, call.last))
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
@@ -177,7 +178,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
         out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in found)
         return out, lse
     segment, cuts = cache.layout.segment, [(start, stop)]
-    own = max(start, stop - q.shape[1]) if call.causal else stop  # one causal piece has all of the block's own tokens
+    own = max(start, stop - q.shape[1]) if call.causal else stop  # the block's own tokens are all in one causal piece
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))
         cuts[-1] = (cuts[-1][0], stop)
@@ -198,7 +199,7 @@ def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
         while moves and moves[0][0] <= first:
             moves.pop(0)
         last, move = moves[0] if moves else (first, (0, 0))
-        if move == (0, 1) and len(moves) > 1 and moves[1][1] == (1, 1):  # a span grows, and then slides
+        if move == (0, 1) and len(moves) > 1 and moves[1][1] == (1, 1):  # a span that grows and then slides is one call
             last, move = moves[1]
         if move not in ((0, 0), (0, 1), (1, 1)):
             last, move = first, (0, 0)

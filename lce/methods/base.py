@@ -36,7 +36,7 @@ def resolved(knob: T | None) -> T:
 
 
 def says_for(method: object, hook: str, *others: str) -> bool:
-    """Return whether `hook` still describes what `others` do: no subclass of the class with `hook` overrides these."""
+    """Return whether `hook` still describes `others`: no class overrides one of these without overriding `hook` too."""
 
     def depth(name: str) -> int:
         return next(i for i, parent in enumerate(type(method).__mro__) if name in vars(parent))
@@ -71,8 +71,8 @@ class Example:
 class Method:
     """An attention strategy. Its fields are its knobs, declared by `knob`; None means derived from the window.
 
-    `presets` are named settings of knobs, such as those of a
-    paper's experiments: `-o preset=NAME` sets them first. `example` is the default of `lce explain`.
+    `presets` are named settings of knobs, such as those of a paper's experiments: `-o preset=NAME` sets them first.
+    `example` is the default of `lce explain`.
 
     A method declares its parts in `parts_of`: which keys a query sees, and at which positions. Attending, costs and
     pictures follow from the parts. A method overrides `key_positions` if keys are not cached at their absolute
@@ -102,14 +102,14 @@ class Method:
         return self
 
     def resolve(self, window: int) -> Self:
-        """Return this method without None in knobs that the window decides, for a model trained on `window` positions.
+        """Return this method with all knobs filled in, for a model that can be trusted on `window` positions.
 
         Raises `UsageError` for knobs that cannot work.
         """
         return self.filled()
 
     def filled(self, **defaults: Any) -> Self:
-        """Return this method with values for knobs that are None. Raises `UsageError` for a knob out of its range."""
+        """Return this method with defaults for knobs that are None. Raises `UsageError` for a knob out of range."""
         made = replace(self, **{knob: value for knob, value in defaults.items() if getattr(self, knob) is None})
         for each in fields(made):
             value, least = getattr(made, each.name), each.metadata.get("least")
@@ -258,7 +258,7 @@ class Method:
 
     @property
     def counted(self) -> bool:
-        """Whether `cost` is accurate: no subclass of the class with the parts overrides how they are attended."""
+        """Whether `cost` is accurate: no class overrides how keys are attended without declaring parts or cost anew."""
         agrees = says_for(self, "parts_of", "attend", "keep") and says_for(self, "choice_cost", "attend_chosen")
         return self.declares and agrees
 
@@ -268,9 +268,9 @@ class Method:
 
 
 class LocalMethod(Method):
-    """A method that sees the last `local` tokens at their true distance, and farther ones at other distances.
+    """A method that sees the last `local` tokens at their true distance, and farther tokens at other distances.
 
-    Keys are cached unrotated; the last `n_recent` are also kept at their absolute positions.
+    Keys are cached unrotated; the last `n_recent` keys are also kept at their absolute positions.
     """
 
     local: int | None  # each derived class declares this knob
@@ -278,7 +278,7 @@ class LocalMethod(Method):
 
     @property
     def n_local(self) -> int:
-        """`local`, once resolved."""
+        """The number of local tokens: the knob `local`, after `resolve`."""
         return resolved(self.local)
 
     @property

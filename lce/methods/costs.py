@@ -67,7 +67,7 @@ class QueryBlock:
     head_dim: int
     n_layers: int = 1
     layer: int = 0
-    sliding_window: int | None = None  # of the checkpoint
+    sliding_window: int | None = None  # the checkpoint's, if it has one
 
     def __len__(self) -> int:
         return self.stop - self.start

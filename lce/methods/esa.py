@@ -79,13 +79,15 @@ class ESA(JointSelection):
     example: ClassVar = Example({"sinks": 2, "local": 5, "top_k": 4, "eps": 1, "compress": "none"}, block=3)
 
     choices = 0, 1
-    presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # 8k models
+    presets: ClassVar = {
+        "paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}
+    }  # for a window of 8,192
 
     def for_model(self, model: ModelFacts) -> Self:
         if self.compress != "calibrated":
             return self
         if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # whose state has the same size
+            return replace(self, compress="pca", maps=None)  # `pca` has a state of the same size
         if model.rope.kind == "dynamic":
             raise UsageError(
                 f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
@@ -221,7 +223,7 @@ class ESA(JointSelection):
         ]
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:
-        """With `compress=pca`, find the principal components of the keys so far, once, and make all low-dim keys."""
+        """Find the principal components of the keys so far, with `compress=pca` and once, and make all low-dim keys."""
         if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
             basis = principal(cache.span(0, step.start)[0], self.low_dim)
             cache.kept(Staged, BASIS).stage(basis)

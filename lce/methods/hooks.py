@@ -163,7 +163,7 @@ def _forced(method: Any, got: Any, chunk_ids: Tensor, own: Tensor) -> str | None
 
 def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
     expected = _chosen_check(method, got, len(scores), scores)
-    if expected is None and got.device.type == "cpu" and got.numel():  # on a CPU, looking at values does not wait
+    if expected is None and got.device.type == "cpu" and got.numel():  # on a CPU nothing waits
         own = (step.positions(got.device) // method.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)

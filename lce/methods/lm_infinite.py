@@ -25,9 +25,9 @@ from lce.methods.step import Step
 class LMInfinite(LocalMethod):
     """LM-Infinite (Han et al., 2024, "LM-Infinite: Zero-Shot Extreme Length Generalization for LLMs").
 
-    A query attends the first `sinks` tokens and those with `i - j < local`, at distance `min(i - j, local)` (section
+    A query attends the first `sinks` tokens and the last `local` tokens, at the distance `min(i - j, local)` (section
     4.2). From layer `from_layer` on, every head also attends the `top_k` tokens between with the largest logits at
-    that distance (section 4.3).
+    the distance `local` (section 4.3).
 
     Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
 
@@ -85,7 +85,7 @@ class LMInfinite(LocalMethod):
 
 
 def _attend_best(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    """Attend the `top_k` best of tokens `first..stop-1` by placed queries `[H, T, D]`.
+    """Attend the `top_k` best of tokens `first..stop-1` by rotated queries `[H, T, D]`.
 
     Query t sees the tokens up to `first + last_seen[t]`.
     """

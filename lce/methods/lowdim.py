@@ -125,7 +125,7 @@ class LowDimMaps:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Eight letters that identify the numbers of the maps."""
+        """Eight hexadecimal digits that identify the numbers in the maps."""
         numbers = (x.float().numpy(force=True).tobytes() for maps in self.layers for x in maps.tensors().values())
         return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
 
@@ -135,7 +135,7 @@ class LowDimMaps:
         return self.layers[0].key.shape[1]
 
     def layer(self, index: int, like: Tensor) -> LowDimMap:
-        """Return one layer's maps in the dtype and on the device of `like`."""
+        """Return a layer's maps in the dtype and on the device of `like`."""
         kind = (index, like.dtype, like.device)
         if kind not in self._cast:
             self._cast[kind] = LowDimMap(**{name: x.to(like) for name, x in self.layers[index].tensors().items()})

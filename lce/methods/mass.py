@@ -79,7 +79,7 @@ class TrueMass:
         return torch.cat(outs, dim=1).to(q.dtype)
 
     def _pieces(self, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield tokens `start..stop-1` in spans of whole chunks of `size`."""
+        """Yield spans that cover tokens `start..stop-1`, each of whole chunks of `size` tokens."""
         length = max(1, min(self.cache.layout.segment, PIECE) // size) * size
         for first in range(start, stop, length):
             yield first, min(first + length, stop)
@@ -88,7 +88,7 @@ class TrueMass:
         """Return the logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
         q, k = q.float(), self._unrotated(start, stop)
         index = torch.arange(start, stop, device=q.device)
-        least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the possible distances
+        least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the smallest and the largest distance
         near = self.cap is None or least < self.cap
         turn = self.step.rope.turn
         placed = (rotate(x, turn(at, torch.float32)) for x, at in ((q, positions), (k, index)))

@@ -22,7 +22,7 @@ from lce.methods.step import ModelFacts, Step
 
 @dataclass(frozen=True)
 class Wrapped(Method):
-    """A method that does what the method `inner` does. A derived class overrides `attend` to observe or change that.
+    """A method that behaves as the method `inner`. A derived class overrides `attend` to observe or change outputs.
 
     Decode steps are not recorded, so that `attend` is called for every token.
 
@@ -84,7 +84,7 @@ class Observation:
         return None if self.chosen is None else self.chosen[:, self.rows]
 
     def spans(self) -> list[list[list[int]]] | None:
-        """Return the spans `[start, stop]` that each query of the block always attends; None: not known."""
+        """Return the spans `[start, stop]` that each query of the block always attends; None: unknown."""
         return spans_by_query(self.method, self.layer, self.step)
 
     def distances(self) -> Tensor | None:

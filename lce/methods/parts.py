@@ -22,12 +22,11 @@ class Part:
 
     `keys` is the span `(start, stop)` of the tokens that each query sees, or `CHOSEN`. No span reaches beyond the
     query: a start below 0 means 0, a stop beyond `i + 1` means `i + 1`. A span whose stop is not after its start is
-    empty.
-    `query_at` is the position from which the queries see the keys. For chosen keys the position may differ by slot,
-    `[T, K]`; a query with fewer choices than its `n_slots [T]` has the choices in its last slots.
+    empty. `query_at` is the position from which the queries see the keys. For chosen keys the position may differ by
+    slot, `[T, K]`; a query with fewer choices than its `n_slots [T]` has the choices in its last slots.
 
     Keys are seen at the positions where the method caches them (`Method.key_positions`), or with `exact` at their own
-    index. Unrotated keys stand at 0, so `query_at` is then the distance.
+    index. Unrotated keys are at position 0, so that `query_at` is the distance.
 
     Example: ReRoPE with `local = 3` has `Part((i - 2, i + 1), i, exact=True)` and `Part((0, i - 2), 3)`.
     """

@@ -35,7 +35,7 @@ class SideBySide(Placement):
         return indices % size
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return the part, with the query s·L positions nearer for slot s, because chunks are cached at offsets 0..L-1.
+        """Return the part. The query moves s·L positions back for slot s, because chunks are cached at offsets 0..L-1.
 
         Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
         """

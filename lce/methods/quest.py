@@ -29,9 +29,8 @@ class Quest(ChunkSelection):
 
     Keys are cut into pages of `page` tokens. A page keeps the minimum and the maximum of each channel of its keys, at
     their absolute positions. The score of a page for a query is `Σ_d max(q_d · min_d, q_d · max_d)`: an upper bound of
-    `q · k` for all keys of the page (Algorithm 1). Every query of every head attends its own page and
-    the best other pages, `budget` tokens in all, at their true positions. The first `dense_layers` layers attend
-    everything.
+    `q · k` for all keys of the page (Algorithm 1). Every query of every head attends its own page and the best other
+    pages, `budget` tokens in all, at their true positions. The first `dense_layers` layers attend everything.
 
     For models whose window is long: no position is changed. The paper selects in decode alone; here prefill selects as
     well, for each query.

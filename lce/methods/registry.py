@@ -61,7 +61,7 @@ def find(name: str) -> type[Method]:
 
 
 def as_method(method: str | Method) -> Method:
-    """Return a method by name, or an instance after a check of the types of its knobs. Raises `UsageError`."""
+    """Return the method of a name, or the given instance after a check of its knobs' types. Raises `UsageError`."""
     if isinstance(method, str):
         return make(method)
     if isinstance(method, type) and issubclass(method, Method):

@@ -200,7 +200,7 @@ class ChunkSelection(Method, ABC):
         return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Scorer, int]:
-        """Return the function that scores some of the block's queries `[H, T, D]`, and how many it scores at a time."""
+        """Return a function that scores a slice of the queries `q [H, T, D]`, and the number of queries in a slice."""
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
         scored = self.placed.scored(q, step, self.size)
         rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
@@ -244,7 +244,7 @@ class ChunkSelection(Method, ABC):
             number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
             chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
         n_slots, turn = chosen.shape[-1], placed.turn
-        if turn.cos.ndim == 2:  # all slots alike
+        if turn.cos.ndim == 2:  # one turn serves all slots
             turn = Turn(*(x.expand(q.shape[1], -1)[:, None] for x in turn))
         else:
             turn = turn.at(slice(None), slice(n_slots))
@@ -278,7 +278,7 @@ class ChunkSelection(Method, ABC):
         cls = type(self)
         own = (
             cls.choice_cost is not ChunkSelection.choice_cost
-        )  # an own `choice_cost` does not count scores and summaries that a subclass overrides
+        )  # an overriding `choice_cost` knows its class's own `score` and `summarise` only
         return super().counted and says_for(self, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
@@ -287,7 +287,7 @@ class ChunkSelection(Method, ABC):
 
     @property
     def plain_choice(self) -> Literal["best", "worst"] | None:
-        """Which chunks a GPU kernel takes by the scores that `score` of the same class gives; None: no kernel can."""
+        """Which chunks a GPU kernel may choose, by the scores of `score` in the same class; None: no kernel can."""
         return "best"
 
     @property
@@ -389,7 +389,7 @@ class SelectiveMethod(ChunkSelection):
 
     @property
     def block(self) -> int:
-        """Half of what a query attends, 512 to 2,048: the more queries, the more of them choose the same chunk."""
+        """Half of the tokens that a query attends, 512 to 2,048: among more queries, more choose the same chunk."""
         return max(512, min(2048, resolved(self.chunks) * self.size // 2))
 
     @property

@@ -1,4 +1,4 @@
-"""What a method is told: the current pass (`Step`), and the model (`ModelFacts`)."""
+"""The facts that a method gets: about the current pass (`Step`), and about the model (`ModelFacts`)."""
 
 from __future__ import annotations
 
