@@ -186,7 +186,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
             stack.write_down()
             own = True
     for layer in cache.layers:
-        first = layer.buffer.first if own else 0  # after an interrupted pass, layers differ in it
+        first = layer.buffer.first if own else 0  # not the same in all layers after an interrupted pass
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         begin = max(layout.old(since) if layout.format.rounds else since, first)
         for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):

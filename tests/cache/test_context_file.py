@@ -173,11 +173,17 @@ def test_a_restored_cache_goes_on_like_the_original(
         layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path / "spill"))
     cache = again(path, layout, n)
     assert cache.growing == budgeted
-    assert cache.stacks
+    assert cache.in_file == (0 if budgeted else layout.old(n))
     check(cache, n)
     append(cache, 150)
+    fork = cache.fork()
+    append(fork, 170)
+    check(fork, 170)
     check(cache, 150)
-    check(cache.fork(), 150)
+    *spill, file = (disk.file for disk in disks_of(cache.stacks[0]))
+    assert (len(spill), file.bytes_written) == (budgeted, 0)
+    assert all(x.n_bytes for x in spill)
+    assert cache.bytes_by_tier["disk"] == sum(x.n_bytes for x in (*spill, file))
     check(again(saved(cache, tmp_path / "next.lce"), layout, 150), 150)
     check(again(path, layout, n), n)
 

@@ -20,7 +20,6 @@ from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.method_state import MethodState, Staged, Summaries
 from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
-from tests.late import disks_of
 
 CPU = torch.device("cpu")
 
@@ -31,9 +30,7 @@ def states(layout: CacheLayout) -> Mapping[str, MethodState]:
 
 LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8))
 WITH_STATE = replace(LAYOUT, make_state=states)
-SMALL = replace(
-    LAYOUT, access=AccessPattern(8, sinks=3, local=9), block=10
-)  # tiered by `tight`, whose buffers have 32 tokens
+SMALL = replace(LAYOUT, access=AccessPattern(8, sinks=3, local=9), block=10)  # buffers of 32 tokens if `tight`
 
 
 def tight(folder: Path, layout: CacheLayout = SMALL, chunks: int = 2) -> CacheLayout:
@@ -176,22 +173,6 @@ def assert_has(cache: KVCache, k: Tensor) -> None:
             check_tiles(layer, torch.arange(n // 8).expand(4, 1, -1), x)
 
 
-def test_a_cache_goes_back_to_a_mark_in_every_layer_at_once() -> None:
-    cache = KVCache.empty(WITH_STATE)
-    append(cache, 13)
-    staged(cache.layers[0]).stage(torch.ones(1))
-    cache.commit()
-    mark, layers = cache.mark(), cache.layers
-    append(cache, 20, 50)
-    staged(cache.layers[0]).stage(torch.zeros(1))
-    cache.commit()
-    cache.go_back(mark)
-    assert cache.layers is not layers
-    assert [layer.length for layer in cache.layers] == [layer.stop for layer in cache.layers] == [13] * 3
-    assert staged(cache.layers[0]).value == 1
-    assert torch.equal(held(cache.layers[2], "k"), rows(13, 2))
-
-
 def test_what_is_gone_is_said() -> None:
     cache = KVCache.empty(WITH_STATE)
     append(cache, 13)
@@ -314,22 +295,6 @@ def opened(folder: Path, layout: CacheLayout, n: int) -> KVCache:
     return restored(layout, draft.rows, n, {}, own=False)
 
 
-def test_an_opened_cache_keeps_in_its_buffers_what_comes(tmp_path: Path) -> None:
-    cache = opened(tmp_path, SMALL, 100)
-    assert cache.stacks
-    assert not cache.growing
-    assert cache.in_file == cache.layers[0].buffer.first == 88
-    assert_has(cache, text(100))
-    filled(cache, 300, 100)
-    copy = cache.fork()
-    assert copy.stacks
-    assert not copy.growing
-    assert cache.in_file == copy.in_file == 88
-    filled(copy, 320, 300)
-    assert_has(cache, text(300))
-    assert_has(copy, text(320))
-
-
 def test_an_opened_cache_grows_at_the_cost_of_its_pool(tmp_path: Path) -> None:
     """Within the budget, and is refused beyond it with nothing lost; what it counted stays counted."""
     budget = SMALL.least_budget + 10 * 8 * SMALL.token_bytes
@@ -353,18 +318,3 @@ def test_an_opened_cache_grows_at_the_cost_of_its_pool(tmp_path: Path) -> None:
     assert slots[0] > slots[-1] >= 1
     assert_has(cache, text(n))
     assert_has(cache.fork(), text(n))
-
-
-@pytest.mark.parametrize("n", [3, 40, 104, 105, 200])
-def test_an_opened_cache_with_a_folder_is_tiered_above_the_file(tmp_path: Path, n: int) -> None:
-    cache = opened(tmp_path, tight(tmp_path / "spill"), n)
-    assert cache.growing
-    assert (cache.in_file, len(disks_of(cache.stacks[0]))) == (0, 2)
-    filled(cache, 300, n)
-    copy = cache.fork()
-    assert_has(cache, text(300))
-    assert_has(copy, text(300))
-    spill, file = (disk.file for disk in disks_of(cache.stacks[0]))
-    assert spill.n_bytes > 0
-    assert cache.bytes_by_tier["disk"] == spill.n_bytes + file.n_bytes
-    assert file.bytes_written == n * 2 * 3 * 2 * 4 * 4, "only when it was saved"

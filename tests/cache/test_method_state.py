@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.method_state import NOTHING, Held, MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.cache.method_state import Held, MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.shared import MemoryFile
 
 
@@ -100,43 +97,6 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
     summaries.write(counted(5), 0)
     assert summaries.allocated(9).shape == (2, 9, 3)
     assert summaries.allocated(999).shape == (2, 16, 3)
-
-
-# All of them
-
-STATES: dict[str, Callable[[], MethodState]] = {
-    "token rows": lambda: TokenRows(12),
-    "summaries": lambda: Summaries(24, 1),
-    "recent rows": lambda: RecentRows(6, 24),
-    "open chunk": lambda: OpenChunk(10_000, 24),
-}
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_what_is_restored_goes_on_like_the_original(state: str) -> None:
-    """With a pass that was discarded behind what is kept; and nothing kept is restored as nothing."""
-    kept, other = STATES[state](), STATES[state]()
-    assert kept.committed(0) == NOTHING
-    assert kept.n_bytes == 0
-    assert kept.fork(0, MemoryFile.for_fork).committed(0) == NOTHING
-    assert isinstance(kept, TokenRows | Summaries | RecentRows | OpenChunk)
-    assert isinstance(other, TokenRows | Summaries | RecentRows | OpenChunk)
-
-    def rows(n: int, start: int) -> Tensor:
-        return counted(n, start)[0] if state == "token rows" else counted(n, start)
-
-    kept.write(rows(20, 0), 0)
-    kept.commit()
-    kept.write(rows(9, 500), 20)
-    kept.discard()
-    other.restore(copied(kept, 20))
-    for each in (kept, other):
-        each.write(rows(5, 20), 20)
-        each.commit()
-        first = 14 if state == "recent rows" else 0
-        assert torch.equal(each.span(first, 25), rows(25 - first, first))
-    if state != "open chunk":  # it has all rows of its chunk
-        assert same(kept, other, 25)
 
 
 # Going back

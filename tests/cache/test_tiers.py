@@ -537,16 +537,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("lce.cache.row_file.GROWTH", 0)
     refusals = Refusals(call, CALLS[call])
     monkeypatch.setattr(os, call, refusals)
-    layout = CacheLayout(
-        N_LAYERS,
-        N_HEADS,
-        N_HEADS,
-        DIM,
-        torch.float32,
-        CPU,
-        AccessPattern(SIZE, sinks=5, local=3, per_head=True),
-        block=6,
-    )
+    layout = replace(layout_of(), access=AccessPattern(SIZE, sinks=5, local=3, per_head=True), block=6)
     layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path))
     text = torch.randn(N_LAYERS, N_HEADS, 48, DIM, generator=torch.Generator().manual_seed(0))
 
