@@ -41,7 +41,7 @@ class Calibration:
     """The options of a calibration. Adam minimises the squared error of scores.
 
     Each step takes the scores of `batch` queries with `batch` keys. The learning rate `lr` falls linearly to 0. Queries
-    are rotated as at the distance `far` from the keys, as in `esa`; None is half of the window.
+    are rotated to the position `far`, keys are not rotated, as in `esa`; None means half of the window.
     """
 
     low_dim: int = 128
@@ -110,7 +110,7 @@ def calibrate(
 
 
 class Calibrator:
-    """One calibration: the engine that prefills the text, the queries and keys `seen` in a prefill, the work folder."""
+    """One calibration: its engine, its work folder, and `seen`, the queries and keys of the present prefill."""
 
     def __init__(
         self, model: str | Path, text: str, out: Path, options: Calibration, progress: StageProgress,
@@ -136,7 +136,9 @@ class Calibrator:
         widths = (self.n_heads + self.n_kv_heads) * config.head_dim
         self.held_out = range(HELD_OUT - 1, len(pieces), HELD_OUT)
         self.learned_from = [index for index in range(len(pieces)) if index not in self.held_out]
-        most = min(self.n_kv_heads * config.head_dim, size * len(self.learned_from) - 1)  # what `principal` can give
+        most = min(
+            self.n_kv_heads * config.head_dim, size * len(self.learned_from) - 1
+        )  # the most that `principal` can return
         self.low_dim = min(options.low_dim, most)
         learned_for = LearnedFor(engine.fingerprint, self.low_dim, engine.method.far, engine.window, engine.rope)
         digest = hashlib.sha256(json.dumps(pieces).encode()).hexdigest()

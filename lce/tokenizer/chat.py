@@ -27,11 +27,12 @@ from typing import Any
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
-MAX_CHARS = 1 << 20  # A rendered text may have so many characters, and eight more for each of the messages' characters.
-MAX_SECONDS = 2  # Rendering may take so many processor seconds, and one more for 500,000 characters of the messages.
-MAX_BYTES = 384 << 20  # The process may take so much memory, and 96 bytes more for each character of the messages.
-MOST_WAITED = 60  # After so many seconds a process that got no processor is ended.
-# The process gets only these environment variables: one for the time of day, two that Python may need to start.
+MAX_CHARS = 1 << 20  # The most characters of a rendered text, besides eight for each character of the messages.
+MAX_SECONDS = 2  # The most processor seconds of a rendering, besides one for each 500,000 characters of the messages.
+MAX_BYTES = 384 << 20  # The most memory of the process, besides 96 bytes for each character of the messages.
+MOST_WAITED = 60  # The most seconds that lce waits for the process, which may get no processor time.
+
+# The process gets only these environment variables: TZ for the time of day, the others for Python to start.
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 _CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # The Unicode standard keeps these characters out of texts.
 _REMEDY = "use the template that came with this checkpoint"

@@ -19,12 +19,12 @@ from typing import Any, Literal
 from lce.errors import ModelError, shown
 
 MOST_STEPS = 64  # The most steps of a chain. Published chains have up to six.
-MOST_GROWTH = 64  # The most times that a chain may lengthen a text. Published chains replace one character by one.
+MOST_GROWTH = 64  # The largest factor by which a chain may lengthen a text. Published chains replace one letter by one.
 MOST_INSERTED = 64  # The most characters that a step may insert at once.
 MOST_PATTERN = 4096  # The most characters of a regular expression. Published ones have some 400.
-# Finds escapes and conditions in a regular expression, and those that refer to an earlier match.
-_ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# `_ESCAPES` finds a regular expression's escapes and conditions. `_RECALLS` are those that refer to an earlier match.
+_ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
 # GPT-2's table from characters to bytes. Printable bytes are written as themselves, the others as U+0100 and on: a
 # space is `Ġ`.
 _PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -46,10 +46,10 @@ codecs.register_error("lce.replace_each_byte", _replace_each_byte)
 class Spelling:
     """The rules by which a decoder turns each token into bytes.
 
-    Bytes that are not UTF-8 are shown as U+FFFD. A byte-level decoder shows one for each maximal part of a broken
-    character, as the tokenizers library does. A byte-fallback decoder shows one for each broken byte, as sentencepiece
-    does. (The tokenizers library shows a whole run of byte tokens as U+FFFD, valid characters included. A stream cannot
-    do this, because it has already said the valid characters.)
+    Bytes that are not UTF-8 are shown as U+FFFD. A byte-level decoder shows one U+FFFD for each broken character, as
+    the tokenizers library does. A byte-fallback decoder shows one for each broken byte, as sentencepiece does. (The
+    tokenizers library shows a whole run of byte tokens as U+FFFD, valid characters included. A stream cannot do this,
+    because it has already returned the valid characters.)
     """
 
     replacements: tuple[tuple[str, str], ...] = ()

@@ -70,7 +70,7 @@ class _RefusedMessages(TemplateError):
 
 
 class _GenerationBlocks(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the model's text for training and is ignored."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks text for training and changes no text."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's own interface
 

@@ -87,7 +87,7 @@ class Tokenizer:
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
 
     def _check(self, ids: Sequence[int], what: str) -> None:
-        """Raise ModelError for an id that neither the tokenizer nor the model has."""
+        """Raise ModelError if an id is higher than all ids of the tokenizer and the model."""
         if (wrong := max(ids, default=0)) >= self._id_limit:
             only = f"there are only ids 0 to {self._id_limit - 1}"
             raise ModelError(f"{named(self._path)} {what.format(wrong)}, but {only}; {_REMEDY}")
@@ -135,7 +135,7 @@ class Tokenizer:
         return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
 
     def _encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone. Raises DataError if `text` is no text."""
+        """Return the ids of `text` alone. Raises DataError if `text` is not Unicode text."""
         if not isinstance(text, str):
             raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
         try:
@@ -150,7 +150,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of `ids`. Ids of rows that pad the embedding have no text. Other ids raise UsageError."""
+        """Return the text of `ids`. Ids that only pad the embedding have no text. Ids out of range raise UsageError."""
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 

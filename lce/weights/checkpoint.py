@@ -32,7 +32,7 @@ from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme, Stacked
 from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, pread, read_folder, stamp_of
 
 _CPU = torch.device("cpu")
-_SAMPLE = 4096  # The fingerprint covers so many bytes of each tensor's beginning, middle and end.
+_SAMPLE = 4096  # The bytes of one sample in the fingerprint.
 
 
 @dataclass
@@ -62,11 +62,11 @@ class _Target:
 
     @property
     def staged(self) -> int:
-        """The bytes of a matrix that is read first and then rounded; 0 for other targets."""
+        """The bytes of a matrix before it is rounded; 0 for a target that is not rounded."""
         return math.prod(self.shape) * self.dtype.itemsize if self.scheme and self.dtype else 0
 
     def split(self, whole: Tensor, part: str = "") -> dict[str, Tensor]:
-        """Split a part into stored tensors, by name. A row of a packed part is `ROW_BLOCK` rows of the matrix."""
+        """Split a part into stored tensors, by name. A row of a packed part holds `ROW_BLOCK` rows of the matrix."""
         block = ROW_BLOCK if part else 1
         rows = whole.split([-(-shape[0] // block) for shape in self.shapes])
         return {f"{name}.{part}" if part else name: stored for name, stored in zip(self.names, rows, strict=True)}
@@ -138,7 +138,7 @@ class Checkpoint:
         self._allocate(targets.values())
         with self._opened() as files:
             self._read(files, targets.values())
-            self.fingerprint()  # takes the samples of what was just read
+            self.fingerprint()  # samples the bytes that were just read
         found: dict[str, Any] = {key: target.value() for key, target in targets.items()}
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
 
@@ -160,7 +160,7 @@ class Checkpoint:
                 target.parts = {part: next(memory) for part in target.sizes}
 
     def _read(self, files: Mapping[Path, int], targets: Collection[_Target]) -> None:
-        """Read the targets that are not rounded. Then read and round the others, one by one in the same memory."""
+        """Read the targets that are not rounded. Then read and round one matrix after the other, in the same memory."""
         outs: dict[str, Tensor] = {}
         for target in targets:
             for part, whole in {} if target.staged else target.parts.items():
@@ -210,9 +210,9 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a SHA-256 that ties a context or a map file to these weights, however they are sharded.
 
-        The hash covers every name, dtype and shape, and three samples of every tensor's bytes, 12 KiB at most; a change
-        elsewhere in a large tensor is not seen. `load` takes the samples with the weights. Quantised weights have the
-        fingerprint of their source checkpoint; their file is checked by its own samples.
+        The hash covers every name, dtype and shape, and samples of every tensor's beginning, middle and end. A change
+        elsewhere in a large tensor is not seen. `load` takes the samples when it reads the weights. Quantised weights
+        have the fingerprint of their source checkpoint; their file is compared with the samples in its manifest.
         """
         if self.manifest is None:
             return self._samples

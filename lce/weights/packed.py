@@ -22,7 +22,7 @@ from lce.errors import UsageError, nearest, shown
 from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.products import product
 
-ROW_BLOCK = 16  # Packed matrices are stored in blocks of so many rows.
+ROW_BLOCK = 16  # The number of rows in one block of a packed matrix.
 _SCHEMES: dict[str, Scheme] = {}
 
 
@@ -30,7 +30,7 @@ class PackedMatrix(Protocol):
     """A matrix `[out, in]` of packed weights on the CPU. A loaded matrix never changes."""
 
     shape: tuple[int, int]
-    parts: Mapping[str, Tensor]  # the stored tensors
+    parts: Mapping[str, Tensor]  # the stored tensors, by name
 
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply a few contiguous rows `x [T, in]` with the transposed matrix: `[T, out]`.
@@ -92,7 +92,7 @@ def scheme_of(name: object) -> Scheme | None:
 
 
 class Stacked:
-    """A matrix made of several matrices, one beneath the other, of one width and perhaps different types."""
+    """A matrix made of matrices of one width, one beneath the other. Their types may differ."""
 
     def __init__(self, parts: Sequence[Tensor | PackedMatrix]) -> None:
         self.parts = tuple(parts)

@@ -47,16 +47,16 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # also the dtypes of quantised weights
 NAMES = {dtype: name for name, dtype in STORED.items()}
 
-PIECE = 8 << 20  # The bytes of one read. Disks are fast at it, and it is still in the cache when it is checked.
+PIECE = 8 << 20  # The bytes of one read: enough for a disk's full speed, and still in the cache when they are checked.
 READERS = 4  # The number of threads that read: a disk answers several requests faster than one.
-_ALIGNED = 64  # Tensors in memory begin at multiples of so many bytes.
+_ALIGNED = 64  # Tensors in memory begin at multiples of this number of bytes.
 
 # Key: the stored and the loaded dtype. Value: the bits of the least positive stored number that is loaded as infinity.
 _TOO_LARGE = {
     ("F32", torch.float32): 0x7F80_0000,
     ("F32", torch.bfloat16): 0x7F7F_8000,  # rounds to infinity
-    ("F32", torch.float16): 0x477F_F000,  # 65520
-    ("BF16", torch.float16): 0x4780,  # 65536
+    ("F32", torch.float16): 0x477F_F000,  # the bits of 65520
+    ("BF16", torch.float16): 0x4780,  # the bits of 65536
     **{("BF16", dtype): 0x7F80 for dtype in (torch.float32, torch.bfloat16)},
     **{("F16", dtype): 0x7C00 for dtype in (torch.float32, torch.bfloat16, torch.float16)},
 }
@@ -152,7 +152,7 @@ def few(names: Sequence[str]) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[int, ...]]:
-    """Read a file's header: the tensors in the header's order, and the metadata. Return them with the file's stamp.
+    """Read a file's header. Return the tensors in the header's order, the metadata, and the file's stamp.
 
     Raises ModelError if the header is wrong or does not fit the file.
     """
@@ -275,7 +275,7 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
     and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
     """
     pinned = any(out.is_cuda for out in outs.values())
-    # A piece that is converted is first read into a stage, in turn: at most `2 * READERS` pieces wait for delivery.
+    # A piece to convert is first read into a stage. Stages are used in turn: fewer pieces are being read.
     stages = cycle(torch.empty(2 * READERS, PIECE, dtype=torch.uint8, pin_memory=pinned))
     reading: deque[tuple[Future[None], Tensor, Tensor]] = deque()
 
@@ -309,8 +309,8 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
 def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descriptor: int, offset: int) -> None:
     """Read a piece of a stored tensor into `raw`. Raises ModelError for a number that is not finite in `dtype`.
 
-    The bits of floats, read as integers, grow with the floats' absolute values: signed integers compare the positive
-    floats, unsigned integers the negative floats.
+    The bits of a float, read as an integer, grow with its absolute value. So the largest signed integer shows the
+    largest positive float, and the largest unsigned integer shows the largest negative float.
     """
     array = raw.view(torch.uint8).numpy()
     _read_into(memoryview(array), descriptor, offset, info.file)  # type: ignore[arg-type]

@@ -57,5 +57,5 @@ class Source:
 
 
 def source_of(model: object) -> Source:
-    """Return the source that a user names: a folder, or the embedded "demo". Raises `UsageError` for a non-path."""
+    """Return the source that a user names: a folder, or the embedded "demo". Raises `UsageError` for other values."""
     return Source(DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model"))

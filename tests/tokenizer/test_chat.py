@@ -1,6 +1,5 @@
 """Chat templates: parity with transformers on three formats, and hostile templates."""
 
-import json
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ import tokenizers
 from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import models
 
 from lce.errors import DataError, LceError, ModelError
 from lce.tokenizer import chat
@@ -352,29 +351,9 @@ def test_long_messages_are_within_the_bounds() -> None:
     assert rendered(over_characters, [("user", document[:1_000_000])]) == ""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    library = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "?": 2, "hi": 3, "[INST]": 4}, "?"))
-    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    library.save(str(tmp_path / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": LLAMA2}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-def test_a_tokenizer_chats_and_adds_no_second_bos(folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
-    text = tokenizer.chat(messages([("user", "hi")]))
-    assert text == "<s>[INST] hi [/INST]"
-    assert tokenizer.encode(text) == tokenizer.encode_chat(messages([("user", "hi")])) == [0, 4, 3, 2]
-    assert tokenizer.encode("hi") == [0, 3]
-
-
-def test_a_tokenizer_without_a_template(folder: Path) -> None:
-    (folder / "tokenizer_config.json").unlink()
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.chat_template is None
-    for ask in (tokenizer.chat, tokenizer.encode_chat):
+def test_a_tokenizer_without_a_template(made: dict[str, Tokenizer]) -> None:
+    assert made["unigram"].chat_template is None
+    for ask in (made["unigram"].chat, made["unigram"].encode_chat):
         with pytest.raises(ModelError) as error:
             ask(messages([("user", "hi")]))
         assert "has no chat template: it continues text; use generate" in one_line(error)
