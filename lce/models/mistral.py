@@ -13,13 +13,7 @@ from lce.models.registry import family
 class Mistral(Llama):
     """Llama with a sliding window: 4096 tokens if the config does not have the key, no window if its value is null."""
 
-    defaults = {
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    defaults = Llama.defaults | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

@@ -27,9 +27,10 @@ from lce import system
 from lce.errors import CapacityError, ModelError, shown
 from lce.files import named, open_regular
 from lce.sizes import size_text
+from lce.weights import safetensors_file
 from lce.weights.manifest import METADATA, Manifest
 from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme, Stacked
-from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, pread, read_folder, stamp_of
+from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, pread, stamp_of
 
 _CPU = torch.device("cpu")
 _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
@@ -90,10 +91,18 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Find the weights and check every header. Raises ModelError for weights that are missing or damaged."""
-        tensors, stamps, metadata = read_folder(Path(folder))
-        manifest = Manifest.read(metadata[METADATA], next(iter(stamps)), tensors) if METADATA in metadata else None
-        return cls(Path(folder), tensors, stamps, manifest)
+        """Find the weights and check every header. Raises ModelError if they are missing, damaged or not safetensors.
+
+        As in transformers, `model.safetensors` is taken first, else `model.safetensors.index.json` with its shards,
+        else a single other `*.safetensors` file.
+        """
+        whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        if not os.path.lexists(whole) and os.path.lexists(index):
+            return cls(folder, *safetensors_file.read_shards(folder, index))
+        file = whole if os.path.lexists(whole) else safetensors_file.only_file(folder)
+        tensors, metadata, stamp = safetensors_file.read_header(file)
+        manifest = Manifest.read(metadata[METADATA], file, tensors) if METADATA in metadata else None
+        return cls(folder, tensors, {file: stamp}, manifest)
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from lce.errors import ModelError, shown
-from lce.files import JsonError, named, parse_json
+from lce.errors import shown
+from lce.files import JsonError, parse_json
 from lce.weights.packed import Scheme, all_schemes
-from lce.weights.safetensors_file import MOST_VALUES, NAMES, TensorInfo
+from lce.weights.safetensors_file import MOST_VALUES, NAMES, Damaged, TensorInfo
 
 FORMAT = 1
+_REMEDY = "quantize the checkpoint again"
 METADATA = "lce.quantised"  # the manifest's key in the file's metadata
 
 
@@ -54,26 +55,22 @@ class Manifest:
         try:
             raw = parse_json(text.encode(), most=MOST_VALUES, unique=True)
             if raw["format"] != FORMAT:
-                raise _damaged(file, f"format {shown(raw['format'])}; this lce reads {FORMAT}")
+                raise Damaged(file, f"format {shown(raw['format'])}; this lce reads {FORMAT}", _REMEDY)
             matrices = {name: (scheme, (n_out, n_in)) for name, (scheme, (n_out, n_in)) in raw["matrices"].items()}
             found = cls(raw["weights"], raw["dtype"], raw["source"], raw["samples"], matrices)
         except (JsonError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(file, f"its manifest is incomplete ({shown(str(error), 60)})") from None
+            raise Damaged(file, f"its manifest is incomplete ({shown(str(error), 60)})", _REMEDY) from None
         texts = found.weights, found.dtype, found.source, found.samples
         if not all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts):
-            raise _damaged(file, "its manifest has values that are no texts")
+            raise Damaged(file, "its manifest has values that are no texts", _REMEDY)
         if found.weights not in all_schemes() or found.dtype not in ("float32", "bfloat16", "float16"):
-            raise _damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}")
+            raise Damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}", _REMEDY)
         for name, (scheme, shape) in matrices.items():
             if not isinstance(scheme, str) or scheme not in all_schemes() or not all(type(n) is int for n in shape):
-                raise _damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}, {shown(shape)}")
+                raise Damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}, {shown(shape)}", _REMEDY)
             for part, (size, dtype) in all_schemes()[scheme].parts(shape).items():
                 info, expected = tensors.get(f"{name}.{part}"), (NAMES[dtype], size)
                 got = None if info is None else (info.dtype, info.shape)
                 if got != expected:
-                    raise _damaged(file, f"{shown(f'{name}.{part}')} is {got}; expected {expected}")
+                    raise Damaged(file, f"{shown(f'{name}.{part}')} is {got}; expected {expected}", _REMEDY)
         return found
-
-
-def _damaged(file: Path, what: str) -> ModelError:
-    return ModelError(f"{named(file)}: {what}; quantize the checkpoint again")

@@ -76,27 +76,17 @@ class TensorInfo:
 class Damaged(ModelError):
     """The error for a damaged file."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(f"{named(path)}: {what}; the file is damaged or incomplete: download it again")
+    def __init__(
+        self, path: Path, what: str, remedy: str = "the file is damaged or incomplete: download it again"
+    ) -> None:
+        super().__init__(f"{named(path)}: {what}; {remedy}")
 
 
-def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]], dict[str, str]]:
-    """Find a folder's weights. Return the tensors, the files' stamps, and the metadata if there is one file.
+def only_file(folder: Path) -> Path:
+    """Return the one safetensors file of a folder without `model.safetensors` and without an index.
 
-    As in transformers, `model.safetensors` is taken first, else `model.safetensors.index.json` with its shards, else a
-    single other `*.safetensors` file. `model*` is preferred to Mistral's own `consolidated*`, which names tensors in
-    another way. Raises ModelError if weights are missing, damaged or not safetensors.
+    `model*` is preferred to Mistral's own `consolidated*`, which names tensors in another way.
     """
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not os.path.lexists(whole) and os.path.lexists(index):
-        return *_sharded(folder, index), {}
-    file = whole if os.path.lexists(whole) else _only_file(folder)
-    tensors, metadata, stamp = read_header(file)
-    return tensors, {file: stamp}, metadata
-
-
-def _only_file(folder: Path) -> Path:
-    """Return the one safetensors file of a folder that has neither of the usual names."""
     where = named(folder)
     try:
         names = sorted(os.listdir(folder))
@@ -117,7 +107,7 @@ def _only_file(folder: Path) -> Path:
     raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
 
 
-def _sharded(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
+def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
     """Return the tensors of the index's shards, and the shards' stamps."""
     weight_map = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):

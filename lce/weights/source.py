@@ -15,7 +15,6 @@ from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
-LARGEST_CONFIG = 4 << 20  # The most bytes of a config. Published files have a few thousand.
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,12 @@ class Source:
             fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
             expected = "expected a checkpoint's folder with a config.json; check the path"
             raise ModelError(f"{named(self.path)} {fault}; {expected}")
-        return read_object(self.file("config.json"), LARGEST_CONFIG)
+        return read_object(self.file("config.json"))
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
         """The fields of generation_config.json, empty if there is no such file."""
-        return read_object(self.file("generation_config.json"), LARGEST_CONFIG)
+        return read_object(self.file("generation_config.json"))
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

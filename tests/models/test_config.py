@@ -345,7 +345,7 @@ def test_what_lce_cannot_run_is_refused(tmp_path: Path, change: dict[str, Any], 
         (b"[" * 200_000, "not valid JSON: nested too deeply"),
         (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON: a number of thousands of digits"),
         (b'{"a":[0' + b",0" * 2_000_000 + b"]}", "more than 1000000 JSON values"),
-        (b" " * (5 << 20), "is larger than 4194304 bytes"),
+        (b" " * (17 << 20), "is larger than 16777216 bytes"),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
