@@ -14,10 +14,10 @@ from lce.lab.eval.tasks.base import MadeTask, Puzzle
 from lce.lab.eval.tasks.chains import Variables, Walk, Whereabouts
 from lce.lab.eval.tasks.keys import (
     NEEDLES,
-    OPENING,
     CountingStars,
     Needle,
     PassKey,
+    PublishedPassKey,
     SeveralKeys,
     SeveralQueries,
     SeveralValues,
@@ -137,8 +137,8 @@ class Corpus:
             parts.append((1 + rng.random() if rng.random() < 0.65 else rng.uniform(position, 1), *question))
             used += cost
         is_published = needles[0].question == PassKey.question and rng.random() < 0.15
-        if is_published and used + len(self._encode(" " + OPENING)) <= size:
-            parts.append((-1, self._encode(" " + OPENING), ()))
+        if is_published and used + len(self._encode(" " + PublishedPassKey.opening)) <= size:
+            parts.append((-1, self._encode(" " + PublishedPassKey.opening), ()))
             used += len(parts[-1][1])
         noise = [self._encode(" " + text) for text in NOISE] if rng.random() < 0.15 else None
         filler: list[tuple[int, ...]] = []

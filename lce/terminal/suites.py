@@ -180,7 +180,9 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
 
 def detail_lines(found: TaskScore) -> list[str]:
     """Return lines with a task's scores by group and by its other metrics."""
-    lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]  # names of the user's files
+    lines = [
+        f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()
+    ]  # the names come from the user's files
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 

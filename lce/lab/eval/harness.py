@@ -67,7 +67,8 @@ class LceLM(TemplateLM):
     ) -> LceLM:
         """Make the model from its arguments, which override the options of the harness."""
         own = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        if str(own.get("device", "")).startswith("cuda") and not torch.cuda.is_available():  # the harness's default
+        # The default device of the harness is a GPU, even on a machine without one.
+        if str(own.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
             own["device"] = "auto"
         return cls(**{**own, **arg_dict})
 
@@ -130,7 +131,7 @@ class LceLM(TemplateLM):
         """Collect numbered answers in the order of the requests; cache each at once, and show a progress bar."""
         answers: dict[int, Any] = {}
         with tqdm(total=len(asked), desc=f"lce: {kind}", disable=quiet) as bar, warnings.catch_warnings():
-            warnings.simplefilter("ignore", lce.WindowWarning)  # loading gave this warning
+            warnings.simplefilter("ignore", lce.WindowWarning)  # loading has warned already
             for number, answer in found:
                 answers[number] = answer
                 self.cache_hook.add_partial(kind, asked[number], answer)

@@ -31,7 +31,7 @@ class _Tally:
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     facts: int = 0  # the number of facts that a query can choose, summed over queries
-    found: list[float] = field(default_factory=list)  # for each block, `Attended.found`
+    found: list[float] = field(default_factory=list)  # a share for each block, as in `Attended.found`
 
     def add(self, name: str, values: Tensor) -> None:
         """Add the sums of `values [H, ...]` by head."""
@@ -110,7 +110,8 @@ class AttentionMeter:
             tally.add("tokens", attended)
             for start, stop in self.facts:
                 tally.add("fact", attended[..., start:stop].float().mean(-1) / len(self.facts))
-            read = attended.unflatten(0, (seen.step.n_kv_heads, -1)).any(1).sum()  # a KV head's token once
+            # The query heads of one KV head read a token once.
+            read = attended.unflatten(0, (seen.step.n_kv_heads, -1)).any(1).sum()
             self.bytes["read"] += float(read) * vector
             self.bytes["full"] += float((positions + 1).sum()) * seen.step.n_kv_heads * vector
             if seen.scores is not None:

@@ -14,7 +14,7 @@ from lce.lab.eval.record import Line
 MOST = 160  # the most characters of a name
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces signs of Markdown and HTML
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
-KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # as a repr has it; its value may have commas within brackets
+KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # a knob in a repr; commas in brackets belong to the value
 OF_ENGINE = "model engine rope weights kv_dtype".split()
 
 Measured = tuple[Mapping[str, Any], Line]  # a sample, and its measurement
@@ -40,7 +40,7 @@ def told(engine: lce.Engine) -> dict[str, Any]:
 def knob_values(method: Any) -> dict[str, Any]:
     """Return a method's or a task's knobs as JSON values."""
     values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    plain = (str, int, float, type(None))  # a bool is an int
+    plain = (str, int, float, type(None))  # bool is a subclass of int
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
 
 
@@ -125,7 +125,7 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         kind, knobs = watched.groups()
     parts = dict(re.findall(KNOB, knobs))
     for knob, value in parts.items():
-        read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # `Maps('file', digest)`
+        read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # learned maps: the file and a digest
         parts[knob] = read[1] if read else value.strip("'")
     parts |= {"window": window, "block": block, "on": place.replace("torch.", ""), "rope": _rope(str(sample["rope"]))}
     parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype")}

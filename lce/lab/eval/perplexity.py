@@ -135,7 +135,7 @@ def stream(
         losses = [record.get(key) for key in keys]
         if None in losses:
             record.prepare()
-            nll = -engine.score(ids, progress=tell).logprobs.double()  # nll[i] is of token i + 1
+            nll = -engine.score(ids, progress=tell).logprobs.double()  # nll[i] is the loss of token i + 1
             sums = [(float(nll[first - 1 : stop - 1].sum()), stop - first) for first, stop, _ in runs]
             losses = [Loss(nll=loss, tokens=count, **told(engine), **(about or {})) for loss, count in sums]
             record.add_all([pair for pair in zip(keys, losses, strict=True) if not record.get(pair[0])])
@@ -256,7 +256,7 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
 
 
 def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]:
-    """Yield each setting of one model and its lines. Windows no longer than the stride belong to both kinds."""
+    """Yield each setting of one model and its lines. Windows no longer than the stride are in both kinds."""
     windows = [line for line in lines if line[0]["setting"] == "windows"]
     strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
     for stride in strides:
@@ -270,7 +270,7 @@ def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]
 
 
 def _border(sample: Mapping[str, Any]) -> int:
-    """Return the border of a line's column: a window's length, or the power of two that a run of a stream is below."""
+    """Return the border of a line's column: a window's length, or the power of two at or after a run's end."""
     length: int = sample["length"]
     return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()
 

@@ -1,4 +1,4 @@
-"""Makes endless simple English prose from a seed. Fillers and the demo model's training text are made of it.
+"""Makes endless simple English prose from a seed, for fillers and for the training text of the demo model.
 
 The prose is a sequence of scenes of four to nine sentences. A scene is about a place, two people and two things, so
 names and nouns recur nearby as in real text. No sentence states a fact that `lce.lab.eval.tasks` could ask about.

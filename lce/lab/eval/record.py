@@ -72,7 +72,7 @@ class Loss(Line):
 
 @dataclass(frozen=True)
 class Attended(Line):
-    """The attention of some watched queries of one text: means over queries, by layer and head. None: not measurable.
+    """The attention of some watched queries of one text: means over queries, by layer and head; None without any.
 
     `recall` is the attended share of the true attention mass, `tokens` the number of attended tokens, and `fact` the
     attended share of the facts' tokens. `hit1` is the share of facts with a chunk that has the best score of its query,
@@ -100,7 +100,11 @@ class Attended(Line):
     prompt: str | None = None  # the `text_hash` of the prompt
 
 
-KINDS: dict[str, type[Line]] = {"right": Answer, "nll": Loss, "recall": Attended}  # by a field that only one kind has
+KINDS: dict[str, type[Line]] = {
+    "right": Answer,
+    "nll": Loss,
+    "recall": Attended,
+}  # kinds of lines by a field that only they have
 
 
 class Record:

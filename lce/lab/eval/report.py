@@ -179,7 +179,7 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
     """Return the tables of all answers, in the order of the files."""
     names, models = method_names(found.values()), model_names(found.values())
     tables: dict[tuple[str, ...], Table] = {}
-    documents: dict[str, int] = {}  # new numbers, because lines of several lengths share numbers
+    documents: dict[str, int] = {}  # new numbers, as lines of several lengths share numbers
     for key, (sample, answer) in found.items():
         number = answer.document if answer.document is not None else sample.get("index")
         document = json.dumps({**sample, "index": number}, sort_keys=True)
@@ -198,7 +198,7 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
                 same = table.cells.setdefault(where, Cell())
                 same.answers |= cell.answers
                 same.depths |= cell.depths
-                cell.answers |= same.answers  # samples that were recorded as no ceiling count too
+                cell.answers |= same.answers  # and the other way round
         if not table.ceilings:
             table.ceilings = {place: cell for place, cell in table.cells.items() if _is_within(place, cell, found)}
     return [table for table in tables.values() if table.cells or table.ceilings]

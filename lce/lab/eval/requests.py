@@ -174,7 +174,8 @@ def _written(engine: lce.Engine, context: lce.Context, how: Generating) -> str:
     tokenizer = engine.tokenizer
     until = [*how.until, tokenizer.eos_token] if tokenizer.eos_token else how.until
     encoded = [tokenizer.encode(stop, bos=False) for stop in until]
-    special = {ids[0] for ids in encoded if len(ids) == 1 and not tokenizer.decode(ids)}  # of no text
+    # Special tokens decode to no text.
+    special = {ids[0] for ids in encoded if len(ids) == 1 and not tokenizer.decode(ids)}
 
     def ends(text: str) -> bool:
         return stream.result.token_ids[-1] in special or any(stop in text for stop in until)

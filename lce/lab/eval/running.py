@@ -114,7 +114,7 @@ def answers(
 
 
 def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
-    """Return the score that the perfect answer to the preceding sample would get for each sample: a guess' score."""
+    """Return for each sample the score of the perfect answer to the preceding sample, as a guess' score."""
     found: list[float | None] = []
     for (_, before), (_, sample) in zip([numbered[-1], *numbered], numbered, strict=False):
         other = before.answer or next(iter(before.answers), "")

@@ -138,7 +138,7 @@ def fact_spans(engine: lce.Engine, sample: Sample) -> list[tuple[int, int]]:
             before, through = (
                 sample.prompt[:at].rstrip(" "),
                 sample.prompt[: at + len(fact)],
-            )  # the next token has the space
+            )
             start, stop = (len(engine.tokenizer.encode(text)) for text in (before, through))
             spans.append((start, max(stop, start + 1)))
     return spans

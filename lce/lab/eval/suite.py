@@ -79,7 +79,7 @@ class MadeSuite(Suite):
     seed: int = 0
     filler: str = "prose"
     depths: tuple[float, ...] = ()
-    questions: int | None = None  # None: 1 in the mode single, else QUESTIONS
+    questions: int | None = None  # None stands for 1 in the mode single, else QUESTIONS
 
     def __post_init__(self) -> None:
         if self.asking.shard.index >= self.samples:

@@ -44,7 +44,7 @@ class Rung(NamedTuple):
 
 @dataclass
 class Verdict:
-    """The cause of a method's miss of one sample. `by` is the change with the right answer; `answers` are by change."""
+    """Why a method missed one sample. `by` is the change with the right answer; `answers` has all by change."""
 
     index: int
     depth: float | None

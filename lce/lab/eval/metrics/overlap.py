@@ -19,7 +19,7 @@ Tokens = Callable[[str], Sequence[str]]
 
 
 def starts(answer: str, expected: tuple[str, ...]) -> float:
-    """Return 1 if the answer begins with one of the expected texts, after white space or not."""
+    """Return 1 if the answer, without leading white space, begins with one of the expected texts."""
     return float(answer.strip().startswith(expected))
 
 
@@ -61,7 +61,7 @@ def _best_f1(prediction: str, references: Sequence[str], tokens: Tokens) -> floa
 
 
 def qa_f1(prediction: str, references: tuple[str, ...]) -> float:
-    """Return F1 over normalised English words (SQuAD; LongBench, InfiniteBench, L-Eval)."""
+    """Return F1 over normalised English words (SQuAD, LongBench, InfiniteBench, L-Eval)."""
     return _best_f1(prediction, references, lambda text: normalised(text).split())
 
 
@@ -91,5 +91,5 @@ def _by_rouge_score(kind: str) -> Callable[[str, tuple[str, ...]], float]:
     return lambda prediction, references: libraries.rouge_scorer(kind)(references, prediction)
 
 
-rouge_lsum = _by_rouge_score("rougeLsum")  # sentences on lines (InfiniteBench's En.Sum)
+rouge_lsum = _by_rouge_score("rougeLsum")  # takes lines as sentences (InfiniteBench's En.Sum)
 rouge_score_1, rouge_score_2, rouge_score_l = map(_by_rouge_score, ("rouge1", "rouge2", "rougeL"))  # L-Eval

@@ -10,8 +10,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from lce.lab.eval.published.base import PublishedTask, filled, prompts
-from lce.lab.eval.published.reading import Row
+from lce.lab.eval.published.base import PublishedTask, Row, filled, prompts
 from lce.lab.eval.sample import Sample
 
 DEPTHS = range(0, 101, 10)  # percent
@@ -20,7 +19,7 @@ BETWEEN = 10  # the distance between the needles of a chain, in percent of the t
 
 @dataclass(frozen=True)
 class Language:
-    """A language: the file of texts, the number of tokens `left` for the rest of the prompt, and punctuation."""
+    """A language: its file of texts, the tokens `left` for the rest of the prompt, and its punctuation."""
 
     name: str
     code: str
@@ -53,7 +52,7 @@ class Haystack(ABC):
         """Make the samples of one length; `counter` is the seed of random choices."""
 
     def hide(self, needles: Sequence[str], depth: int, between: int, length: int, *, chained: bool = False) -> str:
-        """Return the first tokens of the texts, with needles at `depth` percent and every `between` percent after.
+        """Return the first tokens of the texts with needles: the first at `depth` percent, then every `between` percent.
 
         If `chained`, a point counts the lengths of earlier needles twice, as in the published code.
         """

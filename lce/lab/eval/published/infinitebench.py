@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lce.errors import DataError
-from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, filled, prompts
-from lce.lab.eval.published.reading import Row
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, Row, filled, prompts
 from lce.lab.eval.sample import Sample
 
 WITH_OPTIONS = frozenset({"longbook_choice_eng", "code_debug"})
@@ -31,8 +29,10 @@ class InfiniteBench(Benchmark):
         before, context, after = filled(template, **_values(row, task))
         is_open = variant == "yarn-mistral"
         how = {"template": "none", "cut": "middle"} if is_open else {"template": "chat", "cut": "middle_joined"}
-        source = {"id": index, "ground_truth": _ground_truth(row, task)}
-        yield task.sample(context, after, _references(row, task), before=before, source=source, **how)
+        references = _references(row, task)
+        truth = list(references) if task.name in WITH_OPTIONS else row.content["answer"]
+        source = {"id": index, "ground_truth": truth}
+        yield task.sample(context, after, references, before=before, source=source, **how)
 
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         yield Answered(row.text("prediction", "pred"), row.texts("ground_truth", "label"))
@@ -79,7 +79,3 @@ def _references(row: Row, task: PublishedTask) -> tuple[str, ...]:
     if answers[0] not in options:
         raise DataError(f"'answer' of {row.where} is none of its options; expected one of them")
     return answers[0], "ABCD"[options.index(answers[0])]
-
-
-def _ground_truth(row: Row, task: PublishedTask) -> Any:
-    return list(_references(row, task)) if task.name in WITH_OPTIONS else row.content["answer"]

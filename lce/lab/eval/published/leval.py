@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, prompts
-from lce.lab.eval.published.reading import Row
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, Row, prompts
 from lce.lab.eval.sample import Sample
 
 _SCORED = ("exam", "f1", "rouge")  # other kinds are judged by people or models, and left out

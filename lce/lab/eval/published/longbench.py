@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, filled, prompts
-from lce.lab.eval.published.reading import Row
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, Row, filled, prompts
 from lce.lab.eval.sample import Sample
 
 # The tasks that chat models get without their template, as in the published pred.py.

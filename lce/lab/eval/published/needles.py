@@ -11,9 +11,8 @@ from typing import Any
 
 from lce.errors import DataError, shown
 from lce.files import named
-from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask
+from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, Row, json_rows, json_value, row_of
 from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Needles
-from lce.lab.eval.published.reading import Row, json_rows, json_value, row_of
 from lce.lab.eval.sample import Sample
 
 LENGTHS = {  # the lengths of texts in tokens, for each size of NeedleBench
@@ -175,13 +174,10 @@ def _references(row: Row, task: PublishedTask) -> tuple[str, ...]:
         return right
     if "corrected" in row:
         return row.texts("corrected")
-    wrong = _wrong_counts(row.text("question")) if "question" in row else {}
+    text = row.text("question") if "question" in row else ""
+    wrong = {right: wrong for pattern in _CORRECTED for wrong, right in re.findall(pattern, text)}
     if not wrong and len(right) == len(WRONG):
         return tuple(f"{a}/{b}" for a, b in zip(right, WRONG, strict=True))
     if not set(right) <= set(wrong):
         raise DataError(f"{row.where} does not tell the counts that are corrected; expected its 'question' too")
     return tuple(f"{a}/{wrong[a]}" for a in right)
-
-
-def _wrong_counts(text: str) -> dict[str, str]:
-    return {right: wrong for pattern in _CORRECTED for wrong, right in re.findall(pattern, text)}

@@ -35,6 +35,7 @@ class OneNeedle(MadeTask):
     statement: ClassVar[str]
     question: ClassVar[str]  # ends with the beginning of the answer
     answer: ClassVar[str]
+    opening: ClassVar[str] = ""  # the beginning of the document
 
     @classmethod
     def draw(cls, rng: Random) -> Needle:
@@ -47,7 +48,7 @@ class OneNeedle(MadeTask):
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
         needle = self.draw(rng)
         question = Question(needle.question, needle.answer, (needle.answer,), (0,))
-        return Puzzle((needle.statement,), (question,))
+        return Puzzle((needle.statement,), (question,), self.opening)
 
 
 class PassKey(OneNeedle):
@@ -98,16 +99,10 @@ class PublishedPassKey(PassKey):
     """The pass key with the published opening (Mohtashami and Jaggi, 2023). The published filler is `noise`."""
 
     name = "passkey_published"
-
-    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
-        plain = super().puzzle(rng)
-        return Puzzle(plain.statements, plain.questions, OPENING)
-
-
-OPENING = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there."
-)
+    opening = (
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+        "I will quiz you about the important information there."
+    )
 
 
 @dataclass(frozen=True)

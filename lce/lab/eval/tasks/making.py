@@ -20,7 +20,7 @@ Filler = Callable[[Random], Iterator[str]]  # makes the endless sentences of one
 
 
 class Tokens(NamedTuple):
-    """Functions that count a sentence's tokens: within a text, after a space, and at the beginning of a text."""
+    """Functions that count a sentence's tokens: `later` within a text, after a space; `first` at its beginning."""
 
     later: Callable[[str], int]
     first: Callable[[str], int]

@@ -13,7 +13,7 @@ import pytest
 from lce.errors import DataError, UsageError
 from lce.lab.eval.metrics import METRICS
 from lce.lab.eval.published import BENCHMARKS, Benchmark, find
-from lce.lab.eval.published.reading import Row
+from lce.lab.eval.published.base import Row
 from lce.lab.eval.published.scoring import score_file, scored
 from lce.lab.eval.sample import Sample
 from tests.lab.eval.published.layouts import LAYOUTS, Letters, write
@@ -30,7 +30,7 @@ def test_file_registry_and_docs_agree() -> None:
     page = page.partition("## Published benchmarks")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(BENCHMARKS)
     folder = ROOT / "lce" / "lab" / "eval" / "published"
-    others = {"__init__", "base", "reading", "scoring", "suite", "haystack"}
+    others = {"__init__", "base", "scoring", "suite", "haystack"}
     homes = {type(benchmark).__module__.rpartition(".")[2] for benchmark in BENCHMARKS.values()}
     assert homes == {path.stem for path in folder.glob("*.py")} - others
     for benchmark in BENCHMARKS.values():
