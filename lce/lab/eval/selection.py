@@ -134,11 +134,8 @@ def fact_spans(engine: lce.Engine, sample: Sample) -> list[tuple[int, int]]:
     spans = []
     for fact in sample.facts:
         at = sample.prompt.find(fact)
-        if at >= 0:
-            before, through = (
-                sample.prompt[:at].rstrip(" "),
-                sample.prompt[: at + len(fact)],
-            )
+        if at >= 0:  # a space belongs to the token after it
+            before, through = sample.prompt[:at].rstrip(" "), sample.prompt[: at + len(fact)]
             start, stop = (len(engine.tokenizer.encode(text)) for text in (before, through))
             spans.append((start, max(stop, start + 1)))
     return spans

@@ -52,7 +52,7 @@ class Haystack(ABC):
         """Make the samples of one length; `counter` is the seed of random choices."""
 
     def hide(self, needles: Sequence[str], depth: int, between: int, length: int, *, chained: bool = False) -> str:
-        """Return the first tokens of the texts with needles: the first at `depth` percent, then every `between` percent.
+        """Return the first tokens of the texts with needles: the first at `depth` percent, each next `between` later.
 
         If `chained`, a point counts the lengths of earlier needles twice, as in the published code.
         """
