@@ -113,7 +113,7 @@ class Answer:
 
         `likeliest` is the token with the largest of the logits, if known. A call that fails changes nothing.
         """
-        options, result, stats = self.options, self.result, self.result.stats
+        options, result, stats, stop = self.options, self.result, self.result.stats, self.options.sampling.stop
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
         try:
             known = likeliest if options.sampling.temperature == 0 else None
@@ -131,7 +131,7 @@ class Answer:
                 result.token_ids.append(token_id)
                 stats.generated_tokens = n + 1
                 text = self._watch.push(self._detokenizer.push(token_id))
-                if self._watch.stopped or options.sampling.wants_end(said + text):
+                if self._watch.stopped or (callable(stop) and stop(said + text)):
                     result.finish_reason = "stop"
                 elif n + 1 == options.max_tokens:
                     result.finish_reason = "length"

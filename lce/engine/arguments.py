@@ -106,7 +106,7 @@ def ids_of(prompt: object, vocab_size: int) -> list[int]:
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise UsageError("the prompt is bytes; expected text or token ids: decode it, as prompt.decode() does")
     if isinstance(prompt, Tensor | np.ndarray):
-        if prompt.ndim != 1 or not _is_whole(prompt):
+        if prompt.ndim != 1 or "int" not in str(prompt.dtype):
             kind = f"{prompt.dtype} of shape {list(prompt.shape)}"
             raise UsageError(f"the prompt is {kind}; expected text, or token ids: whole numbers of one dimension")
         try:
@@ -119,12 +119,6 @@ def ids_of(prompt: object, vocab_size: int) -> list[int]:
     if any(isinstance(token_id, bool | np.bool_) for token_id in ids):
         raise UsageError("the prompt has truth values; expected text or token ids")
     return checked_ids(ids, vocab_size)
-
-
-def _is_whole(x: Tensor | NDArray[Any]) -> bool:
-    if isinstance(x, Tensor):
-        return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
-    return np.issubdtype(x.dtype, np.integer)
 
 
 def sized(value: object, what: str, least: int) -> int | None:

@@ -233,10 +233,8 @@ class Allowance:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # with promised tokens
-        os.register_at_fork(after_in_child=self._unlock)  # another thread of the parent may hold the lock
-
-    def _unlock(self) -> None:
-        self._lock = threading.Lock()
+        # In a forked process another thread of the parent may hold the lock.
+        os.register_at_fork(after_in_child=lambda: setattr(self, "_lock", threading.Lock()))
 
     def planner(
         self, layout: CacheLayout, weights: Mapping[str, int] = {}, into_file: bool = False, own: KVCache | None = None

@@ -61,10 +61,6 @@ class Sampling:
         """The stop strings, none if `stop` is a function."""
         return self.stop if isinstance(self.stop, tuple) else ()
 
-    def wants_end(self, text: str) -> bool:
-        """Return whether a function `stop` ends the text here."""
-        return bool(self.stop(text)) if callable(self.stop) else False
-
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
