@@ -34,9 +34,8 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 def could_begin(text: str, stops: Sequence[str]) -> str:
     """The longest end of the text that a stop string begins with."""
-    return max(
-        (text[at:] for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)), key=len, default=""
-    )
+    ends = (text[at:] for at in range(len(text)))
+    return next((end for end in ends if any(stop.startswith(end) for stop in stops)), "")
 
 
 @given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)

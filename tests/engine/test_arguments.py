@@ -77,9 +77,7 @@ class Face:
             "Context.truncate": (self.context.fork().truncate, {"n_tokens": 20}),
             "Context.fork": (self.context.fork, {}),
             "Context.close": (self.context.fork().close, {}),
-            "methods.run": (
-                lce.methods.run, {"method": "full", "q": Q, "k": Q, "v": Q, "window": 4},
-            ),
+            "methods.run": (lce.methods.run, {"method": "full", "q": Q, "k": Q, "v": Q, "window": 4}),
             "methods.make": (lce.methods.make, {"name": "full"}),
             "methods.find": (lce.methods.find, {"name": "full"}),
             "methods.available": (lce.methods.available, {}),

@@ -254,7 +254,7 @@ def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
     conversation = engine.conversation()
     for wrong in (3, None, [3], [{"role": "user"}], {"role": "user", "content": "Hi"}, [], b"Hi"):
         with pytest.raises(lce.DataError, match="expected a list"):
-            conversation.ask(wrong)  # type: ignore[arg-type]
+            conversation.ask(wrong)
     other = engine.prefill("Hi")
     refused: list[tuple[str, Callable[[], object]]] = [
         ("a system message begins a conversation", lambda: engine.conversation("Be brief.", context=other)),

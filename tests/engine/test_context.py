@@ -339,7 +339,7 @@ def test_a_context_is_truncated_to_what_it_has(engine: lce.Engine) -> None:
     assert torch.equal(context.logits, before)
     for wrong in (41, -1, 1.5, None):
         with pytest.raises(lce.UsageError, match="n_tokens is"):
-            context.truncate(wrong)  # type: ignore[arg-type]
+            context.truncate(wrong)
     assert len(context) == context.cache.length == 40
 
 

@@ -65,7 +65,7 @@ class Unable(Again):
 
 
 def loaded(folder: Path, method: Method, tape: type[Again] | None = Again, **options: object) -> lce.Engine:
-    engine = lce.load(folder, method, block=32, **options)  # type: ignore[arg-type]
+    engine = lce.load(folder, method, block=32, **options)
     engine.alone.tape = tape
     return engine
 
@@ -132,7 +132,7 @@ def test_tokens_and_what_is_kept_are_those_of_ordinary_steps(method: Method, tin
     contexts = [each.prefill(PROMPT, length=200) for each in (plain, engine)]
     for question, options in (([5, 6], {}), ([9], {"temperature": 0.8, "seed": 1}), ([4], {"logprobs": 2})):
         said = [
-            each.generate(question, context=context, max_tokens=20, **options)  # type: ignore[arg-type]
+            each.generate(question, context=context, max_tokens=20, **options)
             for each, context in zip((plain, engine), contexts, strict=True)
         ]
         assert said[0].token_ids == said[1].token_ids
@@ -202,7 +202,7 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     engine.alone.read(context)
     plain = loaded(tiny_model, METHODS["longheads"], None)
     again = plain.prefill(context.token_ids, length=200)
-    assert torch.allclose(context.logits, again.logits, atol=1e-4)  # type: ignore[arg-type]
+    assert torch.allclose(context.logits, again.logits, atol=1e-4)
 
 
 def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_saved_weights_are_those_rounded_at_load(tmp_path: Path, weights: str) -
     found = lce.info(out)
     assert isinstance(found, lce.ModelInfo)
     assert found.weights == weights
-    planned = [lce.plan(model, tokens=10, **more) for model, more in ((out, {}), ("demo", {"weights": weights}))]  # type: ignore[arg-type]
+    planned = [lce.plan(model, tokens=10, **more) for model, more in ((out, {}), ("demo", {"weights": weights}))]
     assert {plan.tiers["device"].weights for plan in planned} == {found.weight_bytes}
 
 

@@ -103,7 +103,7 @@ def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
 ) -> None:  # fmt: skip
     method, options = ENGINES[name]
     spill = {"spill_dir": tmp_path} if options else {}
-    calls = Calls(lce.load(tiny_model, method, block=BLOCK, **options, **spill), tmp_path)  # type: ignore[arg-type]
+    calls = Calls(lce.load(tiny_model, method, block=BLOCK, **options, **spill), tmp_path)
     base, whole = calls.base, calls.base.fork()
     calls.call(what, whole)  # loads kernels
     started = time.perf_counter()
@@ -113,7 +113,7 @@ def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
     for _ in range(RUNS):
         calls.path.unlink(missing_ok=True)
         context = base.fork()
-        error = alarm(draw.random() * duration_s, lambda context=context: calls.call(what, context))  # type: ignore[misc]
+        error = alarm(draw.random() * duration_s, lambda context=context: calls.call(what, context))
         n_interrupted += error is not None
         kept[:] = [error] if what != "stream" else []  # as a notebook keeps a traceback, which keeps a stream open
         error = None

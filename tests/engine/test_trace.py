@@ -54,7 +54,7 @@ def observed(observer: TraceObserver, layer: int, n_tokens: int, chosen: Any, sc
     """Hand an observer what a layer of one or two heads chose in a block."""
     q = torch.zeros(1 if chosen is None else len(chosen), n_tokens, 2)
     picked, by = (None if x is None else torch.tensor(x) for x in (chosen, scores))
-    seen = Observation(None, q, SimpleNamespace(index=layer), None, torch.arange(n_tokens), picked, by)  # type: ignore[arg-type]
+    seen = Observation(None, q, SimpleNamespace(index=layer), None, torch.arange(n_tokens), picked, by)
     assert observer.observe(seen, q) is q
 
 
