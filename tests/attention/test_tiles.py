@@ -11,7 +11,6 @@ from lce.attention import tiles as tiles_module
 from lce.attention.tiles import SlotQueries
 from tests.attention.truth import random, turned, turns_of
 from tests.pretended import Gpus
-from tests.pretended.launches import launched
 
 
 def test_rotate_turns_pairs_as_complex_numbers_and_back() -> None:
@@ -49,7 +48,7 @@ def test_on_a_gpu_each_is_one_launch(triton_gpus: Gpus) -> None:
         with triton_gpus.counting() as counts:
             append(on_gpu[:2], on_gpu[2:4], there[0], there[1], at, placed)
             result = rotate(on_gpu[:2], placed)
-        assert launched(counts) == ["_append", "_rotate"]
+        assert counts.launched() == ["_append", "_rotate"]
         torch.testing.assert_close(there.cpu(), into, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(result.cpu(), into[0, :, 4:5], rtol=1e-6, atol=1e-6)
 

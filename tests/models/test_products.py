@@ -7,7 +7,6 @@ import torch
 
 from lce.models.products import linear, norm_heads
 from tests.pretended import Gpus
-from tests.pretended.launches import launched
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -53,11 +52,11 @@ def test_on_a_gpu_a_few_rows_are_one_launch(rows: int, launches: list[str], trit
     x, weight, norm, onto = x.cuda(), weight.cuda(), norm.cuda(), torch.ones(rows, 20, device="cuda")
     with triton_gpus.counting() as counts:
         out = linear(x, weight, norm=norm, eps=1e-5, gated=True)
-    assert launched(counts) == launches
+    assert counts.launched() == launches
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
     with triton_gpus.counting() as counts:
         assert linear(x, weight, onto=onto) is onto
-    assert launched(counts) == ["_product" if rows <= 4 else "addmm_"]
+    assert counts.launched() == ["_product" if rows <= 4 else "addmm_"]
     torch.testing.assert_close(onto.cpu(), added, rtol=1e-5, atol=1e-5)
 
 
@@ -67,6 +66,6 @@ def test_on_a_gpu_the_heads_are_normalised_in_one_launch(triton_gpus: Gpus) -> N
     on_gpu, q_weight, k_weight = joined.cuda(), q_weight.cuda(), k_weight.cuda()
     with triton_gpus.counting() as counts:
         found = norm_heads(on_gpu[:4], q_weight, on_gpu[4:6], k_weight, 1e-5)
-    assert launched(counts) == ["_rms_norm"]
+    assert counts.launched() == ["_rms_norm"]
     for x, truth in zip(found, expected, strict=True):
         torch.testing.assert_close(x.cpu(), truth, rtol=1e-5, atol=1e-5)

@@ -35,6 +35,15 @@ class Counts:
     launches: int = 0  # operators and kernels
     at: dict[str, int] = field(default_factory=dict)  # which they were
 
+    def launched(self) -> list[str]:
+        """The operators and kernels, sorted, each as often as it was launched; memory without a value is none.
+
+        The code must not have waited for the device, nor copied to it.
+        """
+        assert (self.syncs, self.uploads) == (0, 0), self
+        names = {name.removeprefix("launches: "): n for name, n in self.at.items() if not name.endswith("empty")}
+        return sorted(name for name, n in names.items() for _ in range(n))
+
 
 class Gpus:
     """One or more pretended GPUs of one process."""

@@ -45,7 +45,6 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         "is_initialized": lambda: True,
         "device_count": lambda: gpus.n_devices,
         "current_device": lambda: gpus.current,
-        "set_device": lambda given: setattr(gpus, "current", index_of(given)),
         "device": device_context,
         "get_device_name": lambda given=None: "a pretended GPU",
         "get_device_capability": lambda given=None: (9, 0),
@@ -56,7 +55,6 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         "mem_get_info": lambda given=None: (gpus.memory - gpus.used[index_of(given)], gpus.memory),
         "memory_allocated": lambda given=None: gpus.used[index_of(given)],
         "memory_reserved": lambda given=None: gpus.used[index_of(given)],
-        "max_memory_reserved": lambda given=None: gpus.peak[index_of(given)],
         "max_memory_allocated": lambda given=None: gpus.peak[index_of(given)],
         "reset_peak_memory_stats": lambda given=None: gpus.peak.__setitem__(
             index_of(given), gpus.used[index_of(given)]
@@ -66,8 +64,6 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         "Event": gpus.Event,
         "CUDAGraph": lambda **options: CUDAGraph(gpus, **options),
         "graph": lambda cuda_graph, *args, **options: Capture(gpus, cuda_graph, *args, **options),
-        "graph_pool_handle": lambda: (0, 0),
-        "is_current_stream_capturing": lambda: gpus.current_stream().graph is not None,
         "current_stream": gpus.current_stream,
         "default_stream": gpus.default_stream,
         "stream": gpus.on_stream,

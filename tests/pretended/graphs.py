@@ -26,7 +26,7 @@ class CUDAGraph:
             self.uses[id(memory)] = memory
 
     def begin(self, stream: Stream) -> None:
-        assert not self.work, "a graph captures once; reset it"
+        assert not self.work, "a graph captures once"
         stream.graph = self
         self.streams = [stream]
 
@@ -34,15 +34,6 @@ class CUDAGraph:
         for stream in self.streams:
             stream.graph = None
         self.captured = True
-
-    def capture_begin(self, pool: Any = None, **_: Any) -> None:
-        stream = self.gpus.current_stream()
-        if stream is self.gpus.default_stream(stream.device):
-            raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
-        self.begin(stream)
-
-    def capture_end(self) -> None:
-        self.end()
 
     def replay(self) -> None:
         """In the current stream."""
@@ -60,12 +51,6 @@ class CUDAGraph:
                 step()
 
         stream.submit(work)
-
-    def reset(self) -> None:
-        self.work, self.uses, self.captured = [], {}, False
-
-    def pool(self) -> tuple[int, int]:
-        return (0, id(self))
 
 
 class Capture:

@@ -106,10 +106,6 @@ class Stream:
         self.gpus.count("syncs", "Stream.synchronize")
         self.host_waits()
 
-    def query(self) -> bool:
-        self.host_waits()
-        return True
-
     def __enter__(self) -> Stream:
         self._entered = self.gpus.on_stream(self)
         self._entered.__enter__()
@@ -135,17 +131,10 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.gpus.current_stream()).wait_event(self)
 
-    def query(self) -> bool:
-        if self.stream is not None:
-            self.stream.host_waits(self.place)
-        return True
-
     def synchronize(self) -> None:
         self.gpus.count("syncs", "Event.synchronize")
-        self.query()
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1.0
+        if self.stream is not None:
+            self.stream.host_waits(self.place)
 
 
 def _do(work: Work) -> None:

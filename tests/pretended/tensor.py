@@ -128,27 +128,21 @@ class Pinned:
     """Which tensors of the host are page-locked: those in storages that were made so."""
 
     def __init__(self) -> None:
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages: dict[int, StorageWeakRef] = {}
         self.lock = threading.Lock()
 
     def add(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         with self.lock:
-            self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
-            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.storages = {key: ref for key, ref in self.storages.items() if not ref.expired()}
+            self.storages[storage._cdata] = StorageWeakRef(storage)
         return x
 
     def has(self, x: Tensor) -> bool:
         if not self.storages or isinstance(x, PretendedTensor):
             return False
         held = self.storages.get(x.untyped_storage()._cdata)
-        return held is not None and not held[0].expired()
-
-    @property
-    def n_bytes(self) -> int:
-        """What is locked: PyTorch rounds every allocation up to a power of two."""
-        alive = [n for ref, n in self.storages.values() if not ref.expired()]
-        return sum(1 << (n - 1).bit_length() for n in alive if n)
+        return held is not None and not held.expired()
 
 
 def plain_index(index: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How many kernels a decode step of a token launches on a GPU, when it is recorded."""
+"""Triton kernels on pretended GPUs, and how many of them a recorded decode step of a token launches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lce.engine.graph import CudaTape, DecodeGraph, Work
 from lce.kernels.cuda import launching
 from lce.methods import DualChunk, Full, LongHeads, Method, Quest
 from tests.checkpoints import tokens
-from tests.pretended import Gpus
-from tests.pretended.launches import launched
+from tests.pretended import Gpus, pretended_gpus
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 ATTENTION = ["_append", "_merge_row", "_rows_together"]
 CHOICE = ["_append", "_choose", "_merge_row", "_one_row", "_score"]
 PRODUCTS = ["_product"] * 4
@@ -53,7 +53,7 @@ def test_launches_of_a_recorded_step(
         def count(work: Work = work) -> None:
             with triton_gpus.counting() as counts:
                 work()
-            counted.append(Counter(launched(counts)))
+            counted.append(Counter(counts.launched()))
 
         with torch.inference_mode():
             tape.record(count)  # nothing is run
@@ -61,3 +61,39 @@ def test_launches_of_a_recorded_step(
     assert layer == Counter(expected)
     around = counted[1] - layer
     assert around.total() <= AROUND, around
+
+
+@triton.jit
+def add_one(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+
+def test_a_kernel_runs_on_its_device() -> None:
+    with pretended_gpus(2) as gpus:
+        x = torch.arange(10.0, device="cuda:1")[2:]
+        out = torch.empty(8, device="cuda:1")
+        with gpus.counting() as counts:
+            launching.launch(add_one, (2,), x, out, 7, BLOCK=4)
+        assert counts.launches == 1
+        assert counts.syncs == 0
+        assert out.tolist()[:7] == [3, 4, 5, 6, 7, 8, 9]
+        assert out[7].isnan(), "uninitialised memory"
+
+
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_a_kernel_takes_no_memory_of_elsewhere(other: str) -> None:
+    with pretended_gpus(2), pytest.raises((ValueError, RuntimeError), match=r"Pointer argument|memory of cuda:1"):
+        launching.launch(add_one, (2,), torch.ones(8, device="cuda"), torch.empty(8, device=other), 8, BLOCK=4)
+
+
+def test_a_graph_captures_kernels(gpus: Gpus) -> None:
+    x, out = torch.zeros(4, device="cuda"), torch.empty(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launching.launch(add_one, (1,), x, out, 4, BLOCK=4)
+        x.copy_(out)
+    assert out.isnan().all()
+    for _ in range(3):
+        graph.replay()
+    assert x.tolist() == [3] * 4

@@ -6,8 +6,6 @@ scores are taken, so a choice depends on the scores alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -115,9 +113,9 @@ def _scored(
     width = triton.next_power_of_2(dim)
     block = max(16, min(64, _TILE // width) // min(4, triton.next_power_of_2(together)))
     grid, at = (triton.cdiv(n_keys, block), choosers * n), () if position is None else (position,)
-    scoring = Scoring(together, heads // len(keys), keys.ndim == 4, least)
+    constants = {"HEADS": (together, heads // len(keys)), "SCORE": (keys.ndim == 4, least)}
     given = vectors_of(q), vectors_of(keys), out, at, (n, dim, size), n_keys
-    launch(_score, grid, *given, S=scoring, BLOCK=block, DIM=width)
+    launch(_score, grid, *given, **constants, BLOCK=block, DIM=width)
     return out
 
 
@@ -141,19 +139,13 @@ def _choose_into(
     launch(_choose, (triton.cdiv(n_rows, rows),), scores, must, into, at, sizes, KEEP=keep, **blocks)
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """Constants of a score."""
-
-    together: int  # heads whose scores are summed
-    sharing: int  # heads that share summaries
-    bounds: bool  # whether summaries are the bounds of keys
-    least: bool  # whether the smallest score is the best
-
-
 @triton.jit(do_not_specialize=["n_keys"])
-def _score(q, keys, out, position, sizes, n_keys, S: constexpr, BLOCK: constexpr, DIM: constexpr):
-    """Score BLOCK chunks for one chooser and query; D is padded to DIM."""
+def _score(q, keys, out, position, sizes, n_keys, HEADS: constexpr, SCORE: constexpr, BLOCK: constexpr, DIM: constexpr):
+    """Score BLOCK chunks for one chooser and query; D is padded to DIM.
+
+    HEADS: how many heads' scores are summed, and how many share summaries. SCORE: whether summaries are the bounds of
+    keys, and whether the smallest score is the best.
+    """
     n, dim, size = sizes
     seen = n_keys
     if len(position):
@@ -165,16 +157,16 @@ def _score(q, keys, out, position, sizes, n_keys, S: constexpr, BLOCK: constexpr
     if first < seen:
         total = tl.zeros((BLOCK,), tl.float32)
         there = (i < seen)[:, None] & (j < dim)[None, :]
-        for h in range(S.together):
-            head = (chooser * S.together + h).to(tl.int64)
+        for h in range(HEADS[0]):
+            head = (chooser * HEADS[0] + h).to(tl.int64)
             vector = tl.load(q.at + head * q.head + query * q.row + j, mask=j < dim, other=0.0).to(tl.float32)
-            at = keys.at + head // S.sharing * keys.head + i.to(tl.int64)[:, None] * keys.row + j[None, :]
+            at = keys.at + head // HEADS[1] * keys.head + i.to(tl.int64)[:, None] * keys.row + j[None, :]
             some = tl.load(at, mask=there, other=0.0).to(tl.float32) * vector[None, :]
-            if S.bounds:
+            if SCORE[0]:
                 more = tl.load(at + dim, mask=there, other=0.0).to(tl.float32) * vector[None, :]
                 some = tl.maximum(some, more)
             total += tl.sum(some, 1)
-        if S.least:
+        if SCORE[1]:
             total = -total
         tl.store(out + tl.program_id(1).to(tl.int64) * n_keys + i, total, mask=i < seen)
 

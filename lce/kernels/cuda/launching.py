@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -67,24 +66,19 @@ def runs_on(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
 
 
-def flat(args: Any) -> Iterator[Any]:
-    """Yield the arguments of a launch; a tuple yields its own arguments."""
-    for arg in args:
-        if isinstance(arg, tuple):
-            yield from flat(arg)
-        else:
-            yield arg
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Start a kernel's programs in the current stream, on the device of its first tensor; return without waiting.
+    """Start a kernel's programs in the current stream, on the device of its first argument; return without waiting.
 
-    CUDA starts at most 2^31 - 1 programs along the first axis of a grid and 65,535 along each other axis.
+    The first argument is a tensor, or a tuple that begins with one. CUDA starts at most 2^31 - 1 programs along the
+    first axis of a grid and 65,535 along each other axis.
     """
     assert all(n < 65_536 for n in grid[1:]), f"a grid of {grid}"
     if 0 in grid:
         return
-    device = next(x.device for x in flat(args) if isinstance(x, Tensor))
+    first: Any = args[0]
+    while isinstance(first, tuple):
+        first = first[0]
+    device = first.device
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         with torch.cuda.device(device):
             kernel[grid](*args, **options)
