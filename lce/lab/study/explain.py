@@ -94,9 +94,9 @@ def explain(
     block = None if block is None else count(block, "block")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
-    bench = _Bench(method, *vectors(tokens, seed), window, block, head)
-    factor = bench.factor()
-    return Explanation(method, window, tokens, block, head, seed, bench.attended, _distances(bench, factor), factor)
+    probe = _Probe(method, *vectors(tokens, seed), window, block, head)
+    factor = probe.factor()
+    return Explanation(method, window, tokens, block, head, seed, probe.attended, _distances(probe, factor), factor)
 
 
 def _setting(
@@ -131,7 +131,7 @@ def _pair(x: Tensor) -> Tensor:
     return x[..., :: x.shape[-1] // 2]
 
 
-class _Bench:
+class _Probe:
     """A resolved method, its input vectors, and its log-weights without rotation, `rest [N, N]`."""
 
     def __init__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, window: int, block: int, head: int) -> None:
@@ -195,14 +195,14 @@ class _Bench:
         return UsageError(f"{self.method.name}: the distances cannot be read off its output: {why}")
 
 
-def _distances(bench: _Bench, factor: Tensor) -> Tensor:
+def _distances(probe: _Probe, factor: Tensor) -> Tensor:
     """Return the distance at which each query sees each attended key, `[N, N]`; -1 at other keys."""
     phase = torch.zeros(len(factor))
-    turns = [torch.complex(bench.turning(w, phase), bench.turning(w, phase + math.pi / 2)) for w in FREQUENCIES]
+    turns = [torch.complex(probe.turning(w, phase), probe.turning(w, phase + math.pi / 2)) for w in FREQUENCIES]
     turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), up to a constant a row
     i = torch.arange(len(turned))
-    nearest = (bench.attended * i).argmax(dim=-1)
-    turned = (turned - turned[i, nearest][:, None]).masked_fill(~bench.attended[..., None], 0.0)
+    nearest = (probe.attended * i).argmax(dim=-1)
+    turned = (turned - turned[i, nearest][:, None]).masked_fill(~probe.attended[..., None], 0.0)
     distance = torch.full(turned.shape[:2], -1)
     anchor = i - nearest  # the distance at which each query is taken to see its nearest key: at first that in the text
     unread = torch.ones_like(i, dtype=torch.bool)
@@ -214,9 +214,9 @@ def _distances(bench: _Bench, factor: Tensor) -> Tensor:
         for row in unread.nonzero().flatten()[:1].tolist():
             at = _anchor(turned[row])
             if at is None:
-                raise bench.refusal(f"query {row} sees keys at distances that are not whole, or beyond {REACH:,}")
+                raise probe.refusal(f"query {row} sees keys at distances that are not whole, or beyond {REACH:,}")
             anchor = anchor + (at - anchor[row])
-    return distance.masked_fill(~bench.attended, -1)
+    return distance.masked_fill(~probe.attended, -1)
 
 
 def _anchor(turned: Tensor) -> int | None:

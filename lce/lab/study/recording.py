@@ -122,13 +122,12 @@ def _run(
     assert isinstance(engine.method, Observed)
     started, method = time.perf_counter(), engine.method.inner
     bar = partial(progress, method.label)
-    result: Generation | None = None
+    result, choices = lce.Generation(), observer.choices
     if request.max_tokens:
         result = engine.generate(ids, max_tokens=request.max_tokens, logprobs=TOP, progress=bar)
     else:
         engine.prefill(ids, progress=bar)
-    run_s = time.perf_counter() - started
-    choices = observer.choices
+        result.stats.prefill_s = time.perf_counter() - started
     first, size = unit = method.choices if choices.layers else (0, max(1, engine.window // UNITS))
     looks = looks_of(observer, unit, marks, request.judge, partial(progress, "true attention"))
     return {
@@ -136,11 +135,11 @@ def _run(
         "knobs": {each.name: _plain(getattr(method, each.name)) for each in fields(method)},
         "window": engine.window, "chunk_size": size, "first": first, "placement": getattr(method, "placement", None),
         "blocks": [[block.start, block.stop] for block in choices.blocks],
-        "generated": [] if result is None else _generated(engine, ids, result),
+        "generated": _generated(engine, ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
         "choosing": choices.layers, **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True)),
-        "warning": None if result is None else result.warning,
-        "off": [list(pair) for pair in request.off], "looked": sorted(looks), "always": choices.always(),
+        "warning": result.warning, "off": [list(pair) for pair in request.off], "looked": sorted(looks),
+        "always": choices.always(),
         "segments": [
             {
                 "start": start, "stop": stop, "rows": len(rows),
@@ -150,9 +149,8 @@ def _run(
             for start, stop, rows in choices.segments()
         ],
         "stats": {
-            "prompt_tokens": len(ids), "prefill_s": round(result.stats.prefill_s if result else run_s, 4),
-            "decode_s": round(result.stats.decode_s if result else 0.0, 4),
-            "recorded_s": round(time.perf_counter() - started, 4),
+            "prompt_tokens": len(ids), "prefill_s": round(result.stats.prefill_s, 4),
+            "decode_s": round(result.stats.decode_s, 4), "recorded_s": round(time.perf_counter() - started, 4),
         },
     }  # fmt: skip
 
@@ -165,9 +163,10 @@ def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[
         return stream.push(token_id) + stream.finish() or str(token_id)
 
     texts = token_texts(engine, [*ids, *result.token_ids])[len(ids) :]
-    tops = [[[text_of(x), round(p, 4)] for x, p in each.top] for each in result.logprobs or []]
-    probabilities = [round(each.logprob, 4) for each in result.logprobs or []]
-    return [{"text": x, "logprob": p, "top": top} for x, p, top in zip(texts, probabilities, tops, strict=False)]
+    return [
+        {"text": text, "logprob": round(x.logprob, 4), "top": [[text_of(token), round(p, 4)] for token, p in x.top]}
+        for text, x in zip(texts, result.logprobs or [], strict=False)
+    ]
 
 
 def facts(engine: Engine, name: str) -> dict[str, Any]:
