@@ -82,7 +82,7 @@ def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
 
 
 def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """Return the names of a repeatable option that also takes lists with commas, each once: a callback."""
+    """Return each name once: the callback of a repeatable option that also takes lists with commas."""
     names = list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
     if values and not names:
         known = "lce eval tasks" if param.name == "tasks" else "lce methods"
@@ -157,10 +157,6 @@ def _sampling(**values: Any) -> lce.Sampling:
     return lce.Sampling(**values)
 
 
-def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
-    return {**values, "threads": threads or default_threads()}
-
-
 def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
     """Return a task of `lce eval selection` or `why` and the suite that makes its samples."""
     from lce.lab.eval.suite import MadeSuite, make_tasks
@@ -168,21 +164,20 @@ def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]
     return make_tasks([task], task_knobs)[0], MadeSuite(**how)
 
 
-def flag(usage: str, help: str, **how: Any) -> Decorator:
+def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None, **how: Any) -> Decorator:
     """Declare an option as its help shows it: `flag("--max-tokens -n TOKENS", "Write at most this many tokens.")`.
 
     The argument of the command has the name `dest`, by default that of the flag. `how` is for `click.option`.
     """
-    words, dest = usage.split(), how.pop("dest", None)
+    words, how = usage.split(), how if default is None else how | {"default": default}
     flags = [word for word in words if word.startswith("-")]
     metavar = " ".join(words[len(flags) :]) or None
     return option(*flags, *([dest] if dest else []), metavar=metavar, help=help, **how)
 
 
 model_option = flag("--model -m PATH|demo", "Folder of a safetensors checkpoint.", required=True)
-context_option = flag(
-    "--context -c FILE", "Continue this file of `lce prefill`; it does not change.", dest="context_file"
-)
+_CONTINUED = "Continue this file of `lce prefill`; it does not change."
+context_option = flag("--context -c FILE", _CONTINUED, dest="context_file")
 _METHOD = flag("--method NAME", "One of `lce methods`.", default="full")
 _METHOD_OR_CONTEXT = flag("--method NAME", "One of `lce methods`.  [default: that of --context, without one full]")
 _METHODS = flag(
@@ -192,11 +187,7 @@ _METHODS = flag(
 _KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
 knobs_option = flag("-o KEY=VALUE", "A knob of the method; repeatable.", dest="knobs", **_KNOBS)
 _COMPUTING = (
-    flag(
-        "--device auto|cpu|cuda|cuda:0,cuda:1",
-        "Where to compute; several GPUs share the model's layers.",
-        default="auto",
-    ),
+    flag("--device auto|cpu|cuda|cuda:0,cuda:1", "Where to compute; several GPUs share the model's layers.", "auto"),
     flag("--dtype auto|float32|bfloat16|float16", "Precision; auto is the checkpoint's.", default="auto"),
     flag("--weights auto|int8|int4", "Round matrices to 8 or 4 bits; auto is as stored.", default="auto"),
     flag("--block TOKENS", "Tokens prefilled in one step.  [default: what suits the method]", type=COUNT),
@@ -233,12 +224,7 @@ PROMPT = (
 _TASKS: dict[str, Any] = {"dest": "tasks", "multiple": True, "callback": parse_names}
 _SHARD = flag("--shard I/N", "Ask the I-th of N parts, counted from 0.", default="0/1")
 _SUITE = (
-    flag(
-        "--task NAME",
-        "One of `lce eval tasks`, or all; repeatable, or a list with commas.",
-        default=["passkey"],
-        **_TASKS,
-    ),
+    flag("--task NAME", "One of `lce eval tasks`, or all; repeatable, or a list with commas.", ["passkey"], **_TASKS),
     flag("-t KEY=VALUE", "A knob of all tasks, or TASK.KEY=VALUE of one; repeatable.", dest="task_knobs", **_KNOBS),
     flag("--samples N", "Documents for each task and length.", type=COUNT, default=20),
     flag("--seed", "The same seed makes the same samples.", type=int, default=0),
@@ -279,7 +265,9 @@ suite_options = packed("suite", _suite, *_SUITE)
 benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
 sampling_options = packed("sampling", _sampling, *_SAMPLING)
 loading_options = packed(
-    "loading", _loading, *_COMPUTING, *_ATTENTION, *_BUDGETS, flag("--threads", _CORES, type=COUNT)
+    "loading",
+    lambda threads, **values: {**values, "threads": threads or default_threads()},
+    *(*_COMPUTING, *_ATTENTION, *_BUDGETS, flag("--threads", _CORES, type=COUNT)),
 )
 planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
 output_options = packed("output", Output, _JSON, quiet_option, debug_option)
