@@ -165,12 +165,12 @@ class _Row:
         could = self.masses.masked_fill(self.scores.isnan(), 0.0)
         sums = pad(could.topk(int(counts.amax())).values.cumsum(-1), (1, 0))
         reachable = torch.maximum(recall, always + sums.gather(1, counts[:, None])[:, 0])
-        found = []
+        shares = {"recall": recall, "always_mass": always, "reachable": reachable}
+        found: list[Look] = []
         for head, (missed, lost) in enumerate(zip(1 - recall, reachable - recall, strict=True)):
-            shares = {"recall": recall, "always_mass": always, "reachable": reachable}
-            look: Look = {name: round(min(float(share[head]), 1.0), 4) for name, share in shares.items()}
-            look["why"] = "selection" if counts[head] and lost >= missed / 2 else "budget"
-            found.append(look if missed > 1 - ENOUGH else look | {"why": None})
+            why = "selection" if counts[head] and lost >= missed / 2 else "budget"
+            found.append({name: round(min(float(share[head]), 1.0), 4) for name, share in shares.items()})
+            found[-1]["why"] = why if missed > 1 - ENOUGH else None
         return found
 
     def _mark(self, number: int, start: int, stop: int) -> list[list[Any]]:
