@@ -76,9 +76,7 @@ class SlotQueries:
         self.q, self.turns, self.n_slots = q, turns, n_slots
         self.most_rows = q.shape[1] * (n_sharing or q.shape[0])
         self.n_turned = turns.cos.shape[1]
-        self._once = (
-            self.n_turned == 1 or q.numel() * n_slots * q.element_size() <= AT_ONCE
-        )  # whether all rows are rotated together
+        self._once = self.n_turned == 1 or q.numel() * n_slots * q.element_size() <= AT_ONCE  # rotate all rows
 
     @cached_property
     def _vectors(self) -> Tensor:

@@ -101,10 +101,7 @@ class Torch(Attention):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """Attend by one call of CUDA's variable-length kernel, without copying keys or waiting for the device.
-
-        Bytes: three copies of the queries.
-        """
+        """On CUDA, call the variable-length kernel once, without waiting for the device. Bytes: three copies of q."""
         if not flash_takes(k):
             super().grouped(queries, counts, order, k, v, into)
             return

@@ -36,9 +36,7 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
         return on_gpu.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
-    sizes = zip_longest(
-        reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1
-    )  # the leading dimensions broadcast
+    sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # both broadcast
     shape = [a if b == 1 else b for a, b in sizes][::-1]
     out = torch.empty(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
     left, right = out.chunk(2, dim=-1)

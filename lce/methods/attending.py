@@ -121,9 +121,7 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
         i, parts = block_parts(method, cache.index, step)
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
-            at, here = block_parts(
-                method, cache.index, step, step.positions(q.device)
-            )  # uploading `query_at` would wait for the device
+            at, here = block_parts(method, cache.index, step, step.positions(q.device))  # uploads would wait
         for part, same in zip(parts, here, strict=True):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
             if calls or part.keys == CHOSEN:

@@ -239,9 +239,8 @@ class Method:
     @property
     def decodes(self) -> bool:
         """Whether decode steps can be recorded: no subclass overrides a hook that `decode` replaces."""
-        return says_for(self, "decode", "attend", "attend_spans", "keep") and says_for(
-            self, "decode_chosen", "attend_chosen"
-        )
+        spans = says_for(self, "decode", "attend", "attend_spans", "keep")
+        return spans and says_for(self, "decode_chosen", "attend_chosen")
 
     @property
     def declares(self) -> bool:

@@ -36,9 +36,7 @@ class DualChunk(Method):
     """
 
     chunk_size: int | None = knob(None, "tokens of a chunk; none is 3/4 of the window", least=1)
-    parts: Literal["all", "intra", "intra+inter"] = knob(
-        "all", "which of the paper's parts are attended: intra, inter, successive"
-    )
+    parts: Literal["all", "intra", "intra+inter"] = knob("all", "which of the paper's parts are attended")
     temperature: bool = knob(False, "the factor of the released code, which the paper's results do not have")
     far: int | None = knob(None, "the query's position for chunks before the previous one; none is W - 1")
     example: ClassVar = Example({"chunk_size": 8})

@@ -62,14 +62,10 @@ class ESA(JointSelection):
 
     sinks: int = knob(128, "first tokens, always attended", least=0)
     local: int | None = knob(None, "last tokens, at exact distances; none is half of the window", least=1)
-    top_k: int | None = knob(
-        None, "tokens between that a block of queries chooses; none is a quarter of the window", least=1
-    )
+    top_k: int | None = knob(None, "tokens between that a block chooses; none is a quarter of the window", least=1)
     eps: int = knob(3, "a token's score becomes the best score at most so many tokens away", least=0)
     low_dim: int = knob(128, "numbers in a low-dimensional key", least=1)
-    compress: Literal["calibrated", "pca", "none"] = knob(
-        "calibrated", "where low-dimensional keys come from: learned maps, PCA of the prompt, or nowhere"
-    )
+    compress: Literal["calibrated", "pca", "none"] = knob("calibrated", "low-dim keys by learned maps, by PCA, or none")
     far: int | None = knob(None, "distance of the sinks and the chosen tokens; none is local", least=0)
     maps: str | LowDimMaps | None = knob(None, "file of lce calibrate; none is the one beside the model")
     heads: Literal["sum", "max"] = knob(
@@ -79,9 +75,7 @@ class ESA(JointSelection):
     example: ClassVar = Example({"sinks": 2, "local": 5, "top_k": 4, "eps": 1, "compress": "none"}, block=3)
 
     choices = 0, 1
-    presets: ClassVar = {
-        "paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}
-    }  # for a window of 8,192
+    presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # W = 8192
 
     def for_model(self, model: ModelFacts) -> Self:
         if self.compress != "calibrated":

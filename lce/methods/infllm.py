@@ -63,9 +63,7 @@ class InfLLM(JointSelection):
 
     @property
     def block(self) -> int:
-        return max(
-            1, min(512, self.n_recent // 4)
-        )  # small beside the window, because a block's queries choose together
+        return max(1, min(512, self.n_recent // 4))  # small, because the queries of a block choose together
 
     @property
     def access(self) -> AccessPattern:

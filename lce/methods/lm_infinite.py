@@ -85,10 +85,7 @@ class LMInfinite(LocalMethod):
 
 
 def _attend_best(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    """Attend the `top_k` best of tokens `first..stop-1` by rotated queries `[H, T, D]`.
-
-    Query t sees the tokens up to `first + last_seen[t]`.
-    """
+    """Attend the best of tokens `first..stop-1` by rotated queries; query t sees those up to `first + last_seen[t]`."""
     keys = (cache.span(*piece)[0] for piece in cache.segments(first, stop))
     logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
     hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]

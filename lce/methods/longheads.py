@@ -43,9 +43,7 @@ class LongHeads(SelectiveMethod):
     is H · D numbers.
     """
 
-    share: Literal["head", "group", "layer"] = knob(
-        "head", "which heads choose together: none, those of a KV head, or all"
-    )
+    share: Literal["head", "group", "layer"] = knob("head", "which heads choose together: none, a KV head's, or all")
     rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
     keep_first: bool = knob(True, "the first chunk is always attended")
     keep_last: bool = knob(True, "the last complete chunk is always attended")

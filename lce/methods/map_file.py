@@ -25,10 +25,8 @@ from lce.models.config import RopeConfig
 
 FORMAT = "lce low-dim maps 2"
 _SEAL = re.compile(rb'"digest":"([0-9a-f]{64})"')
-_HEADER_BYTES, _ENTRY_BYTES = (
-    1 << 16,
-    256,
-)  # the largest sizes in bytes of a header without its tensors, and of a tensor's entry
+_HEADER_BYTES = 1 << 16  # the largest size of a header without the entries of its tensors
+_ENTRY_BYTES = 256  # the largest size of a tensor's entry in a header
 
 
 def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -139,11 +139,7 @@ class Oracle(ByMass, BudgetedChunks):
     Cost: that of full attention, O(H · N · D) a token, in bounded slices of float32. No summaries are kept.
     """
 
-    judge: Judge = knob(
-        "constant",
-        "true attention: at true distances, or at half of the window at most",
-        kw_only=True,
-    )
+    judge: Judge = knob("constant", "true attention: at true distances, or at W // 2 at most", kw_only=True)
 
 
 def cheating(method: Method, judge: Judge = "constant") -> Method:

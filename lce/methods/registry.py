@@ -134,10 +134,7 @@ def spelled(value: Any) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert `value` to `kind`: int, float, bool, str, a Literal, or one of these or None.
-
-    The message of a `ValueError` names what was expected.
-    """
+    """Convert `value` to `kind`: int, float, bool, str, a Literal, or one of these or None. Raises `ValueError`."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         is_none = value is None or (isinstance(value, str) and value == "none")

@@ -276,9 +276,7 @@ class ChunkSelection(Method, ABC):
     @property
     def counted(self) -> bool:
         cls = type(self)
-        own = (
-            cls.choice_cost is not ChunkSelection.choice_cost
-        )  # an overriding `choice_cost` knows its class's own `score` and `summarise` only
+        own = cls.choice_cost is not ChunkSelection.choice_cost  # such a cost knows only the hooks of its own class
         return super().counted and says_for(self, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
