@@ -6,7 +6,6 @@ added_tokens.json. The chat template may have a file of its own. Every file is o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,14 +36,14 @@ class TokenizerConfig:
         config = read_object(folder / "special_tokens_map.json")
         own = read_object(folder / "tokenizer_config.json")
         config |= {key: value for key, value in own.items() if value is not None}
-        added, special_names = _added_tokens(config, read_object(folder / "added_tokens.json"))
+        added, special_names = _tokens(config, read_object(folder / "added_tokens.json"))
         return cls(
             bos_token=_content(config.get("bos_token"), "bos_token"),
             eos_token=_content(config.get("eos_token"), "eos_token"),
             add_bos=_flag(config, "add_bos_token"),
             add_eos=_flag(config, "add_eos_token"),
             space_before_all=_flag(config, "legacy") is not False,
-            special_names=tuple(dict.fromkeys([*special_names, *_special_names(config)])),
+            special_names=special_names,
             added=added,
             chat_template=_chat_template(folder, config),
         )
@@ -72,19 +71,9 @@ def _flag(config: dict[str, Any], key: str) -> bool | None:
     raise _unusable(key, value, "true or false")
 
 
-def _special_names(config: dict[str, Any]) -> Iterator[str]:
-    named = [(key, config.get(key)) for key in _NAMED]
-    for key in _LISTED:
-        listed = config.get(key, [])
-        if not isinstance(listed, list | dict):
-            raise _unusable(key, listed, "a list of tokens")
-        named += [(key, value) for value in (listed.values() if isinstance(listed, dict) else listed)]
-    return (name for key, value in named if (name := _content(value, key)) is not None)
-
-
-def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return the added tokens with their ids, and the names of the special ones."""
-    added, special_names = dict(older), []
+def _tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return the added tokens with their ids, and all special tokens. `older` is the content of added_tokens.json."""
+    added, special = dict(older), [_content(config.get(key), key) for key in _NAMED]
     decoder = config.get("added_tokens_decoder", {})
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
         token = _content(entry, "an entry of added_tokens_decoder")
@@ -92,11 +81,16 @@ def _added_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[s
             raise _unusable("added_tokens_decoder", {token_id: entry}, "an id and its token")
         added[token] = int(token_id)
         if isinstance(entry, dict) and entry.get("special") is True:
-            special_names.append(token)
+            special.append(token)
     for token, token_id in added.items():
         if type(token_id) is not int or not 0 <= token_id < 2**32 or not _is_text(token):
             raise _unusable("added_tokens.json", {token: token_id}, "a token and its id")
-    return added, special_names
+    for key in _LISTED:
+        listed = config.get(key, [])
+        if not isinstance(listed, list | dict):
+            raise _unusable(key, listed, "a list of tokens")
+        special += [_content(value, key) for value in (listed.values() if isinstance(listed, dict) else listed)]
+    return added, tuple(dict.fromkeys(token for token in special if token is not None))
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -52,13 +52,9 @@ class Detokenizer:
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
-        while text and self._strip_left:
-            if text.startswith(self._strip):
-                text = text.removeprefix(self._strip)
-                self._strip_left -= 1
-            else:
-                self._strip_left = 0
-        return text
+        n = min(self._strip_left, len(text) - len(text.lstrip(self._strip)))
+        self._strip_left = self._strip_left - n if n == len(text) else 0
+        return text[n:]
 
 
 class Tokenizer:
