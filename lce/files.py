@@ -41,8 +41,7 @@ def path_of(path: object, what: str = "the path") -> Path:
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
     """Open a regular file for reading and return the descriptor. Never waits.
 
-    Raises `error` for a file that cannot be opened, for folders, FIFOs, devices and sockets, and for a symbolic link
-    unless `follow`.
+    Raises `error` for a file that cannot be opened, for folders, FIFOs, devices, sockets, and links unless `follow`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:

@@ -72,8 +72,7 @@ class Conversation(Unique):
     With `context` the conversation continues a context, such as a saved chat or a document: the template writes the new
     messages as if they followed an answer.
 
-    One call at a time may use a conversation. A new turn ends the stream of the last turn, if it is still open; the
-    text so far stays in the history.
+    One call at a time may use a conversation. A new turn ends an open stream of the last turn, whose text so far stays.
     """
 
     instead = "save it, or make another one and give it the messages"

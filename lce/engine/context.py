@@ -45,8 +45,7 @@ class Context(Unique):
     `token_ids` is the whole sequence; the cache may lack the last token of an answer, which is prefilled with the next
     tokens. Asking a context adds the question and the answer; ask a `fork` to leave the context as it is. One call at a
     time may use a context; different contexts of one engine may be used from different threads. `announced` is the
-    number of tokens that was announced for the context; some RoPE scalings depend on it. `source` names the file from
-    which the context was opened.
+    announced number of tokens; some RoPE scalings depend on it. `source` names the file that was opened.
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.

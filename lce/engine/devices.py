@@ -60,8 +60,7 @@ def device_of(name: object) -> torch.device:
 def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
     """Return the borders of `n_layers` layers on several devices, by their free memory: see `counts_of`.
 
-    One device has no borders. `sizes` are the bytes of all weights, by our names. A tied head has its own copy on the
-    last device.
+    One device has no borders. `sizes` are the weights' bytes, by our names. A tied head has a copy on the last device.
     """
     if len(devices) == 1:
         return ()

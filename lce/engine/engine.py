@@ -168,9 +168,8 @@ class Engine(Unique):
     ) -> Context:  # fmt: skip
         """Prefill a document and return its context, by default a new one.
 
-        `length` announces how many tokens the context will have in the end. Raises `UsageError` for a document that
-        cannot be used, and `CapacityError` before any work if the document cannot fit. After any error or Ctrl-C,
-        `context` is as it was before.
+        `length` announces how many tokens the context will have in the end. Raises `UsageError` for an unusable
+        document, and `CapacityError` before any work if it cannot fit. After an error `context` is as it was before.
         """
         announced = 0 if length is None else count(length, "length", least=0)
         ids = self._ids(document, self._own(context))
@@ -269,8 +268,7 @@ class Engine(Unique):
         number of tokens between checkpoints: an interrupted call that is repeated resumes at the last one. `length`
         announces how many tokens the context will have in the end; with a `context`, that context's own announcement
         counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Raises `DataError`
-        if `path` is an unfinished prefill of another text or engine, and `CapacityError` if the disk or the memory is
-        too small.
+        if `path` is the unfinished prefill of another text or engine, `CapacityError` if disk or memory is too small.
         """
         every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
         target, ids = path_of(path), self._ids(document, self._own(context))

@@ -113,8 +113,7 @@ class Launched:
 class Recording:
     """A step for texts up to `bound` tokens: `work` does the step, and so does `replay`, once recorded.
 
-    `memory` refers to the tensors that the step uses, weakly, because a growing cache frees them. `warm` says that
-    `work` has run once.
+    `memory` refers weakly to the tensors of the step, which a growing cache frees. `warm` says that `work` has run.
     """
 
     bound: int

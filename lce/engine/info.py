@@ -82,8 +82,7 @@ class ContextInfo:
 def info(path: str | Path) -> ModelInfo | ContextInfo:
     """Describe the folder of a model, the embedded "demo", or a context file. Reads headers and small files only.
 
-    Example: `lce.info("document.lce").tokens`. Raises `ModelError` for a folder without a valid model, and `DataError`
-    for a file that is no context.
+    Example: `lce.info("document.lce").tokens`. Raises `ModelError` and `DataError` for other folders and other files.
     """
     path = path_of(path, "path")
     if str(path) != "demo" and not path.is_dir():

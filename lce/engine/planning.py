@@ -91,7 +91,7 @@ class Planner:
     """Computes the needs of contexts of one cache layout. `free_bytes` has the bytes available in each tier.
 
     The keys and values of the first `n_filed` tokens are in a context file; reading them takes `pool_bytes` of memory.
-    `weights` are the bytes of weights that are not loaded yet. Both are by device, as each has its own layers.
+    `weights` has the bytes of weights that are not loaded yet. Both `weights` and `pool_bytes` are by device.
     """
 
     layout: CacheLayout
@@ -233,16 +233,16 @@ class Allowance:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # with promised tokens
-        # In a forked process another thread of the parent may hold the lock.
-        os.register_at_fork(after_in_child=lambda: setattr(self, "_lock", threading.Lock()))
+        os.register_at_fork(
+            after_in_child=lambda: setattr(self, "_lock", threading.Lock())
+        )  # a fork may find it locked
 
     def planner(
         self, layout: CacheLayout, weights: Mapping[str, int] = {}, into_file: bool = False, own: KVCache | None = None
     ) -> Planner:
         """Return a planner for a new context, beside `weights` that are not loaded yet.
 
-        A context that is prefilled `into_file` reserves its own disk space. Promises to the cache `own` do not count as
-        taken.
+        A context that is prefilled `into_file` reserves its own disk space. Promises to the cache `own` do not count.
         """
         if into_file:
             layout = replace(layout, budgets=replace(layout.budgets, spill_dir=Path()))
