@@ -11,8 +11,7 @@ from lce.errors import UsageError
 from lce.files import named, write_whole
 from lce.sizes import size_text
 from lce.terminal.options import new_file
-from lce.terminal.output import Output
-from lce.terminal.tables import markdown
+from lce.terminal.output import Output, markdown
 
 if TYPE_CHECKING:
     from lce.lab.bench import Report, Row, Spread, StepTimes

@@ -13,7 +13,7 @@ from lce.files import named
 from lce.lab.eval.naming import knob_values
 from lce.sizes import size_text
 from lce.system import peak_memory
-from lce.terminal.tables import aligned
+from lce.terminal.output import aligned
 
 if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats

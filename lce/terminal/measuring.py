@@ -19,9 +19,8 @@ from lce.lab.eval.why import CAUSES, Causes, Verdict, check_selects, explain
 from lce.methods.mass import Judge
 from lce.sizes import size_text
 from lce.terminal.methods import check_capacity
-from lce.terminal.output import Output
+from lce.terminal.output import Output, markdown
 from lce.terminal.reading import read_text
-from lce.terminal.tables import markdown
 
 WIDTHS = {"recall": 8, "hit@1": 7, "hit@5": 7, "fact": 6, "cover": 7, "Gini": 6, "found": 7, "score": 7}
 SELECTION_HEADER = f"{'method':<12}{'length':>8}{'tokens':>8}{'reads':>11}{'of full':>9}"

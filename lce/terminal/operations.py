@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lce.sizes import size_text
-from lce.terminal.tables import aligned
+from lce.terminal.output import aligned
 
 if TYPE_CHECKING:
     from lce.engine.operations import OperationCount, Operations

@@ -1,4 +1,4 @@
-"""Writes a command's output: the result to stdout, as text or JSON, and progress and figures to stderr."""
+"""Writes a command's output: the result to stdout, as text, tables or JSON, and progress and figures to stderr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,21 @@ NEXT_LINE_S = 10.0  # and each further line after so many more.
 def note(text: str) -> None:
     """Write a note to stderr, even under --quiet."""
     click.echo(f"lce: note: {text}", err=True)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table; all columns but the first are numbers."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as columns of text; the first column is left-aligned, others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
 
 
 class ProgressLines:

@@ -12,7 +12,7 @@ from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SHARES, SelectionTable
 from lce.sizes import size_text
 from lce.terminal.measuring import number
-from lce.terminal.tables import markdown
+from lce.terminal.output import markdown
 
 
 def report_lines(report: Report) -> list[str]:
