@@ -97,8 +97,6 @@ class Attention(ABC):
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries: SlotQueries | None = None
         out = q.new_empty(chunk_ids.numel(), q.shape[-1]) if memory is None else memory.view(-1, q.shape[-1])
-        if not self.skips_unseen(out):
-            out.zero_()
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every choice is served in exactly one round
             queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))
@@ -131,12 +129,9 @@ class Attention(ABC):
         values = values.masked_fill(~seen[..., None], 0.0).view(n_heads, -1, dim)
         return (weights[:, None] @ values).to(q.dtype), lse
 
-    def skips_unseen(self, out: Tensor) -> bool:
-        """Return whether `merge_slots` never reads a partial result in `out` whose log-sum-exp is -inf."""
-        return False
-
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
-        """Merge the partial results of K slots, `out [H, T, K, D]`, `lse [H, T, K]`, by one matrix product a query."""
+        """Merge the partial results of K slots: `out [H, T, K, D]`, anything where `lse [H, T, K]` is -inf."""
+        out.masked_fill_(lse[..., None] == -torch.inf, 0.0)
         total = lse.logsumexp(-1)
         weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
         return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total

@@ -47,8 +47,5 @@ class Compiled(Torch):
         elif tile.numel():
             kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
-    def skips_unseen(self, out: Tensor) -> bool:
-        return self.kernels(out) is not None
-
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         return attention.merge_slots(out, lse) if out.is_cpu and out.dtype in STORED else super().merge_slots(out, lse)
