@@ -33,7 +33,7 @@ def main() -> NoReturn:
         prepare_streams()
         keep_interrupts()
         cli.main(prog_name="lce")
-    except KeyboardInterrupt as error:  # before or after the command
+    except KeyboardInterrupt as error:  # Ctrl-C came before or after the command
         report_failure(error)
         leave_interrupted()
     except SystemExit as end:
@@ -359,7 +359,7 @@ def methods(name: str | None, output: Output) -> None:
     for each in lce.methods.available() if name is None else [name]:
         try:
             listed.append(figures.method_object(each, lce.methods.find(each)))
-        except UsageError as error:  # one package's broken method hides no other
+        except UsageError as error:  # a broken method of one package hides no other method
             if name is not None:
                 raise
             click.echo(f"lce: warning: {error}", err=True)

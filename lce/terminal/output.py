@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lce.engine.stream import Stream
 
 
-FIRST_LINE_S = 5.0  # Where stderr is no terminal, the first line of progress comes after so many seconds,
-NEXT_LINE_S = 10.0  # and each further line after so many more.
+FIRST_LINE_S = 5.0  # The seconds before the first line of progress, where stderr is no terminal.
+NEXT_LINE_S = 10.0  # The seconds between two lines of progress.
 
 
 def note(text: str) -> None:
@@ -95,7 +95,7 @@ class Output:
     def bars(self) -> Iterator[Callable[[str, int, int], None]]:
         """Show one bar for each stage. Yield a function of the stage, the units done and the total."""
         with ExitStack() as current:
-            advance: dict[str, Callable[[int, int], None]] = {}  # has the current stage alone
+            advance: dict[str, Callable[[int, int], None]] = {}  # the function of the current stage, by the stage
 
             def advance_stage(stage: str, done: int, total: int) -> None:
                 if stage not in advance:

@@ -112,7 +112,7 @@ def _setting(
     if window is not None:
         return make(method, knobs), window, block
     example = find(method).example
-    under = {} if "preset" in knobs else example.knobs  # a preset is a complete setting
+    under = {} if "preset" in knobs else example.knobs  # a preset sets all knobs itself
     return make(method, {**under, **knobs}), example.window, example.block if block is None else block
 
 
@@ -199,7 +199,7 @@ def _distances(probe: _Probe, factor: Tensor) -> Tensor:
     """Return the distance at which each query sees each attended key, `[N, N]`; -1 at other keys."""
     phase = torch.zeros(len(factor))
     turns = [torch.complex(probe.turning(w, phase), probe.turning(w, phase + math.pi / 2)) for w in FREQUENCIES]
-    turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), up to a constant a row
+    turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), up to a constant for each row
     i = torch.arange(len(turned))
     nearest = (probe.attended * i).argmax(dim=-1)
     turned = (turned - turned[i, nearest][:, None]).masked_fill(~probe.attended[..., None], 0.0)

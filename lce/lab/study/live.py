@@ -102,7 +102,7 @@ class Live:
             try:
                 cls = find(name)
             except LceError:
-                continue  # a package's broken method hides no other
+                continue  # a broken method of one package hides no other method
             about = next(iter((cls.__doc__ or "").strip().splitlines()), "")
             methods.append({"name": name, "about": about, "knobs": knobs_of(cls)})
         model = facts(self._recorder.engine, str(self._recorder.model))

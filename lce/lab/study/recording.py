@@ -31,7 +31,7 @@ FORMAT = 1
 TOP = 5  # This many likeliest tokens are listed with each generated token.
 MOST_GENERATED = 4096
 MOST_MARKS = 32  # The largest number of marked places in a text.
-UNITS = 32  # If a method chooses nothing, a choice is this part of the window.
+UNITS = 32  # If a method chooses nothing, true attention is counted by pieces: this many make a window.
 
 Recording = dict[str, Any]
 

@@ -129,4 +129,4 @@ def _sweep(store: Path, path: Path) -> None:
             ours = ours and all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir())
             if ours and folder.name.encode() not in used:
                 shutil.rmtree(folder, ignore_errors=True)
-        store.rmdir()  # only succeeds if empty
+        store.rmdir()  # fails unless the folder is empty, which is ignored
