@@ -38,7 +38,7 @@ class Mark:
     """
 
     length: int
-    states: Sequence[Mapping[str, Held]]  # by layer, then by name
+    states: Sequence[Mapping[str, Held]]  # for each layer, the marks of its states by name
     unrounded: Sequence[Unrounded | None]
 
 
@@ -279,7 +279,7 @@ class KVCache:
     def traffic(self) -> dict[str, Traffic]:
         """The traffic of each tier; empty while there are no tiers."""
         found: dict[str, Traffic] = {}
-        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # two files in a chain share one
+        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # files in a chain share one
             before = found.get(tier.name, Traffic())
             found[tier.name] = Traffic(*map(operator.add, astuple(before), astuple(tier.traffic)))
         return found

@@ -27,7 +27,7 @@ from lce.profiling import timed
 from lce.sizes import size_text
 
 S = TypeVar("S", bound=MethodState)
-Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and keys and values `[2, G, n, D]`
+Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and their keys and values `[2, G, n, D]`
 
 
 class KVBuffer:
@@ -324,7 +324,7 @@ class LayerCache:
         if unrounded is not None:
             rounded = min(rounded, unrounded[0])
             if buffer is self.buffer:
-                self.rounded = max(rounded, buffer.first)  # if interrupted, this cache rounds again
+                self.rounded = max(rounded, buffer.first)  # after an interruption: round them again
             first = max(unrounded[0], buffer.first)
             buffer.fill(first, *unrounded[1][:, :, first - unrounded[0] :])
         state = {name: state.as_of(marks[name]) for name, state in self.state.items()}

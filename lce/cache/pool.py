@@ -45,7 +45,7 @@ class Slots(NamedTuple):
     used: Numbers  # the number of the last request that used each slot
 
     def of_slabs(self, slabs: tuple[Parts, ...]) -> Slots:
-        """Return the slots of larger or more slabs, the first of which hold the pages of these slots."""
+        """Return slots in larger or more slabs; the first slots hold the same pages as these."""
         more = (0, sum(len(slab[0]) for slab in slabs) - len(self.group))
         group = np.pad(self.group, more, constant_values=-1)
         return Slots(slabs, group, np.pad(self.chunk, more), np.pad(self.used, more))
@@ -64,7 +64,7 @@ class Pool(Tier):
         self.max_slots = max_slots
         self.pinned_chunks = pinned_chunks
         self.clock = 0  # the number of requests so far
-        self._queue = np.zeros((2, 0), np.int64)  # the slots to fill next, and the last request that used each, or -1
+        self._queue = np.zeros((2, 0), np.int64)  # the slots to fill next, and the last use of each, or -1 if free
         self.slots = Slots((), *np.zeros((3, 0), np.int64))  # replaced in one assignment when the pool grows
 
     @property
@@ -118,7 +118,7 @@ class Pool(Tier):
         slabs, after = self.slots.slabs, self.mover.now()
 
         def work() -> None:
-            with torch.inference_mode():  # each thread has its own mode
+            with torch.inference_mode():  # inference mode is set for each thread
                 self._load(missing, slots, slabs, after)
 
         return Fetch(work), missing, slots
@@ -179,7 +179,7 @@ class Pool(Tier):
             self.traffic.bytes_out += some.stop * self.page_bytes
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
-        """Write to `target` the pages here that `held_by` does not have."""
+        """Write the pages of this pool that `held_by` lacks to `target`."""
         held = self._holding(np.arange(self.n_slots))
         self._hand_down(held[~held_by.holds(self._pages(held))], target)
 
@@ -232,7 +232,7 @@ class Pool(Tier):
         return slots
 
     def _victims(self, n: int) -> Numbers:
-        """Return `n` slots to fill: free slots, then the least recently used; no pinned ones, or ones of this request.
+        """Return `n` slots to fill: free slots, then the least recently used, but none that is pinned or in use now.
 
         The slots come from a queue of a sixteenth of all slots, so that few requests scan all slots. Slots that were
         used since the queue was made are skipped. Slots outside the queue were used later than those in it.
@@ -242,7 +242,8 @@ class Pool(Tier):
             self.slots = self._grown(min(self.n_slots + n - n_free, self.max_slots))
             n_free = int((self.slots.group < 0).sum())
         found = self._take_queued(n)
-        if len(found) < n or (self.slots.group[found] < 0).sum() < min(n, n_free):  # others became free since
+        # The queue lacks slots that became free after it was made.
+        if len(found) < n or (self.slots.group[found] < 0).sum() < min(n, n_free):
             self._renew_queue(n)
             found = self._take_queued(n)
         if len(found) < n:
