@@ -36,7 +36,7 @@ from lce.cache.layer import KVBuffer, LayerCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import REMEDY, Check, Manifest, contradiction
 from lce.cache.movers import Numbers
-from lce.cache.row_file import Descriptor, FiledChecks, RowFile, raw_bytes, write_all
+from lce.cache.row_file import Checks, Descriptor, RowFile, raw_bytes, write_all
 from lce.cache.tier import Nowhere, Pages, Tier
 from lce.cache.tiers import TierStack
 from lce.errors import DataError
@@ -47,7 +47,7 @@ class ContextRows(RowFile):
     """The rows of a context file. Without extra rows of pages, token t of head group g is row `g · N + t`."""
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
-        checks = FiledChecks(descriptor, name, layout.checks_start, layout.n_rows)
+        checks = Checks(descriptor, name, layout.checks_start, layout.n_rows)
         super().__init__(descriptor, name, layout.cache.format, checks, layout.rows_start, layout.n_rows)
         self.writable = writable
         self.layout = layout

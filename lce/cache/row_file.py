@@ -56,14 +56,19 @@ class Descriptor(int):
 
 
 class Checks:
-    """Checks of rows in memory, in blocks that are allocated as rows come.
+    """Checks of rows in memory, in blocks that are made as rows come. The checks of `n` rows are in a file, too.
 
-    Contexts in several threads may share a file. No lock guards the blocks, because Ctrl-C could leave the lock held.
-    None is needed, because a block is made once and never replaced.
+    The file has them from byte `start` on; a block is read when it is first used. Contexts in several threads may share
+    the checks. No lock guards the blocks, because Ctrl-C could leave the lock held. None is needed, because a block is
+    made once and never replaced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int = -1, name: str = "", start: int = 0, n: int = 0) -> None:
         self._blocks: dict[int, NDArray[np.int32]] = {}
+        self._descriptor = descriptor
+        self._name = name
+        self._start = start
+        self._n = n
 
     @property
     def n_bytes(self) -> int:
@@ -77,6 +82,9 @@ class Checks:
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
         """Set the checks `[n]` int32 of these rows."""
+        for run in runs(np.diff(rows) != 1, len(rows)) if self._n else ():
+            start = self._start + int(rows[run.start]) * CHECK_BYTES
+            write_all(self._descriptor, raw_bytes(checks[run]), start, self._name)
         for block, some, places in _by_block(rows):
             self._block(block)[places] = checks[some].numpy()
 
@@ -89,34 +97,12 @@ class Checks:
 
     def _block(self, block: int) -> NDArray[np.int32]:
         if block not in self._blocks:
-            self._blocks.setdefault(block, self._new(block))
+            first = block * CHECK_BLOCK
+            found = torch.zeros(min(CHECK_BLOCK, self._n - first) if self._n else CHECK_BLOCK, dtype=torch.int32)
+            if self._n:
+                read_all(self._descriptor, raw_bytes(found), self._start + first * CHECK_BYTES, self._name)
+            self._blocks.setdefault(block, found.numpy())
         return self._blocks[block]
-
-    def _new(self, block: int) -> NDArray[np.int32]:
-        return np.zeros(CHECK_BLOCK, np.int32)
-
-
-class FiledChecks(Checks):
-    """The checks of `n` rows in an open file, from byte `start` on. Blocks that were read stay in memory."""
-
-    def __init__(self, descriptor: int, name: str, start: int, n: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-        self._name = name
-        self._start = start
-        self._n = n
-
-    def put(self, rows: Numbers, checks: Tensor) -> None:
-        for run in runs(np.diff(rows) != 1, len(rows)):
-            start = self._start + int(rows[run.start]) * CHECK_BYTES
-            write_all(self._descriptor, raw_bytes(checks[run]), start, self._name)
-        super().put(rows, checks)
-
-    def _new(self, block: int) -> NDArray[np.int32]:
-        first = block * CHECK_BLOCK
-        found = torch.empty(min(CHECK_BLOCK, self._n - first), dtype=torch.int32)
-        read_all(self._descriptor, raw_bytes(found), self._start + first * CHECK_BYTES, self._name)
-        return found.numpy()
 
 
 class RowFile:

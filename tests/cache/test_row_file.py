@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lce.cache import row_file
 from lce.cache.formats import KVFormat
-from lce.cache.row_file import Checks, FiledChecks, RowFile, SpillFile, fingerprints
+from lce.cache.row_file import Checks, RowFile, SpillFile, fingerprints
 from lce.errors import CapacityError, DataError
 from tests.command import output, start
 
@@ -381,11 +381,11 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 def test_what_is_put_goes_to_the_file(descriptor: int) -> None:
     """Whether its block was read before or not; and another reader finds it there."""
-    checks = FiledChecks(descriptor, "it", START, N_CHECKS)
+    checks = Checks(descriptor, "it", START, N_CHECKS)
     assert checks.of(np.array([3, 40])).tolist() == [1003, 1040]
     rows = np.array([2, 3, 4, 20, 48, 49])
     checks.put(rows, torch.arange(6, dtype=torch.int32))
-    for each in (checks, FiledChecks(descriptor, "it", START, N_CHECKS)):
+    for each in (checks, Checks(descriptor, "it", START, N_CHECKS)):
         assert each.of(rows).tolist() == [0, 1, 2, 3, 4, 5]
         assert each.of(np.array([1, 5, 19, 21, 47])).tolist() == [1001, 1005, 1019, 1021, 1047]
 
