@@ -136,10 +136,8 @@ class Calibrator:
         widths = (self.n_heads + self.n_kv_heads) * config.head_dim
         self.held_out = range(HELD_OUT - 1, len(pieces), HELD_OUT)
         self.learned_from = [index for index in range(len(pieces)) if index not in self.held_out]
-        most = min(
-            self.n_kv_heads * config.head_dim, size * len(self.learned_from) - 1
-        )  # the most that `principal` can return
-        self.low_dim = min(options.low_dim, most)
+        n_learned = size * len(self.learned_from)
+        self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)  # as `principal` does
         learned_for = LearnedFor(engine.fingerprint, self.low_dim, engine.method.far, engine.window, engine.rope)
         digest = hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
         plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.dtype), "text": digest}

@@ -162,7 +162,7 @@ class Model:
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
         """Return the scheme of each matrix that is rounded, by the matrix's published name.
 
-        Embedding and head are rounded to 8 bits: they are few of a model's bytes, and would cause much of the error.
+        Embedding and head are rounded to 8 bits, because they are few of a model's bytes and cause much of the error.
         """
         return {
             published: all_schemes()["int8"] if name in ("embed", "head") else scheme

@@ -95,7 +95,6 @@ class Tokenizer:
         Returns a `NoTokenizer` if the folder has no vocabulary. Raises ModelError for files that are broken, larger
         than any tokenizer of `vocab_size` tokens, or inconsistent with each other.
         """
-        folder = Path(folder)
         config = TokenizerConfig.read(folder)
         most = LARGEST_FILE if vocab_size is None else min(LARGEST_FILE, (4 << 20) + BYTES_A_TOKEN * vocab_size)
         vocabulary: Vocabulary
