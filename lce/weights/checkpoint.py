@@ -28,8 +28,7 @@ from lce.errors import CapacityError, ModelError, shown
 from lce.files import named, open_regular
 from lce.sizes import size_text
 from lce.weights import safetensors_file
-from lce.weights.manifest import METADATA, Manifest
-from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme, Stacked
+from lce.weights.packed import METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked
 from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, pread, stamp_of
 
 _CPU = torch.device("cpu")

@@ -1,28 +1,37 @@
 """Packed matrices: weights that are stored in quantised blocks and multiplied without unpacking.
 
 A quantised type is one file of this package. The file has a `Scheme`, entered by `register`, and the scheme's
-`PackedMatrix`.
+`PackedMatrix`. A quantised file stores a matrix `NAME` as several tensors, which the scheme names: `NAME.codes` and
+`NAME.scales`. The `Manifest` in its metadata lists the matrices.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
 import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 import lce.weights
 from lce.errors import UsageError, nearest, shown
+from lce.files import JsonError, parse_json
 from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.products import product
+from lce.weights.safetensors_file import MOST_VALUES, NAMES, Damaged, TensorInfo
 
 ROW_BLOCK = 16  # The number of rows in one block of a packed matrix.
+METADATA = "lce.quantised"  # the manifest's key in the file's metadata
+FORMAT = 1
+_REMEDY = "quantize the checkpoint again"
 _SCHEMES: dict[str, Scheme] = {}
 
 
@@ -89,6 +98,61 @@ def scheme_of(name: object) -> Scheme | None:
     if not isinstance(name, str) or name not in all_schemes():
         raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *all_schemes()])}")
     return all_schemes()[name]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of a quantised file.
+
+    `weights` is the scheme that the user chose; `matrices` has the scheme and shape of each packed matrix. `dtype` and
+    `source` are the dtype and the fingerprint of the source checkpoint. `samples` is the fingerprint of the file's own
+    tensors.
+    """
+
+    weights: str
+    dtype: str
+    source: str
+    samples: str
+    matrices: Mapping[str, tuple[str, tuple[int, int]]]
+    format: int = FORMAT
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {name: shape for name, (_, shape) in self.matrices.items()}
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        return {name: all_schemes()[scheme] for name, (scheme, _) in self.matrices.items()}
+
+    def text(self) -> str:
+        """Return the manifest as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str, file: Path, tensors: Mapping[str, TensorInfo]) -> Self:
+        """Read the manifest in a file's metadata. Raises ModelError if it is damaged or contradicts the tensors."""
+        try:
+            raw = parse_json(text.encode(), most=MOST_VALUES, unique=True)
+            if raw["format"] != FORMAT:
+                raise Damaged(file, f"format {shown(raw['format'])}; this lce reads {FORMAT}", _REMEDY)
+            matrices = {name: (scheme, (n_out, n_in)) for name, (scheme, (n_out, n_in)) in raw["matrices"].items()}
+            found = cls(raw["weights"], raw["dtype"], raw["source"], raw["samples"], matrices)
+        except (JsonError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(file, f"its manifest is incomplete ({shown(str(error), 60)})", _REMEDY) from None
+        texts = found.weights, found.dtype, found.source, found.samples
+        if not all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts):
+            raise Damaged(file, "its manifest has values that are no texts", _REMEDY)
+        if found.weights not in all_schemes() or found.dtype not in ("float32", "bfloat16", "float16"):
+            raise Damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}", _REMEDY)
+        for name, (scheme, shape) in matrices.items():
+            if not isinstance(scheme, str) or scheme not in all_schemes() or not all(type(n) is int for n in shape):
+                raise Damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}, {shown(shape)}", _REMEDY)
+            for part, (size, dtype) in all_schemes()[scheme].parts(shape).items():
+                info, expected = tensors.get(f"{name}.{part}"), (NAMES[dtype], size)
+                got = None if info is None else (info.dtype, info.shape)
+                if got != expected:
+                    raise Damaged(file, f"{shown(f'{name}.{part}')} is {got}; expected {expected}", _REMEDY)
+        return found
 
 
 class Stacked:

@@ -14,8 +14,7 @@ import torch
 from lce.errors import ModelError
 from lce.files import named, written_whole
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.manifest import METADATA, Manifest
-from lce.weights.packed import Scheme
+from lce.weights.packed import METADATA, Manifest, Scheme
 from lce.weights.safetensors_file import NAMES, STORED, read_header
 
 _NO_SAMPLES = "0" * 64

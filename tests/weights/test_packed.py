@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lce.errors import ModelError, UsageError
 from lce.models.products import linear
-from lce.weights.manifest import Manifest
-from lce.weights.packed import PackedMatrix, Stacked, all_schemes, scheme_of
+from lce.weights.packed import Manifest, PackedMatrix, Stacked, all_schemes, scheme_of
 from lce.weights.safetensors_file import TensorInfo
 
 WIDTH = 48
