@@ -67,7 +67,8 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
     """Compute `P.rows` numbers of each row of `out`, from `P.parts` times as many weight rows.
 
     With two parts, each weight row of the first half is followed by its counterpart in the second half. x is divided by
-    its root mean square only at the end, so it is read once. The sums of each row of x are held in registers.
+    its root mean square only at the end, so it is read once. A state is the sums of products and of squares of one row
+    of x, in registers.
     """
     rows = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
     of_part = tl.arange(0, P.rows * P.parts)
@@ -107,13 +108,13 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
 
 @triton.jit
 def _none(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the first value of the sums of products `[ROWS, COLUMNS]` and of squares `[COLUMNS]`: zeros."""
+    """Return the first state of a row: sums of products `[ROWS, COLUMNS]` and of squares `[COLUMNS]` that are zero."""
     return tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((COLUMNS,), tl.float32)
 
 
 @triton.jit
 def _add(x, here, inside, w, factor, state):
-    """Add the columns `here` to one row's sums of products and of squares."""
+    """Add the columns `here` of one row of x to its state."""
     some = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
     return state[0] + w * (some * factor)[None, :], state[1] + some * some
 
