@@ -18,7 +18,6 @@ from lce.attention import Attention
 from lce.cache.disk import Disk
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
-from lce.cache.movers import Mover
 from lce.cache.pool import Host, power_of_two, slab_bytes, slab_slots
 from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
@@ -189,9 +188,7 @@ def test_the_space_that_was_reserved_is_enough(
 
 @pytest.fixture
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lce.cache.pool.Cuda", lambda device: Mover())
-    monkeypatch.setattr("lce.cache.pool.Pinned", lambda device: Mover())
-    monkeypatch.setattr("lce.cache.pool.SLAB", 1)
+    no_gpu(monkeypatch)
 
 
 @pytest.mark.usefixtures("_no_gpu_needed")
