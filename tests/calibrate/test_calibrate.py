@@ -37,9 +37,8 @@ def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     engine = lce.load(tiny_model, method=ESA(maps=str(out), low_dim=8, **KNOBS))
     assert engine.generate(TEXT[:400], max_tokens=4).token_ids
-    assert isinstance(engine.method, ESA)
-    assert engine.method.maps.learned_for == LearnedFor(engine.fingerprint, 8, 8, 64, engine.rope)  # type: ignore[union-attr]
-    layers = engine.method.maps.layers  # type: ignore[union-attr]
+    assert engine.method.maps.learned_for == LearnedFor(engine.fingerprint, 8, 8, 64, engine.rope)
+    layers = engine.method.maps.layers
     assert all(bool(maps.query_bias.any()) and bool(maps.key_bias.any()) for maps in layers)
 
 
@@ -81,7 +80,6 @@ def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path,
     with pytest.raises(UsageError) as caught:
         lce.load(tiny_model, wanted, **loading)
     command = re.search("`lce (calibrate .*?)`", str(caught.value))
-    assert command is not None
     words = {"FILE": str(text), "maps.safetensors": str(out)}
     args = [words.get(word, word) for word in shlex.split(command[1])]
     assert run(*args, "--tokens", "1024", "--epochs", "1", "--force").exit_code == 0

@@ -172,7 +172,6 @@ def test_a_saved_context_goes_on_as_if_never_saved(folder: Path, tmp_path: Path)
     context.save(tmp_path / "half.lce")
     opened = engine.open_context(tmp_path / "half.lce")
     engine.prefill(ids[100:], context=opened)
-    assert opened.logits is not None
     assert difference(opened.logits, engine.logits(ids)[-1]) <= 1e-4
 
 

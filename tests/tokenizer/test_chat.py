@@ -80,7 +80,7 @@ def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
 def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], prompt: bool) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    oracle = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    oracle = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, "<s>")),
         bos_token="<s>",
         eos_token="</s>",
@@ -131,7 +131,7 @@ WRONG += [[{"role": 1, "content": "Hi"}], [{"role": "user", "content": "Hi", "na
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_messages_are_refused(wrong: object) -> None:
     with pytest.raises(DataError) as error:
-        render_chat(LLAMA2, wrong, {})  # type: ignore[arg-type]
+        render_chat(LLAMA2, wrong, {})
     assert "expected a list" in one_line(error)
 
 

@@ -194,7 +194,7 @@ def oracle_of(folder: Path, kind: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     config = config_of(kind)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
         bos_token=config["bos_token"],
         eos_token=config["eos_token"],

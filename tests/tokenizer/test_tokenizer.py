@@ -135,7 +135,7 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> Non
 def test_ids_out_of_range(made: dict[str, Tokenizer], token_id: object) -> None:
     for kind in KINDS:
         with pytest.raises(UsageError) as error:
-            made[kind].decode([token_id])  # type: ignore[list-item]
+            made[kind].decode([token_id])
         assert "token id" in one_line(error)
 
 
@@ -172,7 +172,7 @@ def test_a_prompt_of_ids() -> None:
     with pytest.raises(UsageError, match="token id 4 is not in the model's vocabulary; expected 0 to 3"):
         checked_ids([1, 4], 4)
     with pytest.raises(UsageError, match="the prompt is a list; expected text or token ids"):
-        checked_ids([1.5], 4)  # type: ignore[list-item]
+        checked_ids([1.5], 4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "unigram", "sentencepiece"])
