@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,11 +160,14 @@ def number(x: float | None) -> str:
     return "" if x is None else f"{x:,.0f}" if 1000 <= x < 1e9 else f"{x:.4g}"
 
 
-def loss_table(found: Sequence[Perplexity]) -> list[str]:
-    """Return perplexities as a Markdown table: a row a method, a column a length."""
-    columns = list(dict.fromkeys((each.first, each.length) for each in found))
-    values = {(each.method, each.first, each.length): number(each.perplexity) for each in found}
-    names = [f"{length:,}" if found[0].setting == "windows" else f"{first:,}-{length:,}" for first, length in columns]
-    methods = dict.fromkeys(each.method for each in found)
-    rows = [[f"`{method}`", *(values.get((method, *column), "") for column in columns)] for method in methods]
+def loss_table(found: Iterable[Perplexity], *, intervals: bool = False) -> list[str]:
+    """Return perplexities as a Markdown table: a row a method, a column a length or a range of positions."""
+    texts = {}
+    for each in found:
+        ends = f" ({number(each.low)}–{number(each.high)})" if intervals and each.low is not None else ""
+        texts[each.method, each.length, each.first] = f"{number(each.perplexity)}{ends}"
+    columns = sorted({(length, first) for _, length, first in texts})
+    names = [f"{first:,}-{length:,}" if first else f"{length:,}" for length, first in columns]
+    methods = dict.fromkeys(method for method, _, _ in texts)
+    rows = [[f"`{method}`", *(texts.get((method, *column), "") for column in columns)] for method in methods]
     return markdown(["method", *names], rows)

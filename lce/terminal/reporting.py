@@ -11,7 +11,7 @@ from lce.lab.eval.report import HOLDS, Cell, Report, Table
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SHARES, SelectionTable
 from lce.sizes import size_text
-from lce.terminal.measuring import number
+from lce.terminal.measuring import loss_table
 from lce.terminal.output import markdown
 
 
@@ -84,18 +84,10 @@ def _scores(table: Table) -> list[str]:
 
 def _losses(table: LossTable) -> list[str]:
     """Return a table of perplexities by length or position, with notes."""
-    names = [f"{first:,}-{length:,}" if first else f"{length:,}" for first, length in table.columns]
-    rows = []
-    for method in table.methods:
-        row = [f"`{method}`"]
-        for column in table.columns:
-            found = table.cells.get((method, column))
-            ends = "" if found is None or found.low is None else f" ({number(found.low)}–{number(found.high)})"
-            row.append("" if found is None else f"{number(found.perplexity)}{ends}")
-        rows.append(row)
     windows = " and ".join(f"{window:,}" for window in table.windows)
     notes = [f"The window has {windows} tokens."] if windows else []
-    return [*markdown(["method", *names], rows), "", *(f"- {note}" for note in [*notes, *table.notes])]
+    lines = loss_table(table.cells.values(), intervals=True)
+    return [*lines, "", *(f"- {note}" for note in [*notes, *table.notes])]
 
 
 def _selection(table: SelectionTable) -> list[str]:

@@ -239,19 +239,24 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
         for setting, group in _settings([line for line in lines if str(line[0].get("model")) == model]):
             windows = {loss.window for _, loss in group if loss.window}
             table = LossTable(name, setting, windows=tuple(sorted(windows)))
-            columns = _columns(group)
-            found: dict[tuple[str, Column], dict[str, Loss]] = {}
+            by_border: dict[int, list[LossLine]] = {}
             for sample, loss in group:
-                where = names[engine_key(sample)], columns[_border(sample)]
-                found.setdefault(where, {})[f"{sample['text']} {sample['first']} {sample.get('stop')}"] = loss
-            for (method, column), losses in found.items():
-                kind = group[0][0]["setting"]
-                table.cells[method, column] = Perplexity.of(method, kind, *column, list(losses.values()))
-            table.notes = [
-                f"At {column.length:,} tokens the methods were not asked the same texts."
-                for column in table.columns
-                if len({frozenset(losses) for (_, own), losses in found.items() if own == column}) > 1
-            ]
+                by_border.setdefault(_border(sample), []).append((sample, loss))
+            for border, members in sorted(by_border.items()):
+                kind, column = members[0][0]["setting"], Column(0, border)
+                if kind == "stream":  # the last column ends where the text ended
+                    first, stop = min(x["first"] for x, _ in members), max(x["stop"] for x, _ in members)
+                    column = Column(first if first > 1 else 0, stop)
+                found: dict[str, dict[str, Loss]] = {}
+                for sample, loss in members:
+                    window = f"{sample['text']} {sample['first']} {sample.get('stop')}"
+                    found.setdefault(names[engine_key(sample)], {})[window] = loss
+                for method, losses in found.items():
+                    table.cells[method, column] = Perplexity.of(method, kind, *column, list(losses.values()))
+                if len(set(map(frozenset, found.values()))) > 1:
+                    table.notes.append(f"At {column.length:,} tokens the methods were not asked the same texts.")
+            order = list(dict.fromkeys(names[engine_key(sample)] for sample, _ in group))
+            table.cells = dict(sorted(table.cells.items(), key=lambda cell: order.index(cell[0][0])))
             yield table
 
 
@@ -273,17 +278,3 @@ def _border(sample: Mapping[str, Any]) -> int:
     """Return the border of a line's column: a window's length, or the power of two at or after a run's end."""
     length: int = sample["length"]
     return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()
-
-
-def _columns(lines: Sequence[LossLine]) -> dict[int, Column]:
-    """Return the columns of a table by border. The last column of a stream ends where the text ended."""
-    found: dict[int, Column] = {}
-    for sample, _ in lines:
-        border = _border(sample)
-        if sample["setting"] == "windows":
-            found[border] = Column(0, border)
-        else:
-            first = 0 if sample["first"] == 1 else sample["first"]
-            before = found.get(border, Column(first, 0))
-            found[border] = Column(min(first, before.first), max(sample["stop"], before.length))
-    return found
