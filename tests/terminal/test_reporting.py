@@ -125,6 +125,8 @@ def test_eval_report_refuses_what_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("notes\n")
     assert_error(run("eval", "report", tmp_path / "text"), 3, "is no record")
     assert_error(run("eval", "report", tmp_path / "none"), 3, "there is no file")
+    (tmp_path / "empty").touch()
+    assert_error(run("eval", "report", tmp_path / "empty"), 3, "no answers")
     assert_error(run("eval", "report", tmp_path), 3, "is a folder")
     assert_error(
         run("eval", "report", file(tmp_path / "record", line(0)), "--plots", tmp_path / "text"), 2, "no folder"

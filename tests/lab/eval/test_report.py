@@ -147,14 +147,3 @@ def test_what_why_asked_again_is_one_table_of_its_own(tmp_path: Path) -> None:
     first, second = Report.read([file(tmp_path / "record", line(0), line(1), *again)]).tables
     assert [first.title, second.title] == ["made", "made, asked again by lce eval why"]
     assert second.cells["full", 512].score.samples == 2
-
-
-def test_no_file_and_no_answers_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    for files, message in (
-        ([], "no file"),
-        ([tmp_path / "none"], "there is no file"),
-        ([tmp_path / "empty"], "no answers"),
-    ):
-        with pytest.raises(LceError, match=message):
-            Report.read(files)

@@ -11,19 +11,19 @@ from typing import Any
 
 from lce.errors import DataError, shown
 from lce.files import named
-from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, Row, json_rows, json_value, row_of
+from lce.lab.eval.published.base import (
+    DESCRIBED,
+    Answered,
+    Benchmark,
+    PublishedTask,
+    Row,
+    json_rows,
+    json_value,
+    row_of,
+)
 from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Needles
 from lce.lab.eval.sample import Sample
 
-LENGTHS = {  # the lengths of texts in tokens, for each size of NeedleBench
-    "4k": (1000, 2000, 3000, 4000),
-    "8k": tuple(range(1000, 8001, 1000)),
-    "32k": (1000, *range(4000, 32001, 4000)),
-    "128k": (1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000),
-    "200k": (1000, *range(25000, 200001, 25000)),
-    "256k": (32000, 128000, 256000),
-    "1000k": (1000, *range(125000, 1000001, 125000)),
-}
 # The kinds of NeedleBench's tasks, by their names in files of OpenCompass.
 _KINDS = {"origin": "single", "parallel": "multi_retrieval"} | {
     f"{n}needle": f"multi_reasoning_{n}" for n in (2, 3, 4, 5)
@@ -89,7 +89,7 @@ class NeedleBench(Benchmark):
                 raise DataError(f"{named(path)} has too few needles in {haystack.language.name}; {self.remedy}")
         for counter in range(REPEATS[task.category]):
             Random(counter).shuffle(haystack.texts)
-            for length in LENGTHS[variant or self.variants[0]]:
+            for length in DESCRIBED[self.name]["lengths"][variant or self.variants[0]]:
                 yield from haystack.samples(counter, length)
 
     def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
