@@ -31,6 +31,6 @@ a wait. Shapes never change in place (`resize_`, `unsqueeze_`). A thread must be
 
 from tests.pretended import flash
 from tests.pretended.device import Counts, Gpus
-from tests.pretended.fixture import pretended_gpus
+from tests.pretended.fakes import pretended_gpus
 
 __all__ = ["Counts", "Gpus", "flash", "pretended_gpus"]

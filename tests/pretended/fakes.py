@@ -1,9 +1,10 @@
-"""What stands in for `torch.cuda`, and for the few functions of PyTorch that ask C++ for a GPU."""
+"""The pretence: what stands in for `torch.cuda`, and for the few functions of PyTorch that ask C++ for a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,30 +12,50 @@ import pytest
 import torch
 from torch import Tensor
 
+from lce.cache import pool
+from lce.kernels.cuda import launching
 from tests.pretended.device import Gpus
 from tests.pretended.graphs import Capture, CUDAGraph
 from tests.pretended.tensor import Mode, PretendedTensor, flat, unwrapped
 
 
-def patch_everything(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
-    """Have PyTorch find these GPUs until the patch is undone."""
-    _patch_cuda(patch, gpus)
-    _patch_conversions(patch, gpus)
-    _patch_threads(patch, gpus)
-    _patch_kernels(patch, gpus)
+@contextlib.contextmanager
+def pretended_gpus(
+    n_devices: int = 1, memory: int = 16 << 30, *, late: bool = True, triton: bool = False
+) -> Iterator[Gpus]:
+    """Have PyTorch find this many GPUs, each of so many bytes. `late`: streams do their work when it is waited for.
+
+    With `triton` lce finds Triton there, whose kernels run in its interpreter, slowly; else PyTorch's operators serve.
+    """
+    gpus = Gpus(n_devices, memory, late)
+    before = torch._C._only_lift_cpu_tensors()
+    with pytest.MonkeyPatch.context() as patch:
+        _patch_cuda(patch, gpus)
+        _patch_conversions(patch, gpus)
+        _patch_threads(patch, gpus)
+        _patch_kernels(patch, gpus)
+        patch.setattr(launching, "installed", lambda: triton)
+        patch.setattr(launching, "missing", lambda: None if triton else "Triton")
+        torch._C._set_only_lift_cpu_tensors(True)
+        pool._thread.cache_clear()  # a thread keeps the GPUs with which it began
+        try:
+            with Mode(gpus):
+                yield gpus
+        finally:
+            pool._thread().shutdown()
+            pool._thread.cache_clear()
+            torch._C._set_only_lift_cpu_tensors(before)
+    assert not gpus.faults, gpus.faults
 
 
 def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
-    def device_context(given: Any) -> Any:
-        @contextlib.contextmanager
-        def entered() -> Any:
-            before, gpus.current = gpus.current, gpus.device(given).index
-            try:
-                yield
-            finally:
-                gpus.current = before
-
-        return entered()
+    @contextlib.contextmanager
+    def device_context(given: Any) -> Iterator[None]:
+        before, gpus.current = gpus.current, gpus.device(given).index
+        try:
+            yield
+        finally:
+            gpus.current = before
 
     def index_of(given: Any = None) -> int:
         return gpus.device(given).index
