@@ -1,7 +1,5 @@
 """Asks an engine pass keys, as `lce eval passkey` does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lce

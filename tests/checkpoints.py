@@ -1,7 +1,5 @@
 """Tiny random checkpoints in the published layout. Their weights are so large that attention decides the logits."""
 
-from __future__ import annotations
-
 import functools
 import json
 import struct

@@ -1,7 +1,5 @@
 """Runs command lines and scripts, in this process or in a new one. Nothing here waits longer than `LIMIT` seconds."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -3,8 +3,6 @@
 While one worker compiles it, the others wait, and find it in the cache.
 """
 
-from __future__ import annotations
-
 import fcntl
 import signal
 from collections.abc import Callable, Iterator

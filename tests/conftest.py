@@ -1,7 +1,5 @@
 """What every test has: one thread, fixed seeds, and a tiny model to load."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

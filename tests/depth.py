@@ -1,7 +1,5 @@
 """Which cases of a test are tried every day, and which are slow: `make test-slow` tries those."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any

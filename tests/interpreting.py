@@ -4,8 +4,6 @@ Version 3.6 keeps bfloat16 as its bits: a dot multiplies them as integers, and r
 numbers of arrays `[1]` in a way that newer versions of NumPy refuse.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

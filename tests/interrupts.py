@@ -4,8 +4,6 @@ CPython runs signal handlers when a function starts or a generator goes on, at t
 call of what is not written in Python.
 """
 
-from __future__ import annotations
-
 import dis
 import sys
 from collections import Counter

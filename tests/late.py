@@ -1,7 +1,5 @@
 """A device whose copies come late, without a GPU: for tests of what waits for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 

@@ -5,8 +5,6 @@ turns by 0.02 a position: at distances beyond 78 the logit changes its sign, and
 are equal. Its answer is the digit that it attends.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

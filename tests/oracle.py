@@ -5,8 +5,6 @@ which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, 
 on each query's logits (`scale [N]`). `attention` then takes one softmax over each row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

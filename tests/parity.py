@@ -1,7 +1,5 @@
 """A family against transformers: tiny random checkpoints of the published kinds, and the logits of both."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs a method on plain tensors as `lce.methods.run` does, with any budget and with blocks that fail."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

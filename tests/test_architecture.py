@@ -1,7 +1,5 @@
 """docs/architecture.md is true: its rooms, the order in which they stand, and the names on the page."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

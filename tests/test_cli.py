@@ -1,7 +1,5 @@
 """The commands: what they print, what they refuse, and that `--help` imports nothing heavy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """No test waits without limit: every call that may block has a deadline of its own, besides that of its test."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from collections.abc import Iterator

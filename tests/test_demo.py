@@ -1,7 +1,5 @@
 """The embedded demo model does what the README says, at lengths short enough for a test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

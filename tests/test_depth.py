@@ -1,7 +1,5 @@
 """Cases that show nothing new are slow."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.depth import values

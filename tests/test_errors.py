@@ -1,7 +1,5 @@
 """The errors: one tree, one exit code a kind, and the nearest valid name."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

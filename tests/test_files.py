@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, whatever fails and whichever process writes at the same time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

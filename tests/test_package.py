@@ -1,7 +1,5 @@
 """The public face, and the methods: one file each, exported, documented, in the README."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

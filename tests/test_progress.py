@@ -1,7 +1,5 @@
 """Progress: a callback as it is, or a bar on stderr."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripts outside the package import names that lce has."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes in bytes, as people write and read them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st

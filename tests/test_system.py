@@ -1,7 +1,5 @@
 """Free memory and cores, bounded by control groups; free disk; threads that wait, and processes that fork."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

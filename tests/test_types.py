@@ -1,7 +1,5 @@
 """An embedder's file under `mypy --strict`: the public face is typed, and nothing inside lce is reported."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

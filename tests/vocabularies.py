@@ -1,7 +1,5 @@
 """Small tokenizers of every kind, made here."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

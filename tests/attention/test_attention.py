@@ -1,7 +1,5 @@
 """The kernels' one door against attention written out in float64, one query of one head at a time."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Backends are found by their names, and `auto` takes one that the machine has."""
 
-from __future__ import annotations
-
 import importlib.util
 from itertools import product
 from pathlib import Path

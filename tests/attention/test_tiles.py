@@ -1,7 +1,5 @@
 """Rotations, tiles by chunk and KV head, queries as each of their slots sees them, and products for scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

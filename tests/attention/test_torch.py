@@ -1,7 +1,5 @@
 """The CUDA ways of PyTorch's kernels, on a pretended GPU: what is passed, and where results go."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

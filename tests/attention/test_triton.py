@@ -1,7 +1,5 @@
 """The backend of GPU kernels: on CPU tensors, in Triton's interpreter, as the other backends compute it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Attention written out in float64, one query of one head at a time, and vectors to try it on."""
 
-from __future__ import annotations
-
 import math
 
 import torch

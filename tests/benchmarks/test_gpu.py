@@ -1,7 +1,5 @@
 """The script for a machine with a GPU: every stage at toy sizes on the CPU, so that no slip waits for the machine."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

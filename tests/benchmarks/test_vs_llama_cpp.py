@@ -1,7 +1,5 @@
 """lce beside llama.cpp: the same weights give nearly the same logits; without the packages one line says so."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """A context as a file: where everything is in it, what is refused, and the cache that is made of it again."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Formats: rounding to 8 bits against its definition, stored pages against their rows, scales that no number has."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

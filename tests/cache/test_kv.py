@@ -1,7 +1,5 @@
 """The KV cache: what is written is kept once it is committed, wherever it is, and copies are their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

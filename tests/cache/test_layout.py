@@ -1,7 +1,5 @@
 """Every byte count: budgets hold, the least one works, what cannot fit is refused, plans equal what is really held."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import replace

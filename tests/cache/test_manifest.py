@@ -1,7 +1,5 @@
 """The header of a context file: read whole and exactly, or refused in a line, whatever somebody wrote there."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

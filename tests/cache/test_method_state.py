@@ -1,7 +1,5 @@
 """What methods keep besides keys and values: found again as it was written, and only what was committed stays."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

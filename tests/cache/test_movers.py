@@ -1,7 +1,5 @@
 """Movers: pages are in their slots once they were waited for, and no method sees what has not arrived."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 

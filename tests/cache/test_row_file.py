@@ -1,7 +1,5 @@
 """Rows in a file: read back as they were written, whatever the disk does, or an error that says so."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Forks: they share the memory of what was there, and nothing that one of them does is seen by another."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

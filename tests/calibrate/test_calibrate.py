@@ -1,7 +1,5 @@
 """Learning low-dim maps: what is learned, measured and refused, and work folders: resuming, and damage."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The scripts of the docs as modules: they lie in no package."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

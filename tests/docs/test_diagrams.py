@@ -1,7 +1,5 @@
 """The diagrams: drawn from their text as it is now, with names that the code has, and floors in their order."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/glossary.md is true: the names that it gives are in the code, members where it says they are."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every relative link and anchor in the repository's Markdown leads somewhere, as GitHub reads them."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pictures of the docs: each is shown and has its command; one of choices shows what was chosen."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The site: its navigation and its reference of the public face are complete, and its hooks turn links and names."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

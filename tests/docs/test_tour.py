@@ -1,7 +1,5 @@
 """The tour: its code runs and prints what the pages show, and what the pages name exists."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """An engine of the tiny model, full and selective, in blocks of 32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

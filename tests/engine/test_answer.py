@@ -1,7 +1,5 @@
 """Answers on scripted tokens, and stop strings however the text is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path

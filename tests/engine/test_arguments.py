@@ -3,8 +3,6 @@
 The table is made from signatures, so a new parameter is tested as soon as it is there.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path

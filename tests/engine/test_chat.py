@@ -1,7 +1,5 @@
 """Conversations: every turn reads only what is new, whatever the template makes of earlier turns."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

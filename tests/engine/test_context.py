@@ -1,7 +1,5 @@
 """Contexts are kept apart, and a call that fails leaves a context as it was."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A model's layers on several GPUs, which are pretended: strict about tensors of two devices in one operator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

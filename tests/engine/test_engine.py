@@ -1,7 +1,5 @@
 """The engine: one text however it is asked for, its figures, and prompts and options that are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

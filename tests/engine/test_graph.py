@@ -3,8 +3,6 @@
 On a CPU the tape does the work again instead of recording it; on pretended GPUs it records operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What engine a context fits: it is written down as JSON, and a mismatch says what differs and which option helps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lanes that share a pass: the bits that each has alone, and errors that are one lane's own."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`lce.load`, `plan`, `info` and `quantize`: what they take from a folder and from options, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counted operations are those of an engine at work; and what is counted of sizes that no test can run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans promise no less than is held; what does not fit is refused before any work; contexts admitted fit together."""
 
-from __future__ import annotations
-
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

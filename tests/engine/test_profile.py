@@ -1,7 +1,5 @@
 """Profiles: times that add up, and work that is what the definition says."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

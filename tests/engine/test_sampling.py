@@ -1,7 +1,5 @@
 """Sampling: what each cut leaves, seeds, refusals. Scores of tokens: those of the whole logits, for any block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Contexts as files: what is opened is what was saved, or a clear error; whatever fails, and whenever."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Real signals at random instants: context, cache and files are as before a call, or as after it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Streams end early from any thread, and leave their context usable; `async for` has a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

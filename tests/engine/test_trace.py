@@ -1,7 +1,5 @@
 """Traces: the chunks of every query, whatever the blocks, and how the parts of blocks are joined."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """How far methods read, and what is said of longer texts: once a call, at the caller's line."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The example package in examples/custom_method, installed for real and used as its reader would."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Norms, gates, rotations and copies, on a CPU and on a GPU or in Triton's interpreter, in every layout of callers."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

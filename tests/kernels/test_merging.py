@@ -1,7 +1,5 @@
 """Merges on a CPU, and on a GPU or in Triton's interpreter, beside those in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of kernels share: random tensors, operations in float64, and the device of the kernels for GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """True mass against the definition, methods whose selection is replaced by true mass, and methods inside others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Attention is counted at its door: the keys that a query is asked to attend, what
 other products are counted as PyTorch runs them, by methods that take no compiled kernels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

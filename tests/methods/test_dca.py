@@ -1,7 +1,5 @@
 """Dual Chunk Attention: what the comparison with the oracle does not cover."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

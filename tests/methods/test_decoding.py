@@ -1,7 +1,5 @@
 """Decode steps whose index only the device knows equal those of which the host knows it, with the same tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """ESA: what the comparison with the oracle does not cover."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

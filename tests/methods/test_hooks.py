@@ -1,7 +1,5 @@
 """Hooks of a method of one's own that return something else hear what, and what was expected."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

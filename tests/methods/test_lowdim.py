@@ -1,7 +1,5 @@
 """Low-dimensional keys: the choice of tokens, and the maps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Map files: what they give back, and that any other file is refused before it is believed."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

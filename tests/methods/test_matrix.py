@@ -1,7 +1,5 @@
 """Every registered method against the oracle, and the properties that all of them share."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Methods by name, knobs from text, and methods of other packages."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint

@@ -1,7 +1,5 @@
 """`lce.methods.run`: the oracle's output in any blocks, and shapes that do not fit; `Driver`: a block whole or not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

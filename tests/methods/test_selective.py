@@ -1,7 +1,5 @@
 """The base of selective methods: what a selector may leave out, and scores that are infinite or NaN."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What single methods promise besides what the comparison with the oracle covers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

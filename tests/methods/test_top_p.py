@@ -1,7 +1,5 @@
 """The cut of a choice to a share of the mass, on numbers worked out by hand, and the knob."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

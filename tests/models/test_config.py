@@ -1,7 +1,5 @@
 """A checkpoint's config: published layouts read as transformers reads them, everything else refused in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The model against transformers: one random checkpoint for each kind of Llama that is published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

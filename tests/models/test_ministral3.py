@@ -1,7 +1,5 @@
 """Ministral 3 against transformers, over texts that are several times the window before scaling."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mistral against transformers: sliding window, none, and Nemo's narrow heads."""
 
-from __future__ import annotations
-
 from transformers import MistralConfig
 
 from tests.parity import PLAIN, FamilyTests, Kind, rope

@@ -1,7 +1,5 @@
 """Mistral 3 against transformers: the text model of an image-and-text checkpoint, with both kinds of text model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

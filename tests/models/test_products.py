@@ -1,7 +1,5 @@
 """The matrix product is exact on every path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5 against transformers, their sliding window, and the chunk sizes that Qwen publishes for dca."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

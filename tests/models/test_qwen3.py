@@ -1,7 +1,5 @@
 """Qwen3 against transformers: the norm of queries and keys, explicit head_dim, biases, YaRN."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Families: found by name and never guessed, one file each, and every method runs on all of them."""
 
-from __future__ import annotations
-
 import json
 import tokenize
 from pathlib import Path

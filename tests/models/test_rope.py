@@ -1,7 +1,5 @@
 """Rotary embedding: transformers' own frequencies, angles exact far out, and what a rotation must keep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

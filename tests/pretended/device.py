@@ -1,7 +1,5 @@
 """The pretended GPUs: run operators as CUDA would, count what waits and what is copied, hold streams and memory."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref

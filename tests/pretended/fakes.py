@@ -1,7 +1,5 @@
 """The pretence: what stands in for `torch.cuda`, and for the few functions of PyTorch that ask C++ for a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

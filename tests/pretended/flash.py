@@ -5,8 +5,6 @@ only the GPU would notice: alignment, bounds that leave the tensors, and the siz
 are those of 2.11. Results are computed in float64. What the kernel does not write is NaN.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

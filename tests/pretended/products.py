@@ -1,7 +1,5 @@
 """Products of half-precision matrices with a result in float32, which PyTorch has on CUDA alone (`out_dtype`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What CUDA does otherwise than a CPU: which devices an operator may mix, which operators wait, and which it lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The engine on a pretended GPU says what it says on the CPU: in blocks, forked, saved, and in any tier."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

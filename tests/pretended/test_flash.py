@@ -1,7 +1,5 @@
 """The stand-in of PyTorch's flash attention computes what the kernel does, and refuses what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

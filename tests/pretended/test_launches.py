@@ -1,7 +1,5 @@
 """Triton kernels on pretended GPUs, and how many of them a recorded decode step of a token launches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every method in half precision on a pretended GPU, grouped or not, against the definitions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The pretended GPU is as strict as CUDA, as late, and counts."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """`lce bench`: the tables, JSON, and what an interruption leaves."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`lce chat` and the chat of `lce generate`: what goes where, the commands, Ctrl-C, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

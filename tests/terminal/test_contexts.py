@@ -1,7 +1,5 @@
 """Commands that go on with a context file: what they take from it, what they keep, what they refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

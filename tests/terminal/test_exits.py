@@ -1,7 +1,5 @@
 """How a command ends: exit codes, one line of error, and Ctrl-C at any time."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

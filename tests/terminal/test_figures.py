@@ -1,7 +1,5 @@
 """The lines, tables and JSON objects that commands print."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`lce inspect` and `lce trace`: pages, recordings, lines and pictures, and the page served until Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

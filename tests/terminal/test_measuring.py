@@ -1,7 +1,5 @@
 """`lce eval selection`, `why` and `perplexity`: their tables, JSON, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

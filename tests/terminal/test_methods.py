@@ -1,7 +1,5 @@
 """The methods that a command line names, what `all` stands for, and whether a text fits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

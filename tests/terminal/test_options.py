@@ -1,7 +1,5 @@
 """The shared options: what they read, what they refuse, and how groups of them reach a command."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What --json and --quiet let through; progress bars: drawn on a terminal, silent elsewhere, and never left behind."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

@@ -1,7 +1,5 @@
 """The texts that commands read: where they come from, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`lce eval report`: Markdown, JSON and pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

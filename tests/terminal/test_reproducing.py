@@ -1,7 +1,5 @@
 """`lce reproduce`: the list, what it prints of an entry, and what it refuses before any work."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`lce eval run`, `tasks`, `published`, `score` and `benchmarks`; and the help of all commands `lce eval ...`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers made from every kind of file, and Llama 2's own vocabulary where shared/ has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates as Qwen2.5, Qwen3 and Ministral 3 publish them, made here, beside transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

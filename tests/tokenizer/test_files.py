@@ -1,7 +1,5 @@
 """The files beside a vocabulary: what they set, which one wins, and that broken ones are refused."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

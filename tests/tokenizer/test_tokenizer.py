@@ -1,7 +1,5 @@
 """Text to ids and back, in one piece and as a stream, for every kind of vocabulary."""
 
-from __future__ import annotations
-
 from itertools import chain, pairwise
 from pathlib import Path
 

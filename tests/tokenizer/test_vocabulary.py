@@ -3,8 +3,6 @@
 Oracles: the tokenizers library, sentencepiece itself, and transformers' LlamaTokenizer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Mapping

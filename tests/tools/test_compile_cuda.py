@@ -1,7 +1,5 @@
 """Triton kernels are compiled for GPUs without one."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

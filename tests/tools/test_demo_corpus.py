@@ -1,7 +1,5 @@
 """The demo model's corpus: reproducible, and every question has its answer before it."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

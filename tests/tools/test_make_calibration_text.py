@@ -1,7 +1,5 @@
 """The calibration text: facts with their answers, of about the asked length."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

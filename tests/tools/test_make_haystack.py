@@ -1,7 +1,5 @@
 """The example's haystack is what its tool writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rescaled values: the same model under full attention, to the bit; another one for LongHeads' summary."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

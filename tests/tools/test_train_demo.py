@@ -1,7 +1,5 @@
 """The demo model's training: plain attention, and a checkpoint that is the trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

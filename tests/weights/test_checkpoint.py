@@ -1,7 +1,5 @@
 """Checkpoint: what safetensors and transformers write is loaded bit for bit; whatever is damaged is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

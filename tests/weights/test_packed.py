@@ -1,7 +1,5 @@
 """Schemes by name, matrices of unlike types one beneath the other, and manifests that contradict their file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

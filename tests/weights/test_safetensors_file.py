@@ -1,7 +1,5 @@
 """Safetensors files: damaged headers are refused, and tensors are read number by number, whatever the pieces."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

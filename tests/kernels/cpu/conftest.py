@@ -1,7 +1,5 @@
 """The dtypes that kernels for CPUs read, and PyTorch's threads, which come back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The attention kernels beside one softmax in float64: at the borders of their blocks, and with NaN among numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The best chunks of rows and the best tokens, beside stable sorts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels are compiled once, found again in a cache, and run by PyTorch's threads."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

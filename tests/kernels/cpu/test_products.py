@@ -1,7 +1,5 @@
 """Products of few rows: the definition in float64, what is done on the way, and the same bits with any threads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Packed matrices: their error, and products, rows and unpacked weights that agree with each other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

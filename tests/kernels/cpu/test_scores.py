@@ -1,7 +1,5 @@
 """Kernels of scores, beside PyTorch's operators in float32."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

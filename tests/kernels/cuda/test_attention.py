@@ -1,7 +1,5 @@
 """Attention kernels for GPUs, on one or in Triton's interpreter, beside one softmax in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

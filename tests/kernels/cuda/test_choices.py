@@ -1,7 +1,5 @@
 """Choices on a GPU, or in Triton's interpreter, beside those of the CPU's kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Decode over runs, on a GPU or in Triton's interpreter, beside one softmax in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

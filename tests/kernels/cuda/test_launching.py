@@ -1,7 +1,5 @@
 """The door that every launch goes through."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

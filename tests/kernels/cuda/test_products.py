@@ -1,7 +1,5 @@
 """Products of a few rows on a GPU, or in Triton's interpreter, beside the same in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What the machine can do, measured on little."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A benchmark of a tiny model: every row is there, and its work is what the formulas say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """lce as a model of lm-evaluation-harness: on local tasks, the numbers of transformers as its model."""
 
-from __future__ import annotations
-
 import configparser
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What watched queries attend, against tables worked out from the definitions and by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

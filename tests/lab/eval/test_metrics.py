@@ -1,7 +1,5 @@
 """Metrics on vectors worked out by hand, and the error where a library of theirs is not installed."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Perplexity: a slow loop over transformers' logits, streams and windows, records, and intervals."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

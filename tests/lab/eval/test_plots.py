@@ -1,7 +1,5 @@
 """Pictures of reports: which there are, and what they show."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Texts with common beginnings: read as each is read alone, to the last bit, and no token twice without need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

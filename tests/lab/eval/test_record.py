@@ -1,7 +1,5 @@
 """A record of answers: what is asked once is not asked again."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import gc

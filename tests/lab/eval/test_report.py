@@ -1,7 +1,5 @@
 """Reports: several files as one, what cells are called, ceilings, and what does not discriminate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

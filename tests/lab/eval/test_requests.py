@@ -1,7 +1,5 @@
 """Requests of a harness: arguments, likelihoods as the logits give them, and texts up to their stops."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runner: ways to ask, records, shards, and what is interrupted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Means and intervals."""
 
-from __future__ import annotations
-
 import pytest
 
 from lce.lab.eval.record import Answer

@@ -1,7 +1,5 @@
 """Selections measured on samples and texts, on a hand-made model that answers what it attends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Suites: tasks with knobs, what a record calls their samples, and ceilings within the window."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

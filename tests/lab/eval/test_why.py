@@ -1,7 +1,5 @@
 """Causes of misses, on a hand-made model whose misses have known causes (tests/lookup.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

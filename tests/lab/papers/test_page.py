@@ -1,7 +1,5 @@
 """docs/reproduce.md is complete and true: its commands, and the names of code on it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

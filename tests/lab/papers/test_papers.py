@@ -1,7 +1,5 @@
 """Every table and figure: its rows, its commands, what it makes of their results, and that it runs at toy size."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

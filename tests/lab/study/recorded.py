@@ -1,7 +1,5 @@
 """A method watched on plain tensors, as `lce.lab.study` watches it in a model, and recordings taken apart."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable, Sequence
 from typing import Any

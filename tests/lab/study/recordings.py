@@ -1,7 +1,5 @@
 """Made-up recordings for tests of the page: of any length at once, and with every verdict in it."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

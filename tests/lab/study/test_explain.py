@@ -1,7 +1,5 @@
 """What `lce explain` finds: for our methods the oracle's masks and distances; for others the truth or a refusal."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

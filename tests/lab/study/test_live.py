@@ -1,7 +1,5 @@
 """Runs that a page asks for: checked, bounded, one at a time, and cancelled."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The page on loopback: what it serves, and hostile requests, which get 4xx in one line and harm nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Looks against the definitions: true attention, recalls, ranks and bytes worked out slowly from explicit tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures of explanations and of choices: what they show, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

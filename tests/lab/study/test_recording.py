@@ -1,7 +1,5 @@
 """Recordings of a real model equal what the engine chooses, and refuse what cannot be recorded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

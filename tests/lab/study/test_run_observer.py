@@ -1,7 +1,5 @@
 """Watching changes nothing and keeps every choice; heads that are off are columns of zeros in the output projection."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

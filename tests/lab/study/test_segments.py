@@ -1,7 +1,5 @@
 """Choices in few bytes come out as they went in, and spans as runs mean what they say."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The page of `lce inspect` in headless Chromium: from a file, and live with an engine that is made up."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pages: what is put where, that no text can leave its place, and files that appear whole."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """A tokenizer, and small files in the layouts of the published benchmarks, and what a perfect model answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

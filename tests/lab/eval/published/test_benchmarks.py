@@ -1,7 +1,5 @@
 """Every benchmark reads files of its own layout, asks as published, and scores what it wrote; docs and code agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """How prompts are cut and put into templates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
