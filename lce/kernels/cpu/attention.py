@@ -1,7 +1,8 @@
-"""Attention on CPUs, for prefill and decode: dense, and over chosen tiles. `rows` computes a task.
+"""Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to the tiles chosen for it.
 
-Threads take tasks from a queue. The shapes alone determine the tasks, so the bits of a result do not depend on the
-number of threads.
+A tile is the keys and values of one chunk of one KV head. Threads take tasks from a queue, and `rows.attend_rows`
+computes a task. Only shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from lce.kernels.cpu.numbers import exp2, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.rows import LOWEST, attend_rows, finish, put_query, scratch, scratch_size
 from lce.kernels.cpu.vectors import take
 
-ROWS = 96  # the largest number of rows of a task: packing the keys costs little beside the products of so many rows
-FEW = 32  # the largest number of rows of a KV head for which its keys are cut into pieces of PIECE keys
-PIECE = 512  # keys of a piece with at most FEW rows; with more rows, up to ROWS, a piece has 8 times as many keys
-_SLOT_ROWS = 64  # the smallest number of rows that a thread of `merge_slots` takes
+ROWS = 96  # most queries (of all heads) in a task: packing keys costs little beside multiplying them with so many
+FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
+PIECE = 512  # keys of a piece; if a KV head has more than FEW and at most ROWS queries, a piece has 8 times as many
+_SLOT_ROWS = 64  # the smallest number of queries that a thread of `merge_slots` takes
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend keys and values `k v [G, N, D]` with queries `q [H, T, D]`: `out [H, T, D]`, `lse [H, T]` (float32).
+    """Compute attention of queries `q [H, T, D]` to keys and values `k v [G, N, D]`.
 
-    H / G query heads share a KV head. The tensors are on the CPU, of one dtype, with a contiguous last dimension. With
-    `causal`, the last query sees the last key, and a `window` limits each query to its nearest `window` keys. If given,
-    `cos sin [T, D/2]` rotate the queries. Keys are read once for each `ROWS` queries of the heads that share them.
-    Time: O(H · T · N · D). Memory: about a megabyte a thread.
+    Returns the output `[H, T, D]` and each query's log-sum-exp `[H, T]` (float32). H / G query heads share a KV head.
+    The tensors are on the CPU, of one dtype, with a contiguous last dimension. With `causal`, query t sees the keys up
+    to `N - T + t`, so the last query sees the last key; `window` limits each query to its nearest `window` keys. If
+    given, `cos sin [T, D/2]` rotate the queries. Keys are read once per `ROWS` queries of the heads that share them.
+    Time: O(H · T · N · D). Memory: about a megabyte per thread.
     """
     (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
     rep, (q_head, q_row, q_one) = n_heads // groups, q.stride()
@@ -70,12 +72,12 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Attend E tiles of L keys and values, `k v [E, L, D]`, with A = H · T · K rows, each of which attends one tile.
+    """Compute attention of A = H · T · K rows, each to one of E tiles of L keys and values, `k v [E, L, D]`.
 
-    Row `a = (h·T + t)·K + s` is the query `q[h, t]` of `q [H, T, D]`, rotated by `cos[t, s]` and `sin[t, s]`, which are
-    `[T, K, D/2]` or `[T, 1, D/2]`. The row's tile is `tile[a]` of `tile [A]` (int64). Writes `out [A, D]` and `lse [A]`
-    (float32), except rows whose tile is -1. A tile is packed once for each `ROWS` rows that attend it. Time:
-    O(A · L · D), and a sort of A numbers.
+    Row `a = (h·T + t)·K + s` is query `q[h, t]` of `q [H, T, D]`, rotated by `cos[t, s]` and `sin[t, s]`, for the s-th
+    of its K tiles: the tile number `tile[a]` of `tile [A]` (int64). `cos sin` are `[T, K, D/2]`, or `[T, 1, D/2]` if
+    all K rotations are the same. Writes `out [A, D]` and the log-sum-exp `lse [A]` (float32), except for rows whose
+    tile is -1. A tile is packed once per `ROWS` rows that attend it. Time: O(A · L · D), and a sort of A numbers.
     """
     n_heads, n_queries, dim = q.shape
     n_slots = tile.numel() // (n_heads * n_queries)
@@ -98,11 +100,10 @@ def attend_tiles(
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the K parts of each query, `out [H, T, K, D]`, `lse [H, T, K]` (float32), both contiguous.
+    """Merge each query's attention to K tiles, `out [H, T, K, D]` and `lse [H, T, K]`, into one softmax.
 
-    Returns `[H, T, D]` and `[H, T]`. A part with lse -inf is not read.
-
-    Time: O(H · T · K · D).
+    `lse` are log-sum-exps (float32), and both tensors are contiguous. Returns `[H, T, D]` and `[H, T]`. The output for
+    a tile is not read if its log-sum-exp is -inf. Time: O(H · T · K · D).
     """
     *shape, n_slots, dim = out.shape
     fits = lse.shape == out.shape[:-1] and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
@@ -114,13 +115,13 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steepness(dim: int) -> int:
-    """Return the encoded factor that turns dot products into scores in base 2: `log2(e) / √dim`."""
+    """Return the factor `log2(e) / √dim` from dot products to scores, encoded; softmax weights are 2^score."""
     return argument_of(1 / math.sqrt(dim) * 1.4426950408889634)
 
 
 @by_dtype(inner)
 def _merge_pieces(states, partial, dim):
-    """Merge the P pieces of a row, `states [P, 2]` and `partial [P, D]`, into the first piece."""
+    """Merge results for n pieces of keys into piece 0: `states [n, 2]` (top score, weights' sum), `partial [n, D]`."""
     top = LOWEST
     for part in range(len(states)):
         top = max(top, states[part, 0])
@@ -142,7 +143,7 @@ def _attend(_first, _stop, args):
     q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
     groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece = arguments(args + 56, 9)
     q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, partial_at = arguments(args + 128, 9)
-    queue, done = args + 200, args + 208  # addresses of the next task and of the number of done pieces of each group
+    queue, done = args + 200, args + 208  # addresses: the next task's number, and each KV head's count of done pieces
     out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
     lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))
     n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_keys + piece - 1) // piece
@@ -160,7 +161,7 @@ def _attend(_first, _stop, args):
         if task >= n_tasks:
             break
         group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
-        if causal:  # the last queries see the most keys, so they start first
+        if causal:  # the last queries see the most keys, so their tasks start first
             block = n_blocks - 1 - block
         first_query = block * per_block
         n = min(per_block, n_queries - first_query)
@@ -188,11 +189,11 @@ def _attend(_first, _stop, args):
             else:
                 at = (group * rep + row // n) * n_queries + first_query + row % n
                 finish(state[row], sums[row], out, lse, at, dim)
-        if n_pieces > 1 and take(done + 8 * group) == n_pieces - 1:  # all other pieces of the group are done
+        if n_pieces > 1 and take(done + 8 * group) == n_pieces - 1:  # all other pieces of this KV head are done
             for row in range(n_rows):
                 _merge_pieces(states[group, row], partial[group, row], dim)
                 finish(states[group, row, 0], partial[group, row, 0], out, lse, group * n_rows + row, dim)
-    memory[0] = 0  # after this last use, Numba may free the memory
+    memory[0] = 0  # keeps the memory alive up to here: Numba frees an array after its last use
 
 
 @by_dtype(Kernel)
@@ -204,7 +205,7 @@ def _attend_tiles(_first, _stop, args):
     tile = carray(pointer(tile_at, int64), (n_rows,))
     out = carray(pointer(out_at, stored), (n_rows, dim))
     lse = carray(pointer(lse_at, float32), (n_rows,))
-    order = _sorted_rows(tile, n_tiles)  # each thread sorts all rows
+    order = _sorted_rows(tile, n_tiles)  # row numbers; each thread sorts all of them
     tasks = np.empty(len(order) + 1, np.int64)  # the index in `order` of each task's first row
     n_tasks, begin = 0, 0
     for i in range(len(order)):
@@ -236,12 +237,12 @@ def _attend_tiles(_first, _stop, args):
         call(rows_at, 0, size, given.ctypes.data)
         for i in range(n):
             finish(state[i], sums[i], out, lse, order[first + i], dim)
-    memory[0] = 0  # after this last use, Numba may free the memory
+    memory[0] = 0  # keeps the memory alive up to here: Numba frees an array after its last use
 
 
 @inner
 def _sorted_rows(tile, n_tiles):
-    """Sort the rows that have a tile by their tile, in a stable radix sort by digits of 11 bits."""
+    """Return the numbers of the rows whose tile is not -1, sorted by tile: a stable radix sort with 11-bit digits."""
     n = 0
     for row in range(len(tile)):
         n += tile[row] >= 0

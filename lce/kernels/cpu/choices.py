@@ -1,7 +1,7 @@
-"""Choices by scores: the best chunks of each query, and the best tokens of a block of queries.
+"""Choices by score: the n best chunks for each query, and the n best tokens for a block of queries.
 
-Scores are compared as keys: 32-bit integers in the order of the scores, with NaN as the largest. The first of equal
-scores are taken, so a choice depends on the scores alone.
+Scores are compared by sort keys, which the code calls keys: 32-bit integers in the order of the scores, with NaN as the
+largest. Of equal scores, the first are taken, so a choice depends on the scores alone.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from torch import Tensor
 from lce.kernels.cpu.compiling import Kernel, by_dtype, inner
 from lce.kernels.cpu.numbers import bits_of_float, float_of_bits, itemsize, pointer, read, stored
 
-_ROWS = 8  # the smallest number of rows that a thread of `best_chunks` takes
-_PIECE = 4096  # scores that a thread takes at a time
-_GROUP = 16  # neighbouring keys whose largest is stored, so that the choice can skip a group of small keys
+_ROWS = 8  # the smallest number of rows of scores that a thread of `best_chunks` takes
+_PIECE = 4096  # scores that a thread of `best_tokens` takes at a time
+_GROUP = 16  # neighbouring sort keys in a group; its largest is stored, so that groups of small keys can be skipped
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> Tensor:
-    """Choose the n best of M chunks for each of C choosers and T queries: ascending ids `[C, T, min(n, M)]`.
+    """Choose the n best of M chunks for each of T queries and C choosers: ascending chunk ids `[C, T, min(n, M)]`.
 
-    Ids are followed by -1 if fewer chunks can be chosen. `scores [C, T, M]` is contiguous. Query t has the index
-    `start + t` and chooses among the chunks before its own chunk `(start + t) // size`. Chunks with `forced [T, M]`
-    (bool) are taken first. A score of -inf is taken only if it is forced. Time: O(C · T · M), about twenty passes over
-    a row's keys in the L1 cache.
+    A chooser is a query head, or a group of heads that share a choice. If fewer chunks can be chosen, their ids are
+    followed by -1. `scores [C, T, M]` is contiguous. Query t has the index `start + t` in the text and chooses among
+    the chunks before its own chunk `(start + t) // size`. Chunks marked in `forced [T, M]` (bool) are taken first. A
+    chunk with score -inf is taken only if it is forced. Time: O(C · T · M), about twenty passes over a row's sort keys
+    in the L1 cache.
     """
     n_choosers, n_queries, n_chunks = scores.shape
     assert forced.dtype == torch.bool, forced.dtype
@@ -39,16 +40,16 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
 
 
 def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
-    """Choose the n best of M ≥ n tokens by `scores [M]` (float32, contiguous): ascending indices `[n]`.
+    """Choose the n best of N ≥ n tokens by `scores [N]` (float32, contiguous): ascending indices `[n]`.
 
-    A token's score is the largest of the scores at most `eps` away. Time: O(M · eps), divided among the threads, and
-    O(M / 16 + n).
+    A token counts with the largest score of all tokens at most `eps` places away. Time: O(N · eps), divided among the
+    threads, and O(N / 16 + n) on one thread.
     """
     n_tokens = len(scores)
     assert scores.dtype == torch.float32, scores.dtype
     assert scores.is_contiguous(), scores.stride()
     assert 0 < n <= n_tokens, (n, n_tokens)
-    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # keys, then the largest of each group
+    keys = torch.empty(n_tokens + -(-n_tokens // _GROUP), dtype=torch.int32)  # sort keys, then the largest per group
     chosen = torch.empty(n, dtype=torch.int64)
     _spread_keys(-(-n_tokens // _PIECE), scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
     _best_keys(1, keys.data_ptr(), chosen.data_ptr(), n_tokens, n)
@@ -57,7 +58,7 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 
 @inner
 def key_of_score(score):
-    """Return a score's key: an int32 that is larger if the score is larger; NaN has the largest key."""
+    """Return the sort key of a score, an int32: a larger score has a larger sort key, and NaN has the largest."""
     bits = bits_of_float(score)
     signed = np.int32(bits)
     ordered = np.int32(signed ^ np.int32(np.int32(signed >> np.int32(31)) & np.int32(0x7FFF_FFFF)))
@@ -67,11 +68,11 @@ def key_of_score(score):
 
 @inner
 def score_of_key(key):
-    """Return the score whose key is `key`."""
+    """Return the score whose sort key is `key`."""
     return float_of_bits(np.uint32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
-_LEAST = np.int32(-0x7F80_0001)  # the key of -inf
+_LEAST = np.int32(-0x7F80_0001)  # the sort key of -inf
 
 
 @by_dtype(Kernel)
@@ -84,9 +85,9 @@ def _best_chunks(first, stop, scores_at, forced_at, chosen_at, n_queries, n_chun
         forced = carray(pointer(forced_at + query * n_chunks, uint8), (n_chunks,))
         for i in range(seen):
             keys[i] = key_of_score(read(scores[i]))
-        for i in range(seen):  # give a forced chunk the largest of all keys
+        for i in range(seen):  # a forced chunk gets the sort key 2^31 - 1, larger than that of any score
             keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
-        # At least n keys are ≥ `low`, and fewer than n are ≥ `high`. Each step halves the range between the two.
+        # Binary search for the n-th largest sort key: at least n sort keys are ≥ `low`, and fewer than n are ≥ `high`.
         low, high = np.int64(_LEAST), np.int64(0x8000_0000)
         n_low, n_high = np.int64(seen), np.int64(0)
         while n_low > n and high - low > 1:
@@ -138,7 +139,7 @@ def _spread_keys(begin, end, scores_at, keys_at, n, eps):
 
 @inner
 def _nth_largest(keys, n):
-    """Find the n-th largest of int32 keys, one digit of 11, 11 and 10 bits after the other. Time: O(keys)."""
+    """Return the n-th largest of int32 sort keys, found digit by digit (11, 11 and 10 bits). Time: O(keys)."""
     counts = np.empty(2048, np.int64)
     found, mask, shift = np.uint32(0), np.uint32(0), 32
     for width in (11, 11, 10):
@@ -159,7 +160,11 @@ def _nth_largest(keys, n):
 
 @Kernel
 def _best_keys(_first, _stop, keys_at, chosen_at, n_keys, n):
-    """Choose the n best keys. Each of n groups has a key ≥ `least`, so the n best keys are ≥ `least` too."""
+    """Write the indices of the n largest sort keys in ascending order.
+
+    `least` is the n-th largest of the groups' largest sort keys. So n groups have a sort key ≥ `least`, the n largest
+    sort keys are ≥ `least` too, and all other groups are skipped.
+    """
     n_groups = (n_keys + _GROUP - 1) // _GROUP
     keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))
     chosen = carray(pointer(chosen_at, int64), (n,))

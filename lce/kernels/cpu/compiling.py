@@ -1,4 +1,4 @@
-"""How the kernels use Numba: it compiles them once for a processor, caches them, and runs them on PyTorch's threads."""
+"""Compilation of CPU kernels: Numba compiles each once per processor, caches it, and runs it on PyTorch's threads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from numba.extending import intrinsic
 from lce.errors import UsageError
 from lce.progress import notice
 
-MOST_ROWS = 8  # the largest number of rows of x that a decode product takes
+MOST_ROWS = 8  # the largest number of input rows (tokens) in a product of `products` or `quantised`
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-_MOST_ARGUMENTS = 16  # the largest number of a kernel's arguments; a kernel that needs more takes their address
+_MOST_ARGUMENTS = 16  # the largest number of a kernel's arguments; a kernel that needs more takes an array's address
 _I64 = ir.IntType(64)
 
 _lock = threading.RLock()
@@ -44,7 +44,7 @@ def _announce(cached: bool) -> None:
 
 @cache
 def _source() -> str:
-    """Return a digest of the source of all kernels for CPUs."""
+    """Return a digest of the source files of all CPU kernels."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -52,10 +52,10 @@ def _source() -> str:
 
 
 def usable_cache() -> Path | None:
-    """Create and return the folder of compiled kernels; None if it cannot be used.
+    """Create and return the folder of compiled kernels; None if the folder cannot be used.
 
     The folder's name has a digest of the source, so a cached kernel is never stale. Files in this folder are executed,
-    so it is used only if this user owns it and nobody else can write to it.
+    so the folder is used only if this user owns it and nobody else can write to it.
     """
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -69,12 +69,12 @@ def usable_cache() -> Path | None:
 
 
 class Kernel:
-    """A function `body(first, stop, *args)` that is compiled at its first call; threads divide the range among them.
+    """A kernel over n items: each thread calls the compiled `body(first, stop, *args)` for its range of the items.
 
-    Arguments are 64-bit integers: numbers, addresses, and floats encoded by `argument_of`. The body does not hold the
-    GIL. A single thread calls the body directly and does not start Numba's threads, which do not survive a fork.
-    Several threads call the body through `_spread`. The compiler may reassociate a sum to vectorise it, but the order
-    of a sum does not depend on the number of threads.
+    The body is compiled at the first call of the kernel. Arguments are 64-bit integers: numbers, addresses, and floats
+    encoded by `argument_of`. The body does not hold the GIL. A single thread calls the body directly and does not start
+    Numba's threads, which do not survive a fork. Several threads call the body through `_spread`. The compiler may
+    reassociate a sum to vectorise it, but the order of a sum does not depend on the number of threads.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ class Kernel:
         self._signature = types.void(*[types.intp] * body.__code__.co_argcount)
 
     def __call__(self, n: int, *args: int, least: int = 1) -> None:
-        """Run the body on the range `0..n-1`; if threads share the range, each takes at least `least` numbers of it."""
+        """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items."""
         n_parts = 1 if n < 2 * least else min(n // least, n_threads())
         if n_parts == 1:
             self._alone(0, n, *args)
@@ -97,13 +97,13 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        """The address of the machine code, by which one kernel can `call` another."""
+        """The address of the kernel's machine code, with which another kernel can `call` this one."""
         made = cast("Any", self._alone).overloads[self._signature.args]
         return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 
 class ByDtype(dict[Any, Any]):
-    """A mapping from dtypes, or other kinds of a kernel, to values that `make(kind)` creates at their first look-up."""
+    """A dict from kinds of kernels, mostly dtypes, to values that `make(kind)` creates at the first look-up."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make
@@ -114,9 +114,10 @@ class ByDtype(dict[Any, Any]):
 
 
 def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], ByDtype]:
-    """Compile one body by `make` for each dtype: `@by_dtype(Kernel) def norm(...)` defines the kernels `norm[dtype]`.
+    """Return a decorator that makes one function per dtype: `@by_dtype(Kernel) def norm(...)` defines `norm[dtype]`.
 
-    If the body uses a global name whose value is a `ByDtype`, the kernel for a dtype uses the value for that dtype.
+    `norm[dtype]` is `make(copy)`, here `Kernel(copy)`, for a copy of the function. If the function uses a global name
+    whose value is a `ByDtype`, the copy uses the value for its own dtype.
     """
 
     def instances(body: Callable[..., Any]) -> ByDtype:
@@ -134,10 +135,10 @@ def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..
 
 @cache
 def _spread() -> Callable[..., Any]:
-    """Return the function `(n, n_parts, address, args, n_args)` by which threads run any kernel in `n_parts` parts.
+    """Return a compiled function `(n, n_parts, address, args, n_args)`: it runs a kernel in `n_parts` parallel parts.
 
-    `address` is the kernel's, and `args` the address of its arguments. `n_threads` must have started the threads. The
-    result is the number of parts that failed because memory ran out.
+    The kernel has n items, machine code at `address`, and `n_args` arguments at the address `args`. `n_threads` must
+    have started the threads. The compiled function returns the number of parts that failed because memory ran out.
     """
 
     def spread(n, n_parts, address, args, n_args):
@@ -150,7 +151,7 @@ def _spread() -> Callable[..., Any]:
     if numba.threading_layer() != "workqueue":
         return made
 
-    def one_at_a_time(*args):  # workqueue's threads serve one call and abort the process at a second
+    def one_at_a_time(*args):  # Numba's workqueue threads serve one call and abort the process at a second
         with _turn:
             return made(*args)
 
@@ -159,7 +160,7 @@ def _spread() -> Callable[..., Any]:
 
 @intrinsic(prefer_literal=True)
 def arguments(typing: Any, address: Any, n: Any) -> Any:
-    """Return the n integers at an address as a tuple: a kernel with many arguments takes only their address."""
+    """In a kernel that takes only the address of its n arguments, return these integers as a tuple."""
     number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -172,13 +173,13 @@ def arguments(typing: Any, address: Any, n: Any) -> Any:
 
 @cache
 def argument_of(number: float) -> int:
-    """Encode a float as a kernel's argument: the bits of the float64 as an integer."""
+    """Encode a float as a kernel's argument: the integer with the bits of the float64."""
     return int.from_bytes(struct.pack("<d", number), "little", signed=True)
 
 
 @intrinsic
 def number_of(typing: Any, argument: Any) -> Any:
-    """Decode a float that `argument_of` encoded, as float32."""
+    """In a kernel, decode an argument that `argument_of` encoded, as float32."""
     return types.float32(types.intp), lambda context, builder, _, args: builder.fptrunc(
         builder.bitcast(args[0], ir.DoubleType()), ir.FloatType()
     )
@@ -186,13 +187,13 @@ def number_of(typing: Any, argument: Any) -> Any:
 
 @intrinsic
 def call(typing: Any, address: Any, first: Any, stop: Any, argument: Any) -> Any:
-    """Call the machine code of a kernel with one argument; return 1 if the kernel ran out of memory, else 0."""
+    """In a kernel, call the kernel at an address with one argument; return 1 if it ran out of memory, else 0."""
     return types.intp(*[types.intp] * 4), lambda context, builder, _, values: _status(context, builder, *values)
 
 
 @intrinsic
 def _call_packed(typing: Any, address: Any, first: Any, stop: Any, args: Any, n_args: Any) -> Any:
-    """Call the machine code of a kernel with `n_args` arguments, which lie at the address `args`."""
+    """In a kernel, call another kernel as `call` does, but with `n_args` arguments, read from the address `args`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         *own, at, number = values
@@ -220,7 +221,7 @@ def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
 
 
 def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False) -> Callable[..., Any]:
-    """Compile a function, or load it from the cache."""
+    """Compile a function for one signature, or load its machine code from the cache."""
     with _lock:
         folder = usable_cache()
         if folder is not None:
@@ -235,7 +236,7 @@ def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False
 def _made(
     body: Callable[..., Any], signature: Any, parallel: bool, folder: Path | None, fresh: bool
 ) -> Callable[..., Any]:
-    """Compile the function, or load it from a folder of compiled functions; `fresh` replaces the function's file."""
+    """Load `body` from `folder` (if any) or compile it; with `fresh`, always compile it and replace its file."""
     _use_torch_threads()
     with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
         made: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(body)
@@ -250,28 +251,30 @@ def _made(
 
 
 def inner(body: Callable[..., Any], inlined: bool = True) -> Callable[..., Any]:
-    """Make a function that is inlined into each kernel that calls it.
+    """Return a Numba function that is inlined into each kernel that calls it.
 
-    Without inlining, the linker would keep the first of several copies in a process. Which copy is first depends on the
-    kernels that were compiled before, and two copies may add up a sum in different orders.
+    Without inlining, each kernel would have its own copy of the function, and the linker would use the first copy in a
+    process for all kernels. Which copy is first depends on what was compiled before, and two copies may add up a sum in
+    different orders.
     """
     with _configured(DISABLE_JIT=0):
         return cast("Callable[..., Any]", numba.njit(forceinline=inlined, **_OPTIONS)(_named(body)))
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that kernels call, to compile faster than with `inner`.
+    """Return a Numba function that kernels call without inlining, so that they compile faster than with `inner`.
 
-    Every copy of the function must give the same bits: it may move numbers and call products of `vectors`, but not add
-    up a sum itself.
+    All kernels' copies of the function must give the same bits (`inner` says why). The function may move numbers and
+    call products of `vectors`, but not add up a sum itself.
     """
     return inner(body, inlined=False)
 
 
 def intrinsic_of(name: str, signature: Any, emit: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an intrinsic of one signature; `emit(builder, *values)` emits its code and returns its result, if any.
+    """Return a Numba intrinsic: a function for kernels whose LLVM code `emit(builder, *values)` emits.
 
-    The name distinguishes the intrinsic from others in the cache's keys.
+    `emit` returns the LLVM value of the result, or None if there is no result. `signature` is the only signature of the
+    intrinsic. `name` distinguishes the intrinsic from others in the cache's keys.
     """
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
@@ -308,10 +311,10 @@ def _configured(**values: Any) -> Iterator[None]:
 
 
 def _name_in_cache(cache: Any, label: str) -> str:
-    """Give a kernel its own files in the cache, the same for all processes; return the path of its index file.
+    """Set the names of a kernel's cache files to names that all processes share; return the path of the index file.
 
-    Numba's own key has pickles of the closure, which differ between processes. The kernel's name suffices as a key,
-    because the folder's name has the digest of the source.
+    Numba's own cache key contains pickled closures, which differ between processes. The kernel's name suffices as a
+    key, because the folder's name has the digest of the source.
     """
     codegen = numba.core.registry.cpu_target.target_context.codegen()
     key = numba.__version__, codegen.magic_tuple(), label
@@ -326,7 +329,7 @@ def _name_in_cache(cache: Any, label: str) -> str:
 
 
 def _named(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function a unique name: of two functions with one name in a process, the linker would take the first."""
+    """Give a function a unique name: of two functions with one name, the linker would use the first for both."""
     digest = hashlib.sha256(repr(_label(body)).encode()).hexdigest()[:16]
     body.__name__ = body.__qualname__ = f"{body.__name__}_{digest}"
     return body

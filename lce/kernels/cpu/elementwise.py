@@ -1,4 +1,4 @@
-"""The operations of a decoder layer between products: norms, gates, rotations, and copies of keys and values."""
+"""The operations of a decoder layer between matrix products: norms, gates, rotations, and copies of keys and values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ROWS = 64  # rows that a thread of `take_rows` takes at a time
 
 
 def runs_on(x: Tensor) -> bool:
-    """Return whether the kernels take a tensor: it is on the CPU, has one of their dtypes, and needs no gradient."""
+    """Return whether these kernels take a tensor: it is on the CPU, has a dtype in `STORED`, and needs no gradient."""
     return x.is_cpu and x.dtype in STORED and not x.requires_grad
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide each row of `x [T, D]` or `[H, T, D]` by its root mean square, times `weight [D]`; return it contiguous.
+    """Apply RMSNorm with `weight [D]` to each row of `x [T, D]` or `[H, T, D]`; return a contiguous tensor.
 
-    Arithmetic is float32, rounded once. Bytes: x once, the result once.
+    Each row is divided by its root mean square and multiplied by `weight`, in float32. Bytes moved: x and the result.
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     heads, n, dim = (1, *x.shape) if x.ndim == 2 else x.shape
@@ -41,9 +41,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Multiply SiLU of the first half of each row of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`.
+    """Return `silu(a) * b`, `[T, D]`, for the first half a and the second half b of each row of `x [T, 2·D]`.
 
-    Arithmetic is float32, rounded once. Bytes: x once, the result once.
+    x is contiguous. The result is computed in float32 and rounded once. Bytes moved: x once, the result once.
     """
     n, dim = x.shape[0], x.shape[1] // 2
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
@@ -54,9 +54,10 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, of up to three leading dimensions.
+    """Rotate the vectors of `x [..., D]` by angles, given as cosines and sines `cos sin [..., D/2]`, as RoPE does.
 
-    Dimension i is paired with dimension i + D/2. Arithmetic is float32, rounded once. Bytes: x once, the result once.
+    Shapes are broadcast, to at most three leading dimensions. Dimension i is paired with dimension i + D/2. The result
+    is computed in float32 and rounded once. Bytes moved: x once, the result once.
     """
     shape, dtype = x.shape, x.dtype
     half = shape[-1] // 2
@@ -67,7 +68,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x.contiguous()
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # `[H, T, D]` by `[T, D/2]`, the most frequent
+    if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # `[H, T, D]` by `[T, D/2]`, the usual case
         lead, stride, turn_strides = (1, shape[0], shape[1]), x.stride(), (0, 0, cos.stride(0))
         x_strides = 0, stride[0], stride[1]
         out = torch.empty(shape, dtype=dtype)
@@ -85,9 +86,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, cos: Tensor | None, sin: Tensor | None
 ) -> None:
-    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; rotate k by `cos sin [T, D/2]`, if any.
+    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; if given, `cos sin [T, D/2]` rotate k.
 
-    Bytes: k and v, read and written.
+    Bytes moved: k and v, read and written.
     """
     shape, into, dtype = k.shape, into_k.shape, k.dtype
     heads, n, dim = shape
@@ -112,10 +113,10 @@ def append(
 
 
 def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of one dtype: `[G, n, D]` each.
+    """Return rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of one dtype: two tensors `[G, n, D]`.
 
-    On a CPU, both copies may use the flat memory `into`: memory that an earlier layer used is still in the processor's
-    caches. On a GPU, one launch copies both. Bytes: the rows, read and written.
+    On a CPU, the results use the memory of the flat tensor `into` if it is large enough: memory that an earlier layer
+    used is still in the processor's caches. On a GPU, one launch copies both. Bytes moved: the rows, read and written.
     """
     one, two = tensors
     n_groups, _, dim = one.shape
@@ -144,7 +145,7 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None
 
 
 def _strides(x: Tensor, common: Sequence[int]) -> tuple[int, int, int]:
-    """Return the strides of x's leading dimensions, expanded to `common` and then to three dimensions."""
+    """Return the strides of x except the last, after expanding its leading dimensions to `common` and then to three."""
     strides = x.expand(*common, x.shape[-1]).stride()[:-1]
     first, second, third = (0,) * (3 - len(common)) + tuple(strides)
     return first, second, third
@@ -179,7 +180,7 @@ def _silu_mul(first, stop, x_at, out_at, dim):
 
 @by_dtype(Kernel)
 def _rotate(first, stop, x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half):
-    """Rotate rows `x [..., n1, n2, 2·half]`; the strides of x and of the angles are in numbers."""
+    """Rotate rows `x [..., n1, n2, 2·half]`; `x0`.. and `turn0`.. are strides, in numbers, of x and of the cosines."""
     for row in range(first, stop):
         a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
         x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * itemsize, stored), (2, half))

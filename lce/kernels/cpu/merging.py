@@ -1,4 +1,4 @@
-"""The merge of partial attentions over disjoint keys into one softmax over all keys."""
+"""The merge of attention results for disjoint sets of keys into the result of one softmax over all these keys."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ROWS = 64  # the smallest number of queries that a thread takes
 
 
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge two or more parts `out [..., D]`, `lse [...]` (float32) into one part.
+    """Merge two or more attention results, outputs `[..., D]` and log-sum-exps `[...]` (float32), into one such pair.
 
-    A part that saw no key has lse -inf. Sums are float32. Bytes: each part once.
+    The log-sum-exp of attention to no key is -inf. Sums are float32. Bytes moved: each result once.
     """
     first, dtype = parts[0][0], parts[0][0].dtype
     n_parts, size = len(parts), first.shape[-1]

@@ -1,4 +1,4 @@
-"""Scalars in kernels: addresses as arrays, half-precision numbers as bits, and the exponential function."""
+"""Scalar functions for kernels: pointers from addresses, conversions of half-precision numbers, and exponentials."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numba.extending import intrinsic
 
 from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, intrinsic_of
 
-# The type as which Numba reads numbers of a dtype: Numba has no bfloat16, and no float16 on CPUs.
+# Numba's type for stored numbers of each dtype: integers for bfloat16 and, on CPUs, float16, which Numba lacks.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
 
 
 @intrinsic
 def pointer(typing: Any, address: Any, kind: Any) -> Any:
-    """Convert an address to a pointer to numbers of a type; `carray` makes an array of the pointer."""
+    """In a kernel, convert an address to a pointer to numbers of type `kind`, of which `carray` makes an array."""
     result = types.CPointer(kind.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -28,7 +28,7 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
 
 
 _F16, _F32, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
-# Conversions between a float and the integer that has its bits.
+# Two functions reinterpret bits as a float32 number and back. Two convert float16 numbers, stored as bits, and back.
 float_of_bits = intrinsic_of("float_of_bits", types.float32(types.uint32), lambda b, x: b.bitcast(x, _F32))
 bits_of_float = intrinsic_of("bits_of_float", types.uint32(types.float32), lambda b, x: b.bitcast(x, _I32))
 _float_of_half = intrinsic_of("float16", types.float32(types.uint16), lambda b, x: b.fpext(b.bitcast(x, _F16), _F32))
@@ -53,8 +53,8 @@ def _same(number):
     return np.float32(number)
 
 
-# For each dtype: the stored type of a number, its bytes, and the conversions `read` from a stored number to float32 and
-# `write` from float32 to a stored number, rounded to nearest even.
+# For each dtype: the type of a stored number, its size in bytes, and the conversions `read` from a stored number to
+# float32 and `write` from float32 to a stored number, rounded to nearest even.
 stored = ByDtype(STORED.__getitem__)
 itemsize = ByDtype(lambda dtype: dtype.itemsize)
 read = ByDtype({torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _float_of_half}.__getitem__)
@@ -73,9 +73,9 @@ def sum_of_squares(x):
 
 @inner
 def exp(x):
-    """Compute `e**x` in float32 for x ≤ 88, to 2 units in the last place; 0 below -87, NaN for NaN.
+    """Compute `e**x` in float32 for x ≤ 88, to within 2 units in the last place; NaN for NaN.
 
-    Unlike the C library's function, this one can be vectorised.
+    For x below -87.33, the result is `e**-87.33`, about 1e-38. Unlike the C library's function, this one vectorises.
     """
     x = np.float32(-87.33) if x < np.float32(-87.33) else np.float32(x)
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -92,7 +92,7 @@ def exp(x):
 
 @inner
 def exp2(x):
-    """Compute `2**x` in float32 for x ≤ 0, to 2 units in the last place; 0 below -126, NaN for NaN."""
+    """Compute `2**x` in float32 for x ≤ 0, to within 2 units in the last place; 0 below -126, NaN for NaN."""
     y = np.float32(-126) if x < np.float32(-126) else np.float32(x)
     n = np.floor(y + np.float32(0.5))
     r = y - n

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix, which read the weights once, at the speed of memory.
+"""Products of a few input rows with a weight matrix, which is read once, at the speed of memory.
 
 The kernel also does the operations around a product in a decoder layer: the norm of the input, the bias, the gate of an
 MLP, and the sum with the hidden states.
@@ -17,24 +17,24 @@ from lce.kernels.cpu.numbers import exp, itemsize, pointer, read, stored, sum_of
 from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time
-_CHAINS = 2  # independent sums of a dot product, so that no addition waits for the one before it
+_CHAINS = 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 _COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that are multiplied with four rows of x at a time
-_APART = 80  # numbers of padding behind each row of x: rows a power of two apart compete for the same L1 cache lines
+_APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart compete for the same L1 cache lines
 
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`: `[T, out]`, for T up to `MOST_ROWS`.
+    """Return `x @ weight.T + bias`, `[T, out]`, for `x [T, in]`, T ≤ `MOST_ROWS`, `weight [out, in]`, `bias [out]`.
 
     With `norm [in]`, each row of x is first divided by its root mean square and multiplied by `norm`. With `gated`, the
-    result is SiLU of its first half times its second half, `[T, out / 2]`. With `onto`, the result is added to that
-    tensor in place.
+    first half a and second half b of each result row are combined to `silu(a) * b`: `[T, out / 2]`. With `onto`, the
+    result is added to that tensor in place.
 
     All tensors are contiguous, on the CPU and of one dtype. Arithmetic is float32, rounded once at the end. A row of
-    the result has the same bits for any T and number of threads. Bytes: the weights once. Eight rows take two to four
-    times as long as one row.
+    the result has the same bits for any T and number of threads. Bytes moved: the weights once. Eight rows take two to
+    four times as long as one row.
     """
     (n_rows, size), dtype = weight.shape, weight.dtype
     out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gated, onto)
@@ -48,9 +48,9 @@ def around_product(
     x: Tensor, n_rows: int, width: int, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, onto: Tensor | None = None,
 ) -> tuple[Tensor, int, tuple[int, ...]]:  # fmt: skip
-    """Check the tensors around a product with a matrix `[n_rows, width]`, for `product`'s arguments.
+    """Check the arguments of `product` other than the matrix, whose shape is `[n_rows, width]`.
 
-    Returns the output, the number of its columns, and the arguments of a kernel behind those of the matrix.
+    Returns the output, its number of columns, and the kernel's arguments after the addresses of x and the matrix.
     """
     (n, size), dtype = x.shape, x.dtype
     n_out = n_rows // 2 if gated else n_rows
@@ -112,11 +112,11 @@ _dots_4 = ByDtype(lambda dtype: vectors.dots(False, dtype, {4: _COLUMNS}, _CHAIN
 
 @by_dtype(inner)
 def _dots(x, n, weight_at, size, n_here, sums):
-    """Multiply n rows of `x [n, ≥ size]` with `n_here` weight rows at an address: `sums [n, n_here]`.
+    """Write the dot products of n rows of x with the `n_here` weight rows at an address to `sums [n, n_here]`.
 
-    A weight row is read from memory once. If n > 2, four rows of x are multiplied with `_COLUMNS` weight rows at a
-    time; the rows of `x` and `sums` are then padded to a multiple of four, and `sums` has `_COLUMNS` spare columns. The
-    order of a sum is the same for any n.
+    The first `size` numbers of a row of x are used. Each weight row is read from memory once. If n > 2, four rows of x
+    are multiplied with `_COLUMNS` weight rows at a time; x and `sums` then have padding up to a multiple of four rows,
+    and `sums` has `_COLUMNS` spare columns. The order of a sum is the same for any n.
     """
     n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
     whole, row = n_steps * _CHAINS * LANES, 0
@@ -128,7 +128,7 @@ def _dots(x, n, weight_at, size, n_here, sums):
         elif n == 2:
             _dots_2(2, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
         else:
-            weight_row = size * itemsize if step == _COLUMNS else 0  # 0: all columns are the same weight row
+            weight_row = size * itemsize if step == _COLUMNS else 0  # stride 0: all columns are the same weight row
             for i in range(0, n, 4):
                 _dots_4(4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
         row += step

@@ -1,19 +1,20 @@
-"""Matrices whose weights are rounded to 8 and 4 bits: packing, unpacking, and products of a few rows with them.
+"""Weight matrices quantised to 8 or 4 bits: packing, unpacking, and products of a few rows with them.
 
-A matrix `[out, in]` is stored in blocks of 16 rows. A vector of 64 bytes has 16 words, one for each row of a block, and
-a word has the codes of 4 neighbouring inputs (8 bits) or 8 neighbouring inputs (4 bits):
+A matrix `[out, in]` is stored in blocks of 16 rows. A code is a weight as an integer. Codes are stored as vectors of 64
+bytes: 16 words, one for each row of a block. A word has the codes of 4 (8 bits) or 8 (4 bits) neighbouring inputs of a
+row. A group is 128 (8 bits) or 32 (4 bits) neighbouring inputs, which share a scale. The stored tensors are:
 
-    codes   [blocks, in / 4, 64]   int8: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
-            [blocks, in / 8, 64]   uint8, 4 bits: the n-th nibbles of a word's two halfwords are inputs 2·n and 2·n + 1
-    scales  [blocks, groups, 16]   bfloat16, one for each row and group of neighbouring inputs
+    codes   [blocks, in / 4, 64]   int8, with 8 bits: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
+            [blocks, in / 8, 64]   uint8, with 4 bits: nibbles n of a word's halfwords are inputs 2·n, 2·n + 1
+    scales  [blocks, groups, 16]   bfloat16, one for each group and row
     zeros   [blocks, groups, 16]   uint8, in sixteenths of a code; only with 4 bits
 
 A weight is `scale * code` with 8 bits and `scale * (code - zero / 16)` with 4 bits. Rows and inputs are padded with
 zeros to whole blocks and groups.
 
-Products multiply integers. x is scaled, so that the largest number of each group uses all of 16 bits, and rounded to
-16-bit halfwords. Halfwords of neighbouring inputs are multiplied in pairs and added without error. If x is float32, a
-second halfword holds the next 16 bits of each number.
+Products multiply integers. Each group of an input row x is scaled so that its largest number uses all of 16 bits, and
+is rounded to 16-bit integers, called halfwords. Products of codes and halfwords are added in pairs of inputs, without
+error. If x is float32, a second halfword holds the next 16 bits of each number.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from lce.kernels.cpu.numbers import STORED, bits_of_float, exp, float_of_bits, p
 from lce.kernels.cpu.products import around_product
 from lce.kernels.cpu.vectors import LANES, call_llvm, i64, loop, multiply_add, splat, transposed
 
-GROUPS = {8: 128, 4: 32}  # for each number of bits, the inputs that share a scale
+GROUPS = {8: 128, 4: 32}  # for each number of bits, the number of inputs in a group, which share a scale
 
 _TASK = 4  # blocks that a thread takes at a time
 _ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
 _STEP = 4  # vectors of codes in one step of the innermost loop
-_CHAINS = 4  # independent sums of a dot product, so that no addition waits for the one before it
+_CHAINS = 4  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 _VECTOR = 4 * LANES  # bytes of a vector
-_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # halfwords that represent a number of x
-_MULTIPLIES_PAIRS = "avx512bw" in features()  # whether one instruction multiplies 32 halfwords and adds the pairs
-_SHRINKS = 4  # the number of ranges of codes that 4-bit rounding tries for each group
-_SHRINK = np.float32(0.06)  # the part of a group's whole range by which each further range is narrower
-_FITS = 2  # least-squares corrections of each group's scale and zero
+_PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # number of planes: halfwords per number
+_MULTIPLIES_PAIRS = "avx512bw" in features()  # whether one instruction does 32 products and adds them in pairs
+_SHRINKS = 4  # ranges of weights that 4-bit quantisation tries for each group
+_SHRINK = np.float32(0.06)  # each range tried is narrower than the last by this part of the group's whole range
+_FITS = 2  # least-squares corrections of a group's scale and zero for each range tried
 
 _F32, _I8, _I16, _I32 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
 _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I8, _I16, _I32))
@@ -59,7 +60,7 @@ def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, i
 
 
 class RoundedMatrix:
-    """A matrix `[out, in]` whose stored tensors are `parts`: codes, scales and, with 4 bits, zeros."""
+    """A quantised matrix `[out, in]`; the tensors in `parts` are its codes, scales and, with 4 bits, zeros."""
 
     def __init__(self, shape: tuple[int, ...], stored: Mapping[str, Tensor]) -> None:
         self.shape = shape[0], shape[1]
@@ -72,10 +73,10 @@ class RoundedMatrix:
         self._addresses = stored["codes"].data_ptr(), stored["scales"].data_ptr(), zeros_at
 
     def pack(self, weight: Tensor) -> None:
-        """Round `weight [out, in]`, contiguous, into the stored tensors.
+        """Quantise `weight [out, in]`, contiguous, into the tensors of this matrix.
 
-        With 4 bits, the scale and zero of each group are fitted to its weights by least squares. Time: about 0.3 ns a
-        weight and thread for 8 bits, 4 ns for 4 bits.
+        With 4 bits, the scale and zero of each group are fitted to its weights by least squares. Time per weight on one
+        thread: about 0.3 ns with 8 bits, 4 ns with 4 bits.
         """
         assert weight.shape == self.shape, weight.shape
         assert weight.is_contiguous()
@@ -83,11 +84,12 @@ class RoundedMatrix:
         _pack[self.bits, weight.dtype](n_blocks, weight.data_ptr(), *self._addresses, *self.shape)
 
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
-        """Multiply `x [T, in]` with the matrix transposed, as `lce.kernels.cpu.products.product` does.
+        """Multiply `x [T, in]` with the matrix transposed; options are those of `lce.kernels.cpu.products.product`.
 
-        `gated` needs whole blocks in each half of the rows. x is rounded to 16 bits, or 32 if it is float32; the sum of
-        a group is then exact, and the sum of groups float32. A row of the result has the same bits for any T and number
-        of threads; it is NaN if its row of x is not finite. Bytes: the packed weights once.
+        With `gated`, each half of the matrix's rows must be whole blocks. x is rounded to 16 bits, or to 32 bits if it
+        is float32. Products within a group are then added exactly, and groups are added in float32. A row of the result
+        has the same bits for any T and number of threads; it is NaN if its row of x is not finite. Bytes moved: the
+        packed weights once.
         """
         out, n_out, given = around_product(x, *self.shape, bias, **around)
         assert not around.get("gated") or n_out % LANES == 0, self.shape
@@ -96,7 +98,7 @@ class RoundedMatrix:
         return out
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
-        """Fill `out [rows, in]`, of any dtype, with the rows from `first` on, a multiple of 16; return `out`."""
+        """Unpack rows, from row `first` (a multiple of 16) on, into `out [rows, in]`, of any dtype; return `out`."""
         n_rows, n_in = out.shape
         fits = first % LANES == 0 and first + n_rows <= -(-self.shape[0] // LANES) * LANES and n_in == self.shape[1]
         assert fits, (first, out.shape, self.shape)
@@ -105,7 +107,7 @@ class RoundedMatrix:
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Unpack the rows `ids [T]` (int64): `[T, in]`."""
+        """Return the unpacked rows `ids [T]` (int64): `[T, in]`."""
         assert ids.dtype == torch.int64, ids.dtype
         assert ids.is_contiguous()
         assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < self.shape[0]), self.shape
@@ -120,15 +122,16 @@ def _const(kind: Any, value: Any) -> Any:
 
 
 def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Load vector number `index` of the vectors of type `kind` at an address."""
+    """Emit a load of vector number `index` from an array of vectors of type `kind` at an address."""
     return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
 
 
 def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
-    """Extract the codes of each input in turn from a vector of 16 rows' words.
+    """Emit the extraction of the codes from a vector of 16 words, one word for each row of a block.
 
-    Returns for each input 16 codes times `2^exponent`, as float32 numbers, and the exponent: a code is masked at its
-    place in the word, or moved to the word's highest byte for its sign, but not shifted down.
+    Returns, for each input of a word in order, the 16 rows' codes times `2^exponent` as float32, and the exponent. To
+    save shifts, a 4-bit code is masked at its place in the word, except the highest, which is shifted down. An 8-bit
+    code is moved to the highest byte of its word, for its sign.
     """
     found = []
     for n in range(32 // bits):
@@ -145,7 +148,7 @@ def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
 
 
 def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
-    """Extract the codes of two inputs at a time from a vector of 16 rows' words: vectors of 32 halfwords."""
+    """Emit the extraction of codes from 16 words, one per row: vectors of halfwords, two inputs' codes per row."""
     halves = builder.bitcast(words, _PAIRED)
     if bits == 8:
         eight = _const(_PAIRED, 8)
@@ -155,7 +158,7 @@ def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
 
 
 def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
-    """Add both products of each pair of halfwords to `total`: one instruction on a processor with AVX512_VNNI."""
+    """Emit 32 products of halfwords, added in pairs to the 16 words of `total`: one instruction with AVX512_VNNI."""
     if _MULTIPLIES_PAIRS:
         return builder.add(total, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, [first, second]))
     words = builder.bitcast(first, _WORDS), builder.bitcast(second, _WORDS)
@@ -171,24 +174,26 @@ def _scale(builder: Any, scales: Any, group: Any) -> Any:
 
 
 def _zero(builder: Any, zeros: Any, group: Any) -> Any:
-    """Load the 16 zeros of a group, in sixteenths of a code, as float32."""
+    """Emit a load of a group's 16 zeros (one per row, in sixteenths of a code) as float32."""
     return builder.sitofp(builder.zext(_load(builder, zeros, group, _BYTES), _WORDS), _FLOATS)
 
 
 def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
-    """Load number `offset` of the numbers at an address into all lanes of a vector of type `kind`."""
+    """Emit a load of number `offset` from an array at the address `base` into all lanes of a vector of type `kind`."""
     return splat(
         builder, builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset])), kind
     )
 
 
 def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
-    """Make the intrinsic `(x, factors, codes, scales, zeros, n_groups, out)`: `rows` rows of x times one block.
+    """Return the intrinsic `(x, factors, codes, scales, zeros, n_groups, out)`: `rows` rows of x times one block.
 
-    All arguments but `n_groups` are addresses: of integers `x [planes, rows, n_groups · group]` (int16), `factors [2,
-    rows, n_groups]`, the block, and `out [rows, 16]`. For each group of x, `factors[0]` is the value of the integer 1,
-    and `factors[1]` is the sum of the integers times -1/16. Instructions for 64 bytes of codes: 3 to extract the codes
-    with 8 bits, 6 with 4 bits, and 2 or 4 for each row and plane of x.
+    All arguments but `n_groups` are addresses: of x as integers `[planes, rows, inputs]` (int16, a plane for each
+    halfword of a number), of `factors [2, rows, n_groups]`, of the block's codes, scales and zeros, and of the result
+    `out [rows, 16]`; numbers other than x and the block are float32. For each row and group of x, `factors[0]` is the
+    number that the integer 1 stands for, and `factors[1]` is the sum of the integers times -1/16, which is multiplied
+    with the zeros. Instructions per 64 bytes of codes: 3 to extract the codes with 8 bits or 6 with 4 bits, and for
+    each row and plane of x, 2 with 8 bits or 4 with 4 bits.
     """
     size = GROUPS[bits]
     n_vectors, n_pairs = size * bits // 32, 16 // bits  # vectors of a group; pairs of inputs in a vector
@@ -247,11 +252,12 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
 
 
 def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make the intrinsic `(codes, scales, zeros, n, out, stride)`, which unpacks inputs `32·n .. 32·n + 31` of a block.
+    """Return the intrinsic `(codes, scales, zeros, n, out, stride)`, which unpacks 32 inputs of a block's 16 rows.
 
-    The arguments are the addresses of the block and of `out [16, 32]`, and the bytes between rows of `out`. Numbers of
-    two bytes are joined to words in pairs; then 16 words of 16 rows are transposed in registers. Instructions: about
-    0.4 a weight.
+    It writes the weights of inputs `32·n .. 32·n + 31` to `out [16, 32]` as `dtype`. `codes`, `scales`, `zeros` and
+    `out` are addresses: of the block's parts and of the result. `stride` is the number of bytes between rows of `out`.
+    Two-byte numbers are joined in pairs to words; 16 words of each of 16 rows are transposed in registers.
+    Instructions: about 0.4 per weight.
     """
 
     def emit(builder: Any, codes: Any, scales: Any, zeros: Any, n: Any, out: Any, stride: Any) -> None:
@@ -264,7 +270,7 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
         in_order = [code for each in words for code in _codes(builder, bits, each)]
         if bits == 8:
             weights = [builder.fmul(code, factors[e]) for code, e in in_order]
-        else:  # no product or sum is rounded
+        else:  # none of these products and sums is rounded
             offset = builder.fmul(builder.fmul(_zero(builder, zeros, group), _const(_FLOATS, -1 / 16)), scale)
             weights = [multiply_add(builder, False, code, factors[e], offset) for code, e in in_order]
         if dtype == torch.float32:
@@ -280,7 +286,7 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
-    """Round two vectors of 16 finite float32 numbers to a dtype of two bytes, joined to 16 words."""
+    """Emit the rounding of two vectors of 16 finite float32 numbers to a two-byte dtype, joined as 16 words."""
     if dtype == torch.float16:
         halves = (builder.fptrunc(each, ir.VectorType(ir.HalfType(), LANES)) for each in (low, high))
         low, high = (builder.zext(builder.bitcast(each, _HALVES), _WORDS) for each in halves)
@@ -292,7 +298,7 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
     return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
 
-# The parts of kernels for each kind `(bits, dtype)`: the bits of a code, and the dtype of x or of the output.
+# Values and functions for each kind of kernel; a kind is `(bits, dtype)`: a code's bits, the dtype of x or the output.
 _bits = ByDtype(lambda kind: kind[0])
 _size = ByDtype(lambda kind: GROUPS[kind[0]])
 _planes = ByDtype(lambda kind: _PLANES[kind[1]])
@@ -313,8 +319,8 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     rows = 1 if n == 1 else _ROWS
     n_tiles = (n + rows - 1) // rows
-    tile_size = rows * n_groups  # groups in a tile of x: the rows that are multiplied with a block together
-    # Each thread rounds x into its own memory: integers, their factors, one row as float32, and the dot products.
+    tile_size = rows * n_groups  # groups in a tile; a tile is `rows` rows of x, multiplied with a block together.
+    # Each thread has its own memory for x as integers, their factors, one row of x as float32, and the dot products.
     n_words = n_tiles * tile_size * (_planes * _size // 2 + 2) + n_groups * _size + 2 * n_tiles * rows * LANES
     memory = np.empty(n_words + LANES, np.float32)
     integers_at = (memory.ctypes.data + _VECTOR - 1) // _VECTOR * _VECTOR
@@ -351,15 +357,15 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
                 if adds:
                     total += _read(out[lane])
                 out[lane] = _write(total)
-    memory[0] = 0  # after this last use, Numba may free the memory
+    memory[0] = 0  # keeps the memory alive up to here: Numba frees an array after its last use
 
 
 @by_dtype(inner)
 def _as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
-    """Round `x [n, n_in]`, normalised if there is a norm, to the padded integers and the factors that `_dot` takes.
+    """Round `x [n, n_in]`, after RMSNorm if `norm_at` is not 0, to the integers and the factors that `_dot` takes.
 
-    The factor of a group is a power of two, so a bfloat16 number is exact if it is at least 1/128 of the group's
-    largest number.
+    Rows and inputs are padded with zeros. In each group of inputs, the integer 1 stands for a power of two, so a
+    bfloat16 number is exact if it is at least 1/128 of the group's largest number.
     """
     n_groups = (n_in + _size - 1) // _size
     padded = n_groups * _size

@@ -1,8 +1,9 @@
-"""Attention of rows of queries over keys that fit in the processor's caches (FlashAttention, Dao et al., 2022).
+"""Attention of query rows to blocks of keys that fit in the processor's caches (FlashAttention, Dao et al., 2022).
 
-`KEYS` keys at a time are packed so that a vector holds a word of 16 keys. Scores are then products of whole vectors. A
-word has four bytes: a float32 number or, with AVX512_BF16, a pair of bfloat16 numbers. Scores, softmax and sums are
-float32. A few rows read the keys in place. `k_row`, `v_row` and `q_row` are the bytes between rows.
+A row is one query of one head. `KEYS` keys at a time are packed: then a vector holds the same word of 16 keys, and
+scores are products of whole vectors. A word has four bytes: a float32 number or, with AVX512_BF16, a pair of bfloat16
+numbers. Scores, softmax and sums are float32. For up to `FEW_ROWS` rows, keys are not packed but read in place.
+`k_row`, `v_row` and `q_row` are the bytes from one key, value or query to the next.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from lce.kernels.cpu.compiling import ByDtype, Kernel, arguments, by_dtype, inne
 from lce.kernels.cpu.numbers import bits_of_float, exp2, float_of_bits, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.vectors import largest
 
-KEYS = 256  # keys that are packed together: with 64 to 128 dimensions, keys and values stay in a core's L2 cache
-FEW_ROWS = 8  # the largest number of rows for which keys are not packed
-LOWEST = np.float32(-3.0e38)  # the state's largest score of a row that has seen no key
+KEYS = 256  # keys that are packed together: with D from 64 to 128, keys and values stay in a core's L2 cache
+FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
+LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
 
 
 @cache
 def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make `C [rows, width] += A [rows, n] · B [n, width]` for 6, 4, 2 or 1 rows and a multiple of 16 as width."""
+    """Return a compiled function for kernels that computes `C [rows, width] += A [rows, n] · B [n, width]`.
+
+    `rows` is 6, 4, 2 or 1, and `width` is a multiple of 16. `a`, `b` and `c` are the addresses of the matrices, each
+    followed by the bytes between its rows. `vectors.multiply` explains `pairs` and `dtype`.
+    """
     multiply, itemsize = vectors.multiply(pairs, dtype), dtype.itemsize
 
     @separate
@@ -43,8 +48,8 @@ def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     return product
 
 
-# For each dtype: whether numbers are multiplied in pairs, the numbers in a word, and the numbers of a query that a
-# step of `_dots` takes.
+# For each dtype: whether numbers are multiplied in pairs, how many numbers a word has, how many numbers of a query one
+# step of `_dots` takes, and the compiled products and transposition.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == torch.bfloat16)
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
 _chunk = ByDtype(lambda dtype: 16 * per_word[dtype])
@@ -56,7 +61,10 @@ _dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {1: 16, 2: 8, 4
 
 @by_dtype(separate)
 def _pack_keys(k_at, k_row, n, dim, packed):
-    """Pack keys `[n, D]` at an address into `packed [KEYS/64, D/per_word, 64]`: one word of 64 keys side by side."""
+    """Pack keys `[n, D]` at an address: `packed[i, w]` has word w of the 64 keys from key `64·i` on, side by side.
+
+    `packed` is `[KEYS/64, D/per_word, 64]`; a word has `per_word` numbers of one key.
+    """
     words, packed_at = dim // per_word, packed.ctypes.data
     whole_keys, whole_words = n // 16 * 16, words // 16 * 16
     for key in range(0, whole_keys, 16):
@@ -76,9 +84,9 @@ def _pack_keys(k_at, k_row, n, dim, packed):
 
 @by_dtype(separate)
 def _pack_values(v_at, row, n, dim, packed):
-    """Pack values `[n, D]` at an address into `packed [KEYS/per_word, D]`, padded with zeros to 32 keys.
+    """Pack values `[n, D]` at an address into `packed [KEYS/per_word, D]`, with zeros up to a multiple of 32 values.
 
-    With `_pairs`, a word has the same dimension of two keys: keys i and i + 16 of each 32 keys.
+    With `_pairs`, a word has the same dimension of two values: values i and i + 16 of each 32 values.
     """
     for key in range((n + 31) // 32 * 32):
         source = carray(pointer(v_at + key * row, stored), (dim,))
@@ -105,11 +113,11 @@ def _pack_values(v_at, row, n, dim, packed):
 
 @by_dtype(inner)
 def _soften(scores, first, stop, scale, state, sums, dim):
-    """Replace one row's scores of keys `first..stop-1` by weights `2^(score - largest)`.
+    """Replace a row's dot products with keys `first..stop-1` by softmax weights `2^(scale · product - largest)`.
 
-    `state` is the row's largest score so far and the sum of its weights. If the largest score grows, the sum of weights
-    and `sums [D]`, the weighted sum of the values so far, are scaled down. The range is padded to whole blocks of 32
-    keys with weights 0.
+    `state` has the row's largest score `scale · product` so far and the sum of its weights. If the largest score grows,
+    the sum of weights and `sums [D]`, the sum of weighted values so far, are scaled down. Keys outside the range get
+    the weight 0 if they are in the same block of 32 keys as a key of the range.
     """
     begin, end = first // 32 * 32, (stop + 31) // 32 * 32
     for i in range(begin, first):
@@ -132,7 +140,7 @@ def _soften(scores, first, stop, scale, state, sums, dim):
 
 @by_dtype(separate)
 def _score_keys(rows, q_at, q_row, k_at, k_row, n, out, dim):
-    """Multiply 8, 4, 2 or 1 queries with n ≥ 16 keys, read in place: `out [rows, n]`."""
+    """Write the dot products of 8, 4, 2 or 1 queries with n ≥ 16 keys, read in place, to `out [rows, n]`."""
     n_chunks, at_once, key = dim // _chunk, 16 // rows, 0
     while key < n:
         key = min(key, n - at_once)  # the last step computes some scores again
@@ -142,7 +150,7 @@ def _score_keys(rows, q_at, q_row, k_at, k_row, n, out, dim):
 
 @by_dtype(inner)
 def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
-    """Attend keys as `attend_rows` does, but read keys and values in place: for few rows packing costs more."""
+    """Do what `attend_rows` does, for few rows: read keys and values in place, because packing would cost more."""
     queries, spans, state, sums, _, _, scores, _ = memory
     q_row, sums_row, start = 4 * queries.shape[1], 4 * sums.shape[1], first
     while start < stop:
@@ -175,11 +183,11 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
 
 @by_dtype(Kernel)
 def attend_rows(first, stop, args):
-    """Attend keys `first..stop-1` with the n rows of a task, of which row i sees the keys of `spans[i]`.
+    """Add attention to keys `first..stop-1` to the results of a task's n rows; row i sees the keys of `spans[i]`.
 
-    At the address `args` are: the address of the memory that `scratch` divides and its number of rows; D; n; the
-    addresses of the keys and of the values, each followed by the bytes between rows; and the encoded scale, which turns
-    dot products into scores.
+    `args` is the address of nine integers: the address of the memory that `scratch` divides, and the number of rows it
+    is divided for; D; n; the address of the keys and the bytes between keys; the address of the values and the bytes
+    between values; and the encoded scale from dot products to scores. Queries, spans and results are in the memory.
     """
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
@@ -263,7 +271,7 @@ def put_query(q_at, cos_at, sin_at, dim, turned, to):
 @by_dtype(inner)
 def finish(state, sums, out, lse, at, dim):
     """Write a row's output `out[at]` and log-sum-exp `lse[at]`: 0 and -inf if the row saw no key."""
-    seen = state[1] != 0  # also if the sum is NaN
+    seen = state[1] != 0  # true also if the sum is NaN
     share = np.float32(1) / state[1] if seen else np.float32(0)
     for d in range(dim):
         out[at, d] = write(sums[d] * share)
@@ -272,7 +280,7 @@ def finish(state, sums, out, lse, at, dim):
 
 @by_dtype(inner)
 def scratch_size(n_rows, dim):
-    """Return the words of four bytes that `scratch` divides."""
+    """Return the size of the memory that `scratch` divides, in words of four bytes."""
     wide = (dim + 15) // 16 * 16
     return n_rows * (dim // per_word + 6 + wide) + (dim + wide) * KEYS // per_word + 14 * KEYS + 32
 
@@ -281,7 +289,7 @@ def scratch_size(n_rows, dim):
 def scratch(at, n_rows, dim):
     """Divide a thread's memory into queries, spans, states, sums, packed keys and values, scores and packed weights.
 
-    The arrays are views of an address, because Numba counts references to arrays that it allocates at each use.
+    The arrays are views of an address: with arrays that Numba allocates itself, it would count references at each use.
     """
     wide, words = (dim + 15) // 16 * 16, dim // per_word
     spans = carray(pointer(at, int64), (n_rows, 2))

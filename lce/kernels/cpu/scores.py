@@ -1,4 +1,4 @@
-"""Scores of a few queries, which read the keys once, and reductions of the scores of many queries."""
+"""Dot products of a few queries with many keys, which are read once, and reductions of the scores of many queries."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _COLUMNS = 512  # tokens that a thread of `best_below_top` takes at a time
 
 
 def compiled_for(x: Tensor) -> bool:
-    """Return whether the kernels take a tensor: it is on the CPU and has one of their dtypes."""
+    """Return whether these kernels take a tensor: it is on the CPU and has a dtype in `STORED`."""
     return x.device.type == "cpu" and x.dtype in STORED
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Multiply a few queries `q [G, T, D]` with `keys [G, M, D]` in each of G groups: float32 products `[G, T, M]`.
+    """Return the float32 dot products `[G, T, M]` of a few queries `q [G, T, D]` with `keys [G, M, D]`.
 
-    The keys of a group are contiguous. Sums are float32. Bytes: the keys once.
+    `keys[g]` is contiguous for each g. Sums are float32. Bytes moved: the keys once.
     """
     n_groups, n, dim = q.shape
     n_keys = keys.shape[1]
@@ -38,10 +38,10 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def best_below_top(scores: Tensor) -> Tensor:
-    """Reduce the `scores [M, T]` (contiguous) of M tokens by T queries to `max_t (s[m, t] - max_m' s[m', t])`.
+    """Return `max_t (s[j, t] - max_i s[i, t])`, `[N]`, for `scores [N, T]` (contiguous) of N tokens for T queries.
 
-    A score is compared with the same query's score of its best token; the result `[M]` (float32) is a token's best such
-    difference. Bytes: the scores twice.
+    A score is compared with the best score of any token for the same query. The result (float32) is the best such
+    difference of each token. Bytes moved: the scores twice.
     """
     n_tokens, n = scores.shape
     assert scores.is_contiguous(), scores.stride()
@@ -56,10 +56,10 @@ def best_below_top(scores: Tensor) -> Tensor:
 
 
 def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_behind: int, window: int) -> None:
-    """Add the attention weights of N keys by T queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
+    """Add each key's attention weights for T queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
 
-    `logits [H, T, N]`, `lse [H, T]` (float32), `into [H, N]` (float32), with contiguous rows. Query t has the index of
-    key `first_behind + t` and sees that key and the `window - 1` keys before it. Time: O(H · T · window).
+    `logits [H, T, N]`, `lse [H, T]` (float32) and `into [H, N]` (float32) have contiguous rows. Query t and key
+    `first_behind + t` are of one token; a query sees that key and `window - 1` before it. Time: O(H · T · window).
     """
     n_heads, n_queries, n_keys = logits.shape
     assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)

@@ -1,7 +1,8 @@
-"""Inner loops that compilers do not vectorise well, written in LLVM's language on vectors of 16 numbers.
+"""Inner loops that compilers do not vectorise well, written in LLVM IR on vectors of 16 numbers.
 
-LLVM translates a vector operation for any processor: to one instruction with AVX-512, to several without. `PAIRS` says
-whether this processor multiplies pairs of bfloat16 numbers (AVX512_BF16), at twice the speed of float32.
+A function with a `builder` emits LLVM instructions and returns LLVM values. LLVM translates a vector operation for any
+processor: to one instruction with AVX-512, to several without. `PAIRS` says whether this processor multiplies pairs of
+bfloat16 numbers (AVX512_BF16), at twice the speed of float32.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ def i64(value: int) -> Any:
 
 
 def _at(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
-    """Return a pointer to `kind`, `offset` bytes after an address."""
+    """Emit a pointer to type `kind`, `offset` bytes after an address."""
     return builder.inttoptr(builder.add(address, offset), ir.PointerType(kind))
 
 
 def splat(builder: Any, number: Any, kind: Any) -> Any:
-    """Return a vector of type `kind` with a number in all lanes."""
+    """Emit a vector of type `kind` with a number in all lanes."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
 def multiply_add(builder: Any, pairs: bool, x: Any, y: Any, total: Any) -> Any:
-    """Return `x * y + total`, 16 float32 numbers; with `pairs`, x and y are words of two bfloat16 numbers each."""
+    """Emit `x * y + total` on 16 float32 numbers; with `pairs`, x and y are 16 words of two bfloat16 numbers each."""
     kind = _PAIRED if pairs else _FLOATS
     x, y = builder.bitcast(x, kind), builder.bitcast(y, kind)
     name, args = ("llvm.x86.avx512bf16.dpbf16ps.512", [total, x, y]) if pairs else ("llvm.fma.v16f32", [x, y, total])
@@ -59,19 +60,19 @@ def multiply_add(builder: Any, pairs: bool, x: Any, y: Any, total: Any) -> Any:
 
 
 def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
-    """Call one of LLVM's own functions, whose result has the type `result`."""
+    """Emit a call of LLVM's own function `name`, whose result has the type `result`."""
     kind = ir.FunctionType(result, [x.type for x in args])
     return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
 
 
 def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
-    """Make the matrix product `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]` as an intrinsic.
+    """Return an intrinsic that computes `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]` in a kernel.
 
-    The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride, n)`: 6, 4, 2 or 1 rows, 4, 2 or 1
-    columns of 16 numbers, the addresses of the matrices, the bytes between their rows, and n ≥ 1. A and C are float32,
-    and B is of `dtype`. With `pairs`, A and B consist of words of two bfloat16 numbers, and both products of two words
-    are added to C. All of C stays in `rows · columns` vector registers. Each number of C is one sum over n in order, so
-    its bits do not depend on `rows` and `columns`.
+    The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride, n)`: 6, 4, 2 or 1 rows; 4, 2 or 1
+    columns of 16 numbers; the address of each matrix, followed by the bytes between its rows; and n ≥ 1. A and C are
+    float32, and B is of `dtype`. With `pairs`, A and B consist of words of two bfloat16 numbers, and both products of
+    two words are added to C. All of C stays in `rows · columns` vector registers. Each number of C is one sum over n in
+    order, so its bits do not depend on `rows` and `columns`.
     """
     width = 64 if pairs else 16 * dtype.itemsize  # bytes of a vector of B
 
@@ -108,13 +109,14 @@ def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int = 1) -> Callable[..., Any]:
-    """Make the product `Q · Kᵀ` of a few rows of Q with a few rows of K, both read in place, as an intrinsic.
+    """Return an intrinsic that computes the product `Q · Kᵀ` of a few rows of Q with a few rows of K in a kernel.
 
-    The intrinsic takes `(rows, q, q_stride, k, k_stride, out, out_stride, n)`: the number of rows of Q, which `columns`
-    maps to the number of rows of K; addresses; the bytes between rows; and the number of steps, n ≥ 1. One step takes
-    `chains` vectors of 16 numbers of a row, and each of these vectors is added to its own sum. Q and the result are
-    float32, and K is of `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. `rows · columns` is a
-    power of two. The order of a sum does not depend on `rows` and `columns`.
+    The intrinsic takes `(rows, q, q_stride, k, k_stride, out, out_stride, n)`: the number of rows of Q; the address of
+    each matrix, followed by the bytes between its rows; and the number of steps, n ≥ 1. `columns` maps each number of
+    rows of Q to the number of rows of K. Both matrices are read in place. One step takes `chains` vectors of 16 numbers
+    of each row, and adds the products of each vector to a sum of its own. Q and the result are float32, and K is of
+    `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. `rows · columns` is a power of two. The
+    order of a sum does not depend on `rows` and `columns`.
     """
     width, kind = 64 if pairs else 16 * dtype.itemsize, torch.float32 if pairs else dtype
 
@@ -159,9 +161,9 @@ def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int =
 
 
 def loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict[Any, Any]]) -> dict[Any, Any]:
-    """Emit a loop of n ≥ 1 steps over named values in registers and return the last values.
+    """Emit a loop of n ≥ 1 steps that updates a dict of values in registers; return the values after the last step.
 
-    `starts` are the first values, and `turn(step, values)` emits one step and returns the values after it.
+    `starts` has the values before the first step. `turn(step, values)` emits one step and returns the values after it.
     """
     before, body = builder.block, builder.append_basic_block("loop")
     end = builder.append_basic_block("end")
@@ -180,7 +182,7 @@ def loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict[
 
 
 def _switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
-    """Emit the code of all cases and a jump to the case that `number` names."""
+    """Emit a switch on the integer `number`; `cases` maps each possible number to a function that emits its code."""
     blocks = {value: builder.append_basic_block("case") for value in cases}
     end = builder.append_basic_block("chosen")
     chosen = builder.switch(number, list(blocks.values())[-1])
@@ -193,10 +195,10 @@ def _switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
 
 
 def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
-    """Make the intrinsic `(source, source_stride, target, target_stride)`, which transposes 16 rows of 16 words.
+    """Return the intrinsic `(source, source_stride, target, target_stride)`, which transposes 16 rows of 16 words.
 
-    Strides are the bytes between rows. A word is a float32 number, widened from `dtype`, or with `pairs` two bfloat16
-    numbers, which stay together.
+    `source` and `target` are addresses, each followed by the bytes between rows. A word is a float32 number, widened
+    from `dtype`, or with `pairs` two bfloat16 numbers, which stay together.
     """
 
     def emit(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
@@ -209,7 +211,7 @@ def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose 16 vectors of 16 words."""
+    """Emit the transposition of 16 vectors of 16 words."""
     rows = list(rows)
     for distance in (8, 4, 2, 1):
         for i in range(LANES):
@@ -219,9 +221,9 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any, Any]:
-    """Do one step of a transposition on blocks of `2 · distance` lanes.
+    """Emit one step of a transposition of two vectors, on blocks of `2 · distance` lanes; return both new vectors.
 
-    The upper half of each block of `first` changes places with the lower half of that block of `second`.
+    The upper half of each block of `first` changes places with the lower half of the same block of `second`.
     """
     low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
     high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
@@ -230,7 +232,7 @@ def exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any
 
 
 def _load_words(builder: Any, address: Any, offset: Any, dtype: torch.dtype) -> Any:
-    """Load 16 numbers of a dtype as the bits of 16 float32 numbers."""
+    """Emit a load of 16 numbers of a dtype, widened to float32, as words with the bits of the float32 numbers."""
     if dtype == torch.float32:
         return builder.load(_at(builder, address, offset, _WORDS), align=4)
     if dtype == torch.float16:
@@ -258,8 +260,8 @@ def _take(builder: Any, address: Any) -> Any:
     return builder.atomic_rmw("add", _at(builder, address, i64(0), _I64), i64(1), "acq_rel")
 
 
-# `largest(address, n)` returns the largest of n float32 numbers at an address, n a multiple of 16.
+# `largest(address, n)` returns the largest of the n float32 numbers at an address; n is a multiple of 16.
 largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _largest)
-# `take(address)` returns the integer at an address and adds 1 to it, atomically: so threads take tasks from a queue. A
-# thread then sees what other threads wrote before their earlier calls.
+# `take(address)` atomically adds 1 to the integer at an address and returns its old value, so that threads can take
+# numbered tasks from a queue. After a call, a thread sees what other threads wrote before their earlier calls.
 take = intrinsic_of("take", types.intp(types.intp), _take)

@@ -1,7 +1,7 @@
-"""Attention on GPUs (FlashAttention-2, Dao, 2023): dense, and over chosen tiles.
+"""Attention on GPUs (FlashAttention-2, Dao, 2023): of queries to all keys, or of each query to tiles chosen for it.
 
-Shapes alone determine the grids and the order of each sum, so a row's result depends neither on other rows nor on the
-place of its keys in memory.
+A tile is the keys and values of one chunk of one KV head. Shapes alone determine the grids and the order of each sum,
+so a query's result depends neither on other queries nor on the place of its keys in memory.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from lce.kernels.cuda.launching import launch
 from lce.kernels.cuda.rows import Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
 
 ENOUGH = 264  # programs that keep a GPU with 132 processors busy
-SHORTEST = 256  # the smallest number of keys of a piece
+SHORTEST = 256  # the smallest number of keys of a piece, if keys are split into pieces
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, *turn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend `k v [G, N, D]`, N ≥ 1, with `q [H, T, D]`, as `lce.kernels.cpu.attention.attend` does.
+    """Compute attention of `q [H, T, D]` to `k v [G, N, D]`, N ≥ 1, as `lce.kernels.cpu.attention.attend` does.
 
-    `turn`, if given, is cosines and sines `[T, D/2]`. The query heads of a KV head are rows of one product, which reads
-    their keys once. If few programs would run, the keys are split into pieces, whose results are merged. Time:
-    O(H · T · N · D). Bytes: the keys once for each block of rows, and pieces · H · T · D float32 numbers if split.
+    If given, `turn` is the cosines and sines `[T, D/2]` that rotate the queries. The query heads of a KV head are rows
+    of one matrix product, which reads their keys once. If few programs would run, the keys are split into pieces, and
+    the results of the pieces are merged. Time: O(H · T · N · D). Bytes moved: the keys once per block of rows; if
+    split, also H · T · D float32 numbers per piece.
     """
     (n_heads, n_queries, dim), (n_groups, n_keys, _) = q.shape, k.shape
     rep = n_heads // n_groups
@@ -53,10 +54,11 @@ def attend(
 def attend_tiles(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Attend one tile with each row, as `lce.kernels.cpu.attention.attend_tiles` does.
+    """Compute attention of each row to its tile, as `lce.kernels.cpu.attention.attend_tiles` does.
 
-    Rows are sorted by tile, and a program attends a tile with a block of rows; for up to 4 queries, each row has its
-    own program. The host does not wait for the device. Time: O(A · L · D), and a sort of A numbers.
+    Rows are sorted by tile, and a program computes a block of rows that attend the same tile. With up to 4 queries,
+    each row has its own program instead. The host does not wait for the device. Time for A rows and L keys per tile:
+    O(A · L · D), and a sort of A numbers.
     """
     n_heads, n_queries, dim = q.shape
     n_rows, (n_tiles, size, _) = tile.numel(), k.shape
@@ -84,11 +86,12 @@ def attend_tiles(
 
 
 def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort A rows by their tile, `tile [A]`, and cut them into blocks of at most `size` rows of one of E tiles.
+    """Sort A rows by tile number, `tile [A]`, and cut them into blocks of at most `size` rows with the same tile.
 
-    Returns `order [A]`, the rows sorted by tile, rows without a tile (-1) first; `starts [2, E + 1]`, for each tile the
-    index in `order` of its first row and the number of its first block; and `block_tile [B]`, the tile of each block,
-    or E for a block that does not exist. B is an upper bound, so the host need not wait for the device.
+    Returns three tensors for E tiles and B blocks. `order [A]` has the rows sorted by tile; rows without a tile (-1)
+    come first. `starts [2, E + 1]` has for each tile the index in `order` of its first row and the number of its first
+    block. `block_tile [B]` has the tile of each block, or E for a block that does not exist. B is an upper bound, so
+    the host need not wait for the device.
 
     Example: tiles 1, 0, 1, 1 in blocks of 2 have the order 1, 0, 2, 3, first rows 0, 1, 4 and first blocks 0, 1, 3.
     """
@@ -104,9 +107,9 @@ def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor
 
 
 def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str, int]]:
-    """Return the blocks, warps and stages of a launch; they fit an A100's shared memory and an H100's registers.
+    """Return block sizes, warps and stages for a launch; they fit an A100's shared memory and an H100's registers.
 
-    `tools/compile_cuda.py` prints the registers, spills and shared memory of each. They were not timed on a GPU.
+    `tools/compile_cuda.py` prints registers, spills and shared memory of each choice. None was timed on a GPU.
     """
     if dtype is torch.float32:  # products in float32 do not use tensor cores
         rows, keys, warps, stages = (16, 16, 4, 2) if n_rows <= 16 or dim > 128 else (32, 32, 4, 2)
@@ -122,16 +125,17 @@ def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str
 
 @triton.jit(do_not_specialize=["sizes"])
 def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, B: constexpr):
-    """Attend a piece of a KV head's keys with a block of rows: row `t · REP + r` is query t of its query head r.
+    """Compute attention of a block of rows to a piece of a KV head's keys.
 
-    The keys `first..stop-1` of the piece are attended in up to three ranges. Of the keys before `some`, a row sees only
-    those in its window; the keys `some..whole-1` are seen by all rows and need no mask; of the keys from `whole` on, a
-    row sees only those before its causal limit and the end of the keys.
+    Row `t · REP + r` is query t of the r-th of the REP query heads that share the KV head. The keys `first..stop-1` of
+    the piece are attended in up to three ranges. Of the keys before `some`, a row sees only those in its window. The
+    keys `some..whole-1` are seen by all rows and need no mask. Of the keys from `whole` on, a row sees only those
+    before its causal limit and the end of the keys.
     """
     n_queries, n_keys, window, n_blocks, n_pieces, piece, n_heads = sizes
     program = tl.program_id(0)
     number, group = program % (n_blocks * n_pieces), program // (n_blocks * n_pieces)
-    block, part = n_blocks - 1 - number % n_blocks, number // n_blocks  # the last rows see the most keys: start first
+    block, part = n_blocks - 1 - number % n_blocks, number // n_blocks  # last rows see most keys, so they start first
     row, column = block * B.rows + tl.arange(0, B.rows), tl.arange(0, B.wide)
     query, head = row // REP, group * REP + row % REP
     held = query < n_queries
@@ -176,7 +180,7 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
 
 @triton.jit(do_not_specialize=["sizes"])
 def _attend_tiles(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
-    """Attend tile `block_tile[program]` with a block of rows; with ALONE, only with row number `program`.
+    """Compute attention of a block of rows to tile `block_tile[program]`; with ALONE, only of row number `program`.
 
     With EVEN, a tile has whole blocks of keys, which need no mask.
     """

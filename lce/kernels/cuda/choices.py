@@ -1,7 +1,7 @@
 """Scores and choices of chunks on GPUs; the host never waits for the device.
 
-Scores are compared as keys: 32-bit integers in the order of the scores, with NaN as the largest. The first of equal
-scores are taken, so a choice depends on the scores alone.
+Scores are compared by sort keys: 32-bit integers in the order of the scores, with NaN as the largest. Of equal scores,
+the first are taken, so a choice depends on the scores alone.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from triton.language import constexpr
 from lce.kernels.cuda.launching import MOST_CHUNKS, launch
 from lce.kernels.cuda.rows import heads as vectors_of
 
-_TILE = 1 << 13  # numbers of summaries that a program reads at a time
-_WARP = 512  # chunks for each warp of a program that chooses
-_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # the largest number of chunks for each compiled kernel
+_TILE = 1 << 13  # numbers of chunk summaries that a program of `_score` reads at a time
+_WARP = 512  # chunks per warp of a program of `_choose`
+_LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # `_choose` is compiled for each of these maximal numbers of chunks
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
     """Choose the n best of M chunks for each query, as `lce.kernels.cpu.choices.best_chunks` does.
 
-    M is at most `MOST_CHUNKS`. `start` is a number or a tensor of one int64 on the device. Scores and `forced` of
-    chunks that are not before the query's own are not read. One launch: at most 32 passes over keys in registers.
+    M is at most `MOST_CHUNKS`. The first query's index `start` is a number or a tensor of one int64 on the device.
+    Scores and `forced` of a query's own chunk and of later chunks are not read. One launch, with at most 32 passes over
+    sort keys in registers.
     """
     fits = forced.dtype == torch.bool and forced.shape == scores.shape[1:]
     assert fits, (forced.dtype, forced.shape, scores.shape)
@@ -35,11 +36,11 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
 
 
 def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Multiply a few queries `q [H, T, D]` with `keys [S, M, D]`: float32 dot products `[H, T, M]`.
+    """Return the float32 dot products `[H, T, M]` of a few queries `q [H, T, D]` with `keys [S, M, D]`.
 
-    H is a multiple of S. If `keys` is `[S, M, 2, D]`, the minimum and maximum of each channel of M pages, the result is
-    `Σ_d max(q_d · min_d, q_d · max_d)`. One launch. Bytes: the keys once from memory, and from the cache for each
-    further query and head.
+    H / S neighbouring query heads share a row of keys. If `keys` is `[S, M, 2, D]` (the minimum and maximum of each
+    channel for M pages), the result is `Σ_d max(q_d · min_d, q_d · max_d)`. One launch. Bytes moved: the keys once from
+    memory, and once from the cache for each further query and head.
     """
     fits = len(q) % len(keys) == 0 and keys.shape[-1] == q.shape[-1]
     assert fits, (q.shape, keys.shape)
@@ -59,19 +60,20 @@ def best_runs(
     least: bool = False,
     own: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the n best chunks for a decode step's query `q [H, D]`, as runs: first tokens and token counts `[C, R]`.
+    """Choose the n best of M chunks for a decode step's query `q [H, D]`, as runs of tokens.
 
-    `summaries [S, N, D]` has a vector for each chunk; head h is scored by its dot products with row `h · S // H`. If
-    `summaries` is `[S, N, 2, D]`, the minimum and maximum of each channel, the score is `Σ_d max(q_d · min_d, q_d ·
-    max_d)`. The scores of `H / C` neighbouring heads are summed; C = `choosers` is H (the default), the number of KV
+    Returns the first token and the number of tokens of each run, `[C, runs]` (int64) each, for C choosers. `summaries
+    [S, M, D]` has a vector for each chunk; head h is scored by its dot products with row `h · S // H`. If `summaries`
+    is `[S, M, 2, D]`, the minimum and maximum of each channel, the score is `Σ_d max(q_d · min_d, q_d · max_d)`. A
+    chooser is `H / C` neighbouring heads, whose scores are summed; C = `choosers` is H (the default), the number of KV
     heads, or 1. `least` chooses the chunks with the smallest scores.
 
-    `position [1]` (int64, on the device) is the query's index, and `position // size` its own chunk. The choice is
-    among the chunks before; later rows of `summaries` are not read, so N may be a buffer's capacity. The first of these
-    chunks is always chosen with `keep_first`, the last with `keep_last`. R is `min(n, N)`: the runs are in the order of
-    the text, followed by empty runs (0 and 0). With `own`, one more run is the query's own chunk up to the query.
+    `position [1]` (int64, on the device) is the query's index, and `position // size` its own chunk. Only chunks before
+    the own chunk are chosen; later rows of `summaries` are not read, so M may be a buffer's capacity. With
+    `keep_first`, the first of these chunks is always chosen; with `keep_last`, the last. There are `min(n, M)` runs in
+    the order of the text; empty runs (0 and 0) come last. With `own`, one more run is the own chunk up to the query.
 
-    Two launches. Bytes: the summaries once.
+    Two launches. Bytes moved: the summaries once.
     """
     heads = len(q)
     choosers = heads if choosers is None else choosers
@@ -87,9 +89,10 @@ def best_runs(
 
 
 def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return chunks `chosen [C, K]` (int64, -1 for none) of `size` tokens as runs: first tokens and counts `[C, K]`.
+    """Convert chunk ids `chosen [C, K]` (int64, -1 for none) to runs of tokens: first tokens and counts `[C, K]`.
 
-    With the query's index `position [1]` (int64), one more run is the query's own chunk up to the query: `[C, K + 1]`.
+    A chunk has `size` tokens. With the query's index `position [1]` (int64), one more run is the query's own chunk up
+    to the query: `[C, K + 1]`.
     """
     fits = chosen.dtype == torch.int64 and (position is None or position.dtype == torch.int64)
     assert fits, (chosen.dtype, position)
@@ -104,7 +107,7 @@ def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[
 def _scored(
     q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
 ) -> Tensor:
-    """Sum the scores of `q [H, T, D]` for each chooser: `[C, T, M]`; with a position, of chunks before its own."""
+    """Return scores `[C, T, M]`, summed over each chooser's heads; with `position`, only of chunks before its own."""
     (heads, n, dim), n_keys, together = q.shape, keys.shape[1], len(q) // choosers
     q = q if q.stride(2) == 1 else q.contiguous()
     dense = keys.stride(-1) == 1 and (keys.ndim == 3 or (keys.shape[2] == 2 and keys.stride(2) == dim))
@@ -122,9 +125,10 @@ def _scored(
 def _choose_into(
     into: tuple[Tensor, ...], scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, *keep: bool
 ) -> None:
-    """Choose up to n ≥ 1 of M ≥ 1 chunks by `scores [C, T, M]`: ids into one tensor, or runs into two.
+    """Choose up to n ≥ 1 of M ≥ 1 chunks by `scores [C, T, M]`; write ids into one tensor, or runs into two.
 
-    `keep` says whether the first chunk, the last chunk before the own, and the own chunk (as a further run) are kept.
+    The three flags of `keep` say whether to always choose the first chunk, the last chunk before the query's own chunk,
+    and the own chunk (as a further run).
     """
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
@@ -141,10 +145,10 @@ def _choose_into(
 
 @triton.jit(do_not_specialize=["n_keys"])
 def _score(q, keys, out, position, sizes, n_keys, HEADS: constexpr, SCORE: constexpr, BLOCK: constexpr, DIM: constexpr):
-    """Score BLOCK chunks for one chooser and query; D is padded to DIM.
+    """Score BLOCK chunks for one chooser and query; the D numbers of a vector are padded to DIM.
 
-    HEADS: how many heads' scores are summed, and how many share summaries. SCORE: whether summaries are the bounds of
-    keys, and whether the smallest score is the best.
+    HEADS: how many heads' scores are summed, and how many heads share a row of summaries. SCORE: whether summaries are
+    the minimum and maximum of keys, and whether the smallest score is the best.
     """
     n, dim, size = sizes
     seen = n_keys
@@ -173,11 +177,11 @@ def _score(q, keys, out, position, sizes, n_keys, HEADS: constexpr, SCORE: const
 
 @triton.jit(do_not_specialize=["sizes"])
 def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexpr, SLOTS: constexpr, KEEP: constexpr):
-    """Choose for ROWS queries among up to BLOCK chunks: ids in `into[0]`, or runs in `into[0]` and `into[1]`.
+    """Choose for ROWS queries among up to BLOCK chunks; write ids to `into[0]`, or runs to `into[0]` and `into[1]`.
 
-    Keys are unsigned integers in the order of the scores; a chunk that cannot be taken has key 0. The n-th largest key,
-    `worst`, is found bit by bit from the highest: it is the largest number for which at least n keys are as large. If
-    fewer than n chunks can be taken, `worst` is 0, and all of them are taken.
+    Sort keys are unsigned integers in the order of the scores; a chunk that cannot be taken has the sort key 0. The
+    n-th largest sort key, `worst`, is found bit by bit from the highest: it is the largest number such that at least n
+    sort keys are ≥ `worst`. If fewer than n chunks can be taken, `worst` is 0, and all of them are taken.
     """
     first_index, n_rows, n_queries, n_chunks, size, n = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -189,7 +193,7 @@ def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexp
     score = tl.load(scores + row[:, None] * n_chunks + i, mask=seen, other=0.0).to(tl.float32)
     bits = score.to(tl.uint32, bitcast=True)
     key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    key = tl.where(bits == 0xFF800000, 0, key)  # a score of -inf
+    key = tl.where(bits == 0xFF800000, 0, key)  # a chunk with the score -inf cannot be taken
     key = tl.where(score != score, 0xFFFFFFFE, key)
     taken_first = (i < 0) & seen
     if KEEP[0]:

@@ -1,8 +1,8 @@
-"""Attention of a decode step: one query for each head over runs of tokens, whose bounds are read on the device.
+"""Attention of a decode step: one query per head attends runs of tokens, whose bounds are read on the device.
 
-Runs are cut into pieces. A program attends a piece with one query head, or with all query heads of a KV head if they
-see the same runs, so that the keys are read once. A second kernel merges the pieces. The grid depends on shapes alone,
-so a step can be recorded and replayed.
+Runs are cut into pieces. A program computes the attention of one query head to a piece, or of all query heads of a KV
+head if they see the same runs, so that the keys are read once. A second kernel merges the pieces. The grid depends on
+shapes alone, so a step can be recorded and replayed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ ENOUGH = 528  # programs that keep a GPU with 132 processors busy
 def attend_runs(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, count: Tensor, turn: Tensor, cos: Tensor, sin: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend S runs of tokens of `k v [G, N, D]` with unrotated queries `q [H, D]`: `out [H, D]`, `lse [H]` (float32).
+    """Compute attention of unrotated queries `q [H, D]` to runs of tokens of `k v [G, N, D]`.
 
-    For each of C choosers, run s has the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`, at most `most`: `first
-    count [C, S]`, int64. C is 1, G (KV heads) or H (query heads). For run s, the queries are rotated by row `turn[s]`
-    of `cos sin [n, D/2]`; `turn [S]` is int64. Memory outside of the runs is not read. Time: O(H · tokens · D). Bytes:
-    each key once for each program that attends it, and pieces · H · D float32 numbers of partial results.
+    Returns the output `[H, D]` and the log-sum-exps `[H]` (float32). For each of C choosers, run s has the tokens
+    `first[c, s] .. first[c, s] + count[c, s] - 1`, at most `most` tokens: `first count [C, runs]`, int64. C is 1, G
+    (each KV head has its own runs) or H (each query head has its own). For run s, the queries are rotated by row
+    `turn[s]` of `cos sin [n, D/2]`; `turn [runs]` is int64. Memory outside of the runs is not read. Time: O(H · tokens
+    · D). Bytes moved: each key once per program that attends it, and H · D float32 numbers per piece.
     """
     (n_heads, dim), n_kv_heads, (n_choosers, n_runs) = q.shape, len(k), first.shape
     assert k.shape == v.shape == (n_kv_heads, k.shape[1], dim), (k.shape, v.shape)
@@ -70,7 +71,7 @@ def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int) -> tuple[Any, 
 
 
 def _piece(most: int, n_runs: int) -> int:
-    """Return the number of a piece's tokens with which `n_runs` runs of up to `most` tokens keep a GPU busy."""
+    """Return the largest number of tokens per piece with which `n_runs` runs of up to `most` tokens keep a GPU busy."""
     piece = min(LONGEST, max(SHORTEST, triton.next_power_of_2(most)))
     while piece > SHORTEST and n_runs * -(-most // piece) < ENOUGH:
         piece //= 2
@@ -79,7 +80,7 @@ def _piece(most: int, n_runs: int) -> int:
 
 @triton.jit
 def _run_of(runs, sizes, chooser):
-    """Return a program's run, the bounds of its piece within the run, and the index of the piece's first token."""
+    """Return a program's run number, its piece's bounds within the run, and the index of the piece's first token."""
     n_runs, n_pieces, piece, _ = sizes
     run, begin = tl.program_id(0) // n_pieces, tl.program_id(0) % n_pieces * piece
     here = chooser * n_runs + run
@@ -89,9 +90,10 @@ def _run_of(runs, sizes, chooser):
 
 @triton.jit(do_not_specialize=["sizes"])
 def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: constexpr, B: constexpr):
-    """Attend a piece with one query head, without tensor cores, which need 16 rows.
+    """Compute attention of one query head to a piece, without tensor cores, which need 16 rows.
 
-    Key i of each block of `B.keys` keys adds to state i; the `B.keys` states are merged at the end.
+    A state of the softmax is a largest score, a sum of weights and a sum of weighted values. There are `B.keys` states:
+    key i of each block of `B.keys` keys changes state i. All states are merged at the end.
     """
     part, head = tl.program_id(0), tl.program_id(1)
     run, begin, stop, token = _run_of(runs, sizes, head // SHARE)
@@ -133,7 +135,7 @@ def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: co
 
 @triton.jit(do_not_specialize=["sizes"])
 def _rows_together(q, k, v, runs, parts, lses, sizes, scale, SHARE: constexpr, ROWS: constexpr, B: constexpr):
-    """Attend a piece with the ROWS query heads of a KV head, as rows of a matrix product."""
+    """Compute attention of a KV head's ROWS query heads to a piece; the heads are the rows of a matrix product."""
     part, group = tl.program_id(0), tl.program_id(1)
     run, begin, stop, token = _run_of(runs, sizes, group * ROWS // SHARE)
     row, column = tl.arange(0, B.rows), tl.arange(0, B.wide)

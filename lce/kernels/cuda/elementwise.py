@@ -1,6 +1,6 @@
-"""The operations of a decoder layer between products, on GPUs: one launch each.
+"""The operations of a decoder layer between matrix products, on GPUs: one launch each.
 
-Arithmetic is float32, rounded once. Each number is read and written once.
+Arithmetic is float32, and results are rounded once. Each input is read once, and each result is written once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _NUMBERS = 2048  # numbers that a program computes at a time
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide each row of `x [T, D]` or `[H, T, D]` by its root mean square, times `weight [D]`: a contiguous tensor."""
+    """Apply RMSNorm with `weight [D]` to each row of `x [T, D]` or `[H, T, D]`; return a contiguous tensor."""
     return _normed(eps, (x, weight))[0]
 
 
 def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Apply `rms_norm` to x and y, such as the queries and keys of a layer, whose rows have one length D."""
+    """Apply `rms_norm` to x and y, such as a layer's queries and keys, in one launch; all rows have length D."""
     first, second = _normed(eps, (x, weight), (y, y_weight))
     return first, second
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Multiply SiLU of the first half of each row of `x [T, 2·D]`, contiguous, with the second half: `[T, D]`."""
+    """Return `silu(a) * b`, `[T, D]`, for the halves a and b of each row of `x [T, 2·D]`, which is contiguous."""
     n, dim = x.shape[0], x.shape[1] // 2
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
@@ -42,9 +42,9 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [..., D]` by angles `cos sin [..., D/2]` that broadcast against x, with up to three leading dimensions.
+    """Rotate the vectors of `x [..., D]` by angles, given as cosines and sines `cos sin [..., D/2]`, as RoPE does.
 
-    Dimension i is paired with dimension i + D/2.
+    Shapes are broadcast, to at most three leading dimensions. Dimension i is paired with dimension i + D/2.
     """
     half = x.shape[-1] // 2
     fits = cos.shape == sin.shape and cos.shape[-1] == half and cos.dtype is sin.dtype
@@ -62,9 +62,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, times `scale`, of `positions [...]` (int64) times `frequencies [D/2]` (float64).
+    """Return `scale · cos(a)` and `scale · sin(a)`, `[..., D/2]` each, for angles a = position · frequency.
 
-    Both results are `[..., D/2]`.
+    `positions [...]` is int64, and `frequencies [D/2]` is float64.
     """
     fits = positions.dtype == torch.int64 and frequencies.dtype == torch.float64 and frequencies.is_contiguous()
     assert fits, (positions.dtype, frequencies.dtype)
@@ -80,9 +80,9 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 def append(
     k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> None:
-    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; rotate k by `cos sin [T, D/2]`, if any.
+    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; if given, `cos sin [T, D/2]` rotate k.
 
-    `at` is a number or a tensor of one int64 on the device, which is not checked against n.
+    `at` is a number or a tensor of one int64 on the device. The value of such a tensor is not checked against n.
     """
     heads, n, dim = k.shape
     fits = v.shape == k.shape and into_v.shape == into_k.shape and into_k.shape[::2] == (heads, dim)
@@ -102,7 +102,7 @@ def append(
 
 
 def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]` each."""
+    """Return rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]` each."""
     n_groups, _, dim = one.shape
     fits = two.shape == one.shape and two.stride() == one.stride() and one.stride(2) == 1
     assert fits, (one.shape, two.shape, one.stride(), two.stride())
@@ -116,13 +116,13 @@ def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of(width: int) -> tuple[int, int]:
-    """Return the rows of `width` numbers that a program takes, and `width` rounded up to a power of two."""
+    """Return how many rows of `width` numbers a program takes, and `width` rounded up to a power of two."""
     wide = triton.next_power_of_2(width)
     return max(1, _NUMBERS // wide), wide
 
 
 def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Normalise one or two tensors, each given with its weight, in one launch."""
+    """Apply RMSNorm to one or two tensors, each given with its weight, in one launch."""
     dim = both[0][0].shape[-1]
     rows, width = _rows_of(dim)
     given: list[Any] = []
@@ -141,7 +141,7 @@ def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 @triton.jit
 def _rms_norm(given, n_programs, dim, eps, ROWS: constexpr, DIM: constexpr):
-    """Normalise rows: of the first tensor in the first `n_programs` programs, of the second tensor in the rest."""
+    """Normalise rows of the first tensor in the first `n_programs` programs, and rows of the second in the others."""
     program = tl.program_id(0)
     if len(given) == 2:
         if program < n_programs:
@@ -179,7 +179,7 @@ def _silu_mul(x, out, dim, BLOCK: constexpr):
 
 @triton.jit
 def _turned(x, cos, sin, half, there):
-    """Load and rotate rows `[2, half]` by pointers `[ROWS, HALF]` to their first halves, and to `cos` and `sin`."""
+    """Return rotated halves `[ROWS, HALF]`; `x`, `cos` and `sin` are pointers, x to the first halves of the rows."""
     first = tl.load(x, mask=there, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=there, other=0.0).to(tl.float32)
     c = tl.load(cos, mask=there, other=0.0).to(tl.float32)
@@ -189,7 +189,7 @@ def _turned(x, cos, sin, half, there):
 
 @triton.jit
 def _rotate(x, cos, sin, out, sizes, ROWS: constexpr, HALF: constexpr):
-    """Rotate ROWS rows of `[..., n1, n2, 2 · half]`; `x`, `cos` and `sin` are a tensor and three strides each."""
+    """Rotate ROWS rows of `[..., n1, n2, 2 · half]`; `x`, `cos` and `sin` are each a tensor and its three strides."""
     n_rows, n1, n2, half = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
@@ -217,9 +217,9 @@ def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexp
 
 @triton.jit(do_not_specialize=["first"])
 def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: constexpr):
-    """Copy ROWS rows of k and v to `into`, two tensors and their strides of heads and rows.
+    """Copy ROWS rows of k and v to `into`: two tensors, followed by the strides of heads and of rows that they share.
 
-    The first row of `into` to write is `first`, or `place[0]` on the device.
+    The first row of `into` to write is `first`, or the integer in the tensor `place[0]` if there is one.
     """
     into_k, into_v, into_head, into_row = into
     n_rows, n, half = sizes

@@ -62,7 +62,7 @@ def usable(x: Tensor) -> bool:
 
 
 def runs_on(x: Tensor) -> bool:
-    """Return whether the kernels take a tensor: it is on a GPU, has one of their dtypes, and needs no gradient."""
+    """Return whether the kernels take a tensor: it is on a GPU, has a dtype in `DTYPES`, and needs no gradient."""
     return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
 
 

@@ -1,4 +1,4 @@
-"""The merge of partial attentions over disjoint keys into one softmax over all keys, by their log-sum-exps."""
+"""The merge of attention results for disjoint sets of keys into one softmax over all keys, by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lce.kernels.cuda.rows import LOG2E, LOWEST
 
 
 def merge_pieces(parts: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge P pieces `parts [P, …, D]`, `lses [P, …]` (float32), both contiguous: `out […, D]`, `lse […]`.
+    """Merge attention to n pieces of the keys, `parts [n, …, D]` and log-sum-exps `lses [n, …]`: `[…, D]` and `[…]`.
 
-    A piece with lse -inf is not read. Bytes: each piece once.
+    Both are contiguous; `lses` is float32. A piece with log-sum-exp -inf is not read. Bytes moved: each piece once.
     """
     n_parts, *shape, dim = parts.shape
     n_rows = lses.numel() // n_parts
@@ -25,7 +25,7 @@ def merge_pieces(parts: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge K slots, `out [H, T, K, D]`, `lse [H, T, K]` (float32), both contiguous: `[H, T, D]` and `[H, T]`."""
+    """Merge attention to K tiles, contiguous `out [H, T, K, D]`, `lse [H, T, K]` (float32): `[H, T, D]`, `[H, T]`."""
     *shape, n_slots, dim = out.shape
     return _merge(out, lse, shape, out.dtype, (dim, n_slots * dim, 1, n_slots))
 
@@ -33,7 +33,7 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def _merge(
     parts: Tensor, lses: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: tuple[int, int, int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Launch one program for each row. `strides`: from part to part and from row to row, in `parts`, then in `lses`."""
+    """Run one program per row. `strides` are from part to part and from row to row, in `parts` and then in `lses`."""
     dim = parts.shape[-1]
     out = torch.empty(*shape, dim, dtype=dtype, device=parts.device)
     lse = torch.empty(*shape, dtype=torch.float32, device=parts.device)
@@ -48,9 +48,9 @@ def _merge(
 
 
 def combined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge parts `out [..., D]`, `lse [...]` (float32) into one part; a part that saw no key has lse -inf.
+    """Merge attention results, outputs `[..., D]` and log-sum-exps `[...]` (float32), into one such pair.
 
-    Bytes: each part once.
+    The log-sum-exp of attention to no key is -inf. Bytes moved: each result once.
     """
     held = tuple((x.contiguous(), y.contiguous()) for x, y in parts)
     out, lse = (torch.empty_like(x) for x in held[0])
@@ -64,7 +64,7 @@ def combined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["counts"])
 def _merge_row(parts, lses, out, lse, strides, counts, DIM: constexpr, WIDE: constexpr, BLOCK: constexpr):
-    """Merge the parts of one row, BLOCK parts at a time; DIM numbers of a part are padded to WIDE."""
+    """Merge the parts of one row, BLOCK parts at a time; a part has DIM numbers, padded to WIDE."""
     n_parts, lse_part, lse_row = counts
     row = tl.program_id(0).to(tl.int64)
     column, p = tl.arange(0, WIDE), tl.arange(0, BLOCK)
@@ -93,7 +93,7 @@ def _merge_row(parts, lses, out, lse, strides, counts, DIM: constexpr, WIDE: con
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _combine_rows(parts, out, lse, n_rows, DIM: constexpr, WIDE: constexpr, ROWS: constexpr):
-    """Merge ROWS rows of all parts; DIM numbers of a row are padded to WIDE."""
+    """Merge ROWS rows of all parts; a row has DIM numbers, padded to WIDE."""
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     held = row < n_rows
     top = tl.full([ROWS], LOWEST, tl.float32)

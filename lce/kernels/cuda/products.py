@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix on GPUs, which read the weights once."""
+"""Products of a few input rows with a weight matrix, which is read once, on GPUs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def product(
     gated: bool = False,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """Multiply `x [T, in]` with `weight [out, in]` transposed, as `lce.kernels.cpu.products.product` does.
+    """Return `x @ weight.T`, `[T, out]`, for `x [T, in]` and `weight [out, in]`, and the operations around the product.
 
-    T is up to `MOST_ROWS`. The tensors are contiguous, on one GPU and of one dtype. Arithmetic is float32, rounded once
-    at the end. One launch. Bytes: the weights once, and x from the cache once for each program.
+    The options are those of `lce.kernels.cpu.products.product`. T is up to `MOST_ROWS`. The tensors are contiguous, on
+    one GPU and of one dtype. Arithmetic is float32, rounded once at the end. One launch. Bytes moved: the weights once,
+    and x once from the cache for each program.
     """
     n, size = x.shape
     n_rows, width = weight.shape
@@ -52,7 +53,7 @@ def product(
 
 @dataclass(frozen=True)
 class Product:
-    """Constants of a product."""
+    """The constants for which the kernel `_product` is compiled."""
 
     size: int  # the number of inputs
     n: int  # the number of rows of x
@@ -66,9 +67,9 @@ class Product:
 def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
     """Compute `P.rows` numbers of each row of `out`, from `P.parts` times as many weight rows.
 
-    With two parts, each weight row of the first half is followed by its counterpart in the second half. x is divided by
-    its root mean square only at the end, so it is read once. A state is the sums of products and of squares of one row
-    of x, in registers.
+    With two parts, each weight row from the first half of the matrix is followed by its counterpart from the second
+    half. The products are divided by the root mean square of x only at the end, so x is read once. A state has the sums
+    of products and of squares for one row of x, in registers.
     """
     rows = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
     of_part = tl.arange(0, P.rows * P.parts)
@@ -108,20 +109,20 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
 
 @triton.jit
 def _none(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the first state of a row: sums of products `[ROWS, COLUMNS]` and of squares `[COLUMNS]` that are zero."""
+    """Return the first state of a row of x: zero sums of products `[ROWS, COLUMNS]` and of squares `[COLUMNS]`."""
     return tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((COLUMNS,), tl.float32)
 
 
 @triton.jit
 def _add(x, here, inside, w, factor, state):
-    """Add the columns `here` of one row of x to its state."""
+    """Add the columns `here` of one row of x, times the weights `w`, to the row's state; return the new state."""
     some = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
     return state[0] + w * (some * factor)[None, :], state[1] + some * some
 
 
 @triton.jit
 def _finish(state, eps, more, into, there, norm, P: tl.constexpr):
-    """Finish one row: apply the norm, the bias `more` and the gate, add the output so far, and store the result."""
+    """Finish one row: apply the norm, the bias `more` and the gate, add the old output (`P.adds`), and store."""
     total = tl.sum(state[0], 1)
     if len(norm):
         total *= 1.0 / tl.sqrt(tl.sum(state[1], 0) / P.size + eps)

@@ -1,11 +1,11 @@
-"""What the attention kernels share: queries that are rotated in registers, and the softmax over blocks of keys.
+"""Parts that the attention kernels share: queries rotated in registers, and the online softmax over blocks of keys.
 
-A score is `q · k · scale` with `scale = log2(e) / √D`, so weights are powers of two. The state of M rows is `(top [M],
-total [M], sums [M, D])`, float32: each row's largest score so far, the sum of its weights `2^(score - top)`, and the
-sum of the values times their weights.
+A score is `q · k · scale` with `scale = log2(e) / √D`, so weights are powers of two. The state of query rows is the
+tuple `(top [rows], total [rows], sums [rows, D])`, float32: each row's largest score so far, the sum of its weights
+`2^(score - top)`, and the sum of the values times their weights.
 
-The D dimensions of queries and keys are two halves, because RoPE pairs dimension i with i + D/2; each half is padded to
-a power of two.
+The D dimensions of queries and keys are loaded as two halves, because RoPE pairs dimension i with i + D/2; each half is
+padded to a power of two.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from torch import Tensor
 
 from lce.kernels.cuda.launching import DTYPES
 
-LOWEST = tl.constexpr(-3.0e38)  # the largest score of a row that has seen no key: with -inf, NaN would arise
+LOWEST = tl.constexpr(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-LARGEST = 256  # the largest number of a head's dimensions
+LARGEST = 256  # the largest head dimension D
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
-    """Return whether the kernels take tensors `[..., D]`: of one known dtype, on one device, the last dimension
-    contiguous, D even and at most `LARGEST`.
+    """Return whether the attention kernels take tensors `[..., D]`, with D even and at most `LARGEST`.
+
+    All tensors must have one dtype of `DTYPES`, be on one device, and have a contiguous last dimension.
     """
     dim = x.shape[-1]
     return (
@@ -55,7 +56,7 @@ def heads(x: Tensor) -> Heads:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Constants of an attention kernel: a head's dimensions, and the numbers of rows and keys in a block."""
+    """Constants of an attention kernel: the head dimension, and the numbers of query rows and keys in a block."""
 
     dim: int
     rows: int
@@ -64,17 +65,17 @@ class Blocks:
 
     @cached_property
     def half(self) -> int:
-        """Half of the dimensions, padded to a power of two."""
+        """Half of the head dimension, padded to a power of two."""
         return max(16, triton.next_power_of_2(self.dim // 2))
 
     @cached_property
     def wide(self) -> int:
-        """The dimensions, padded to a power of two."""
+        """The head dimension, padded to a power of two."""
         return max(16, triton.next_power_of_2(self.dim))
 
 
 def score_scale(dim: int) -> float:
-    """Return the factor that turns a dot product into a score in base 2."""
+    """Return the factor `log2(e) / √D`, which turns a dot product into a score; weights are `2^score`."""
     return math.log2(math.e) / math.sqrt(dim)
 
 
@@ -86,7 +87,7 @@ def nothing_seen(ROWS: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def load_turned(x, at, seen, turn, turn_at, B: tl.constexpr):
-    """Load the rows at `x + at [M]` for which `seen [M]` as two halves `[M, B.half]`.
+    """Load query rows as two halves `[rows, B.half]`: row i begins at `x + at[i]`, and is zero unless `seen[i]`.
 
     With `turn`, two pointers to cosines and sines, row i is rotated by the `D/2` angles at the offset `turn_at[i]`.
     """
@@ -104,10 +105,11 @@ def load_turned(x, at, seen, turn, turn_at, B: tl.constexpr):
 
 @triton.jit
 def attend_keys(q, k, v, rows, span, state, scale, B: tl.constexpr, MASKED: tl.constexpr):
-    """Attend keys `first..stop-1` with the two halves `q` of M rows; return the rows' new state.
+    """Add attention to keys `first..stop-1` to the state of query rows, whose two halves are `q`; return the new state.
 
-    `rows` is `(first, stop)`; `k` and `v` are pairs of a pointer to row `first` and the stride of rows. With MASKED,
-    row i sees the keys `span[0][i] .. span[1][i] - 1` alone; without, `stop - first` is a multiple of `B.keys`.
+    `rows` is `(first, stop)`. `k` and `v` are pairs: a pointer to the key or value `first`, and the stride between
+    rows. With MASKED, query row i sees only the keys `span[0][i] .. span[1][i] - 1`. Without MASKED, query rows see all
+    keys, and `stop - first` is a multiple of `B.keys`.
     """
     k_at, k_row = k
     v_at, v_row = v
@@ -148,7 +150,7 @@ def attend_keys(q, k, v, rows, span, state, scale, B: tl.constexpr, MASKED: tl.c
 
 @triton.jit
 def finish(state):
-    """Return the output `[M, D]` and log-sum-exp `[M]` of rows: 0 and -inf for a row that saw no key."""
+    """Return the outputs `[rows, D]` and log-sum-exps `[rows]` of a state: 0 and -inf for a row that saw no key."""
     top, total, sums = state
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
