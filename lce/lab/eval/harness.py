@@ -1,8 +1,9 @@
 """lce as a model of EleutherAI's lm-evaluation-harness: `--model lce --model_args pretrained=PATH,method=longheads`.
 
-The harness makes prompts and scores answers; `lce.lab.eval.requests` makes the answers. This module has the class that
-the harness calls `lce`, an entry point of the group `lm_eval.models`. Releases up to 0.4.13 ignore entry points, so for
-them `lce eval harness`, or an import of this module, registers the class. Needs lm_eval: `pip install 'lce[harness]'`.
+The harness makes prompts and scores answers, and `lce.lab.eval.requests` generates the answers. The harness finds the
+class `LceLM` by the name `lce`, an entry point of the group `lm_eval.models`. Releases of lm_eval up to 0.4.13 ignore
+entry points. With these, `lce eval harness` or an import of this module registers the class. The package lm_eval is
+needed: `pip install 'lce[harness]'`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ except ImportError as error:
     raise UsageError(f"lm-evaluation-harness is needed: pip install 'lce[harness]' ({error})") from error
 
 NAME = "lce"
-_MARK = "\ue000 "  # a character that no text has, and a space, which some chat templates strip
+# Marks the end of a chat's last message: a character that no text has, and a space, which some chat templates strip.
+_MARK = "\ue000 "
 _log = logging.getLogger(__name__)
 
 
 class LceLM(TemplateLM):
-    """An engine as a model of the harness.
+    """An `lce.Engine` as a model of lm-evaluation-harness.
 
     `pretrained` is the folder of a checkpoint, "demo", or an `lce.Engine`. The other arguments are those of
-    `lce.lab.eval.requests.model_arguments`. Requests are answered one after the other, so `batch_size` changes nothing.
+    `lce.lab.eval.requests.model_arguments`. Requests are answered one after the other, so `batch_size` is ignored.
     Raises `UsageError` for arguments that cannot be used, and whatever `lce.load` raises.
     """
 
@@ -65,9 +67,9 @@ class LceLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> LceLM:
-        """Make the model from its arguments, which override the options of the harness."""
+        """Return a model with the arguments `arg_dict`, which override `additional_config`, options of the harness."""
         own = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        # The default device of the harness is a GPU, even on a machine without one.
+        # By default the harness asks for a GPU, even on a machine without one.
         if str(own.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
             own["device"] = "auto"
         return cls(**{**own, **arg_dict})
@@ -83,7 +85,7 @@ class LceLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes a text without context."""
+        """The id of the token that is put before a text without context."""
         for token_id in (self.arguments.prefix_token_id, self.tokenizer.bos_id, self.eot_token_id):
             if token_id is not None:
                 return int(token_id)
@@ -105,7 +107,7 @@ class LceLM(TemplateLM):
         return self._answers("loglikelihood", [texts for texts, _, _ in requests], found, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text. Texts are scored in windows of at most `max_length` tokens."""
+        """Return the log-likelihood of each text in `requests`, scored in windows of at most `max_length` tokens."""
 
         def windows(text: str) -> list[tuple[list[int], list[int]]]:
             ids, prefix = self.tok_encode(text), self.prefix_token_id
@@ -120,7 +122,7 @@ class LceLM(TemplateLM):
         asked = []
         for prompt, options in (each.args for each in requests):
             how = normalize_gen_kwargs(options, self.max_gen_toks)
-            if how["do_sample"] and how.get("seed") is None:  # the harness's --seed seeds torch, and so this draw
+            if how["do_sample"] and how.get("seed") is None:  # torch draws a seed, and the harness seeds torch
                 how["seed"] = int(torch.randint(1 << 62, ()))
             asked.append((self.tok_encode(prompt) or [self.prefix_token_id], generating(how)))
         self._note_cut([len(prompt) + how.max_tokens for prompt, how in asked])
@@ -128,10 +130,10 @@ class LceLM(TemplateLM):
         return self._answers("generate_until", [request.args for request in requests], found, disable_tqdm)
 
     def _answers(self, kind: str, asked: Sequence[Any], found: Iterator[tuple[int, Any]], quiet: bool) -> list[Any]:
-        """Collect numbered answers in the order of the requests; cache each at once, and show a progress bar."""
+        """Return answers in the order of the requests. `found` yields (request number, answer), cached at once."""
         answers: dict[int, Any] = {}
         with tqdm(total=len(asked), desc=f"lce: {kind}", disable=quiet) as bar, warnings.catch_warnings():
-            warnings.simplefilter("ignore", lce.WindowWarning)  # loading has warned already
+            warnings.simplefilter("ignore", lce.WindowWarning)  # already shown when the model was loaded
             for number, answer in found:
                 answers[number] = answer
                 self.cache_hook.add_partial(kind, asked[number], answer)
@@ -179,12 +181,12 @@ class LceLM(TemplateLM):
         }
 
 
-if NAME not in model_registry:  # releases that read entry points have registered the class
+if NAME not in model_registry:  # lm_eval after 0.4.13 has read the entry point and registered the class
     register_model(NAME)(LceLM)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the harness's command `lm_eval`, which then knows the model `lce`, with `arguments`.
+    """Run the harness's command `lm_eval` with `arguments`, which may name the model `lce`.
 
     Raises `UsageError` for arguments that the harness refuses, such as unknown tasks.
     """

@@ -1,8 +1,9 @@
 """Measures which tokens a method attends, and the weight of these tokens under full attention.
 
-`Observed` runs any method unchanged. In every layer and head, an `AttentionMeter` compares the tokens that some watched
-queries attend with the true attention mass (`lce.methods.mass`). The run is a real one, in the method's own blocks. The
-hidden states are those of the method itself (`own`), or those of the judge's full attention (`judge`).
+`lce.methods.Observed` runs a method unchanged, in its usual blocks of queries. In every layer and head, an
+`AttentionMeter` finds the tokens that some watched queries attend, and the weight that these tokens have under full
+attention, the judge (`lce.methods.mass`). The next layer gets the method's own output (`states="own"`), or the output
+of full attention (`states="judge"`), so that errors of earlier layers do not count.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class _Tally:
 
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
-    facts: int = 0  # the number of facts that a query can choose, summed over queries
-    found: list[float] = field(default_factory=list)  # a share for each block, as in `Attended.found`
+    facts: int = 0  # pairs of a query and a fact in a chunk that this query could choose
+    found: list[float] = field(default_factory=list)  # one share per block of queries; `Attended.found` has their mean
 
     def add(self, name: str, values: Tensor) -> None:
-        """Add the sums of `values [H, ...]` by head."""
+        """Sum `values [heads, ...]` over all but heads, and add the result to `sums[name]`."""
         total = values.float().flatten(1).sum(1).cpu()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
@@ -44,18 +45,18 @@ class _Tally:
 
 
 class AttentionMeter:
-    """Sums over the watched queries of one text. Call `begin`, run the engine, then call `end`."""
+    """A meter of what some queries of one text attend. Call `begin`, run the engine, then call `end`."""
 
     def __init__(self, judge: Judge = "constant", states: States = "own") -> None:
         self.judge, self.states = judge, states
         self.begin(0)
 
     def begin(self, first: int, positions: Sequence[int] | None = None, facts: Sequence[tuple[int, int]] = ()) -> None:
-        """Watch the queries from `first` on, or only those at `positions`. `facts` are token spans `(start, stop)`."""
+        """Watch the queries from `first` on, or only those at `positions`. `facts` are token spans (start, stop)."""
         self.first, self.positions, self.facts = first, positions, facts
         self.layers: dict[int, _Tally] = {}
         self.bytes = {"read": 0.0, "scored": 0.0, "full": 0.0}
-        self.times: dict[int, Tensor] = {}  # for each query, how often each chunk was chosen
+        self.times: dict[int, Tensor] = {}  # by query position: how often each chunk was chosen
 
     def rows(self, step: Step) -> Tensor:
         """Return the indices of the watched queries within the block."""
@@ -87,7 +88,7 @@ class AttentionMeter:
         )
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Add what the watched queries attended. Return the layer's output: the method's, or that of the judge."""
+        """Count what the watched queries attended. Return `out`, or full attention's output for `states="judge"`."""
         if len(seen.rows):
             self._count(seen)
         return out if self.states == "own" else seen.mass(self.judge).attend(seen.q)
@@ -110,7 +111,7 @@ class AttentionMeter:
             tally.add("tokens", attended)
             for start, stop in self.facts:
                 tally.add("fact", attended[..., start:stop].float().mean(-1) / len(self.facts))
-            # The query heads of one KV head read a token once.
+            # A token that several query heads of one KV head attend is read once.
             read = attended.unflatten(0, (seen.step.n_kv_heads, -1)).any(1).sum()
             self.bytes["read"] += float(read) * vector
             self.bytes["full"] += float((positions + 1).sum()) * seen.step.n_kv_heads * vector
@@ -123,7 +124,7 @@ class AttentionMeter:
             self._count_found(tally, seen, seen.method)
 
     def _count_hits(self, tally: _Tally, seen: Observation, scores: Tensor) -> None:
-        """Add how often a fact's chunk ranks first, or in the first five, by `scores [choosers, queries, chunks]`."""
+        """Count how often a fact's chunk ranks first, or in the first five, by `scores [choosers, queries, chunks]`."""
         (first, size), known = seen.method.choices, scores > -torch.inf
         for start, stop in self.facts:
             a, b = max(0, (start - first) // size), (stop - 1 - first) // size + 1
@@ -138,7 +139,7 @@ class AttentionMeter:
     def _count_choices(self, chosen: Tensor, known: Tensor, positions: Tensor) -> None:
         """Add how often each chunk was chosen.
 
-        `chosen [heads, queries, n]` are chunk numbers, -1 for none; `known [queries, chunks]` marks what can be chosen.
+        `chosen [heads, queries, n]` are chunk ids, -1 for none; `known [queries, chunks]` marks possible choices.
         """
         for t, position in enumerate(positions.tolist()):
             times = torch.bincount(chosen[:, t].flatten().clamp(min=-1) + 1, minlength=known.shape[-1] + 1)[1:]
@@ -147,7 +148,7 @@ class AttentionMeter:
             self.times[position] = times if before is None or len(before) != len(times) else before + times
 
     def _count_found(self, tally: _Tally, seen: Observation, method: ESA) -> None:
-        """Add the share of the best tokens by exact scores that low-dim scores find (ESA's recall)."""
+        """Add the share of the `top_k` tokens with the best exact scores that low-dim scores find (ESA's recall)."""
         step, n = seen.step, method.top_k
         if method.compress == "none" or method.far is None or n is None or method.n_candidates(step.start) <= n:
             return
@@ -158,10 +159,10 @@ class AttentionMeter:
 
 
 def cover_and_gini(times: Tensor) -> tuple[float, float]:
-    """Return the share of chunks that were chosen, and Gini's coefficient of `times`, how often each was chosen.
+    """Return the share of chunks ever chosen, and the Gini coefficient of `times`, how often each chunk was chosen.
 
-    Gini's coefficient is 0 if all were chosen equally often, and near 1 if one of many was always chosen. Example:
-    2, 2, 0, 0 has the share 0.5 and the coefficient 0.5.
+    The Gini coefficient is 0 if all chunks were chosen equally often, and near 1 if always the same one of many chunks
+    was chosen. Example: the times 2, 2, 0, 0 give the share 0.5 and the coefficient 0.5.
     """
     x, n = times.double().sort().values, len(times)
     total = float(x.sum())

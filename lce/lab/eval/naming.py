@@ -11,14 +11,14 @@ from typing import Any
 import lce
 from lce.lab.eval.record import Line
 
-MOST = 160  # the most characters of a name
-PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces signs of Markdown and HTML
+MOST = 160  # the largest number of characters of a name
+PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces Markdown and HTML signs
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
 KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # a knob in a repr; commas in brackets belong to the value
 OF_ENGINE = "model engine rope weights kv_dtype".split()
 
 Measured = tuple[Mapping[str, Any], Line]  # a sample, and its measurement
-EngineKey = tuple[str, ...]  # the values of the fields OF_ENGINE
+EngineKey = tuple[str, ...]  # a sample's values of the fields in OF_ENGINE
 
 
 def described(engine: lce.Engine) -> dict[str, str]:
@@ -32,7 +32,7 @@ def described(engine: lce.Engine) -> dict[str, str]:
 
 
 def told(engine: lce.Engine) -> dict[str, Any]:
-    """Return the fields of `Line` that an engine determines, which are all but `checkpoint`."""
+    """Return the fields of `lce.lab.eval.record.Line` that an engine determines: all but `checkpoint`."""
     about = {"method": engine.method.label, "knobs": knob_values(engine.method)}
     return {**about, "window": engine.window, "version": lce.__version__}
 
@@ -45,13 +45,13 @@ def knob_values(method: Any) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """Shorten a name for tables and pictures to one line without signs of Markdown."""
+    """Return a name for tables and pictures: one line of at most `MOST` characters, without signs of Markdown."""
     plain = "".join(c if c.isprintable() else "?" for c in text).translate(PLAIN).replace("](", "] (")
     return plain if len(plain) <= MOST else f"{plain[: MOST - 3]}..."
 
 
 def way_of(sample: Mapping[str, Any]) -> str:
-    """Return a text with those fields of a sample that have unusual values: knobs, filler, mode and others."""
+    """Return a text that lists the options of a sample that are not defaults: task knobs, filler, mode and others."""
     parts = [f"{knob}={value}" for knob, value in sample.get("task_knobs", {}).items()]
     if (filler := sample.get("filler")) not in ("prose", "none", None):
         parts.append(str(filler))
@@ -64,7 +64,7 @@ def way_of(sample: Mapping[str, Any]) -> str:
 
 
 def model_names(measured: Iterable[Measured]) -> dict[str, str]:
-    """Return the name of each model by its fingerprint: the checkpoint's name and a part of the fingerprint."""
+    """Return model names by fingerprint. A name has the checkpoint's name and the beginning of the fingerprint."""
     called: dict[str, str] = {}
     for sample, line in measured:
         model = str(sample.get("model"))
@@ -77,9 +77,9 @@ def engine_key(sample: Mapping[str, Any]) -> EngineKey:
 
 
 def method_names(measured: Iterable[Measured], without: Collection[str] = ()) -> dict[EngineKey, str]:
-    """Return the name of each engine: its method, and the knobs that differ among engines of one method and model.
+    """Return engines' names: the method, and the knobs that differ among engines of the same method and model.
 
-    The knobs `without` are left out, so engines that differ only in them share a name.
+    The knobs in `without` are left out, so engines that differ only in these knobs share a name.
     """
     engines: dict[EngineKey, Measured] = {}
     for sample, line in measured:
@@ -98,7 +98,7 @@ def method_names(measured: Iterable[Measured], without: Collection[str] = ()) ->
 
 
 def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a minimal list of knobs that distinguishes `engines` as well as all knobs do, preferably early ones."""
+    """Return a short list of knobs that distinguishes `engines` as well as all knobs do. Early knobs are preferred."""
 
     def n_told(knobs: Iterable[str]) -> int:
         return len({tuple(engine.get(knob) for knob in knobs) for engine in engines})
@@ -112,9 +112,9 @@ def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Parse the repr of a sample's engine: return the name of the method's class, and all knobs and fields by name.
+    """Return the name of the method's class, and the engine's knobs and fields by name, from the repr in a sample.
 
-    Example of a repr: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
+    Example of such a repr: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
     """
     text = str(sample.get("engine"))
     match = re.fullmatch(r"Engine\((\w+)\((.*)\), window=(\d+), block=(\d+), (.*)\)", text)
@@ -125,7 +125,7 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         kind, knobs = watched.groups()
     parts = dict(re.findall(KNOB, knobs))
     for knob, value in parts.items():
-        read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # learned maps: the file and a digest
+        read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # LowDimMaps('FILE', DIGEST): keep the digest
         parts[knob] = read[1] if read else value.strip("'")
     parts |= {"window": window, "block": block, "on": place.replace("torch.", ""), "rope": _rope(str(sample["rope"]))}
     parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype")}

@@ -1,20 +1,20 @@
-"""Perplexity of texts by length, in two settings.
+"""Measures the perplexity of texts by length, in two settings: sliding windows and streams.
 
-Windows are the papers' setting on PG19 (Press et al., 2022; stride 256 in Chen et al., 2023, and in the code of Dual
-Chunk Attention). A window of `length` tokens slides over the text in steps of `stride`. Each window is read as a text
-of its own, without a beginning token. With `last`, the last `stride` tokens of a window are scored, so each token of
-the text is scored once, after at least `length - stride` others. With `all`, as in the code of Dual Chunk Attention,
-all tokens of a window are scored. Windows of several lengths end at the same tokens.
+Sliding windows are the setting of papers that measure on PG19 (Press et al., 2022; stride 256 in Chen et al., 2023, and
+in the code of Dual Chunk Attention). A window of `length` tokens slides over the text in steps of `stride`. Each window
+is read as a text of its own, without a beginning token. If `scored` is `last`, the last `stride` tokens of a window are
+scored, so each token of the text is scored once, after at least `length - stride` earlier tokens. If `scored` is `all`,
+as in the code of Dual Chunk Attention, all tokens of a window are scored. Windows of any length end at the same tokens.
 
-In a stream, one pass over a text scores each token after all earlier tokens. Means are by position.
+A stream is one pass over a text that scores each token after all earlier tokens. Perplexities are by token position.
 
-The perplexity is `exp` of the mean negative log-likelihood of a token. The 95% interval is Student's, over windows or
-over runs of `stride` tokens of a stream; runs of several sizes are weighted by size. The interval is too narrow if
-windows are alike (neighbours in one text) or overlap (with `all`).
+The perplexity is `exp` of the mean negative log-likelihood of a token. The 95% interval is Student's t interval over
+windows, or over runs of at most `stride` tokens of a stream, weighted by size. The interval is too narrow if windows
+are alike (neighbours in one text) or overlap (with `all`).
 
-A table of records has one model and one setting: windows with the last S tokens scored, windows with all tokens scored,
-or streams. Rows are methods; columns are lengths, or for streams ranges of positions that end at powers of two. A cell
-has all windows in the files, each counted once. A note names columns for which methods read different windows.
+A table has one model and one setting: windows with the last `stride` tokens scored, windows with all tokens scored, or
+streams. Rows are methods. Columns are lengths, or for streams ranges of positions that end at powers of two. A cell
+averages all windows in the records, each counted once. A note names columns for which methods read different windows.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SCORED = ("last", "all")
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity in windows of one length, or of the tokens `first..length-1` of streams, with its 95% interval.
+    """The perplexity in windows of one length, or of the tokens `first..length-1` of streams.
 
-    `samples` is the number of windows or runs, and `tokens` the number of scored tokens. The interval of one sample is
-    None.
+    `samples` is the number of windows or runs, and `tokens` the number of scored tokens. `low` and `high` are the ends
+    of the 95% interval, or None if there is only one sample.
     """
 
     method: str
@@ -69,7 +69,10 @@ class Perplexity:
 
 
 def student(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t, to 0.2% (Abramowitz and Stegun, 26.7.5, and the first four values)."""
+    """Return the 97.5% quantile of Student's t with `freedom` degrees of freedom, to 0.2%.
+
+    Up to 4 degrees the quantile is tabulated; beyond, it is computed by Abramowitz and Stegun, 26.7.5.
+    """
     exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
     if freedom in exact:
         return exact[freedom]
@@ -114,9 +117,9 @@ def stream(
 ) -> list[Perplexity]:  # fmt: skip
     """Return perplexities by position, from one pass over the first `max(lengths)` tokens of each text.
 
-    There is one perplexity for each of `lengths`: of the tokens from the next smaller length on. Lengths that no text
-    reaches are left out. A text that is complete in `record` is not read again. `about` has further fields of `Loss` to
-    record.
+    The perplexity for one of `lengths` is that of the tokens between the next smaller length and this length. Lengths
+    that no text reaches are left out. A text that is complete in `record` is not read again. `about` has further fields
+    of `Loss` to record.
     """
     check(stride, "last")
     borders, record = sorted(set(lengths)), record or Record()
@@ -154,7 +157,7 @@ def stream(
 
 
 def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, int, int]]:
-    """Divide the tokens `1..n-1` into runs; yield `first`, `stop`, and the border that ends the column of the run."""
+    """Divide the tokens `1..n-1` into runs at multiples of `stride` and at `borders`; yield `first, stop, border`."""
     first = 1
     for border in borders:
         while first < min(border, n):
@@ -164,7 +167,7 @@ def _runs(n: int, borders: Sequence[int], stride: int) -> Iterator[tuple[int, in
 
 
 def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = None) -> list[tuple[Text, int]]:
-    """Return the text and the end of each window of `length` tokens, or of `most` windows spread evenly."""
+    """Return (text, end) for each window of `length` tokens, or for `most` of these windows, spread evenly."""
     found = [(text, end) for text in texts for end in range(length, len(text) + 1, stride)]
     if not found:
         longest = max(map(len, texts), default=0)
@@ -189,7 +192,7 @@ def _hash(ids: Text) -> str:
 
 
 def _asked(engine: lce.Engine, setting: str) -> dict[str, Any]:
-    """Return the fields that identify a loss, without those of the text."""
+    """Return the fields that identify a loss in a record, except the fields that identify the text."""
     return {"task": "perplexity", "setting": setting, **described(engine)}
 
 
@@ -198,7 +201,7 @@ def _exp(x: float) -> float:
 
 
 class Column(NamedTuple):
-    """A column of a table: windows of `length` tokens, or the tokens `first..length-1` of streams."""
+    """A column of a `LossTable`: windows of `length` tokens, or the tokens `first..length-1` of streams."""
 
     first: int
     length: int
@@ -211,7 +214,7 @@ class LossTable:
     model: str
     setting: str
     cells: dict[tuple[str, Column], Perplexity] = field(default_factory=dict)
-    windows: tuple[int, ...] = ()  # the windows of the engines
+    windows: tuple[int, ...] = ()  # the context windows of the engines, in tokens
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -233,7 +236,7 @@ class LossTable:
 
 
 def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
-    """Yield the tables of all measurements, in the order of the files."""
+    """Yield one table per model and setting, in the order of `lines`."""
     names, models = method_names(lines), model_names(lines)
     for model, name in models.items():
         for setting, group in _settings([line for line in lines if str(line[0].get("model")) == model]):
@@ -244,7 +247,7 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
                 by_border.setdefault(_border(sample), []).append((sample, loss))
             for border, members in sorted(by_border.items()):
                 kind, column = members[0][0]["setting"], Column(0, border)
-                if kind == "stream":  # the last column ends where the text ended
+                if kind == "stream":  # the last column ends where the longest text ends
                     first, stop = min(x["first"] for x, _ in members), max(x["stop"] for x, _ in members)
                     column = Column(first if first > 1 else 0, stop)
                 found: dict[str, dict[str, Loss]] = {}
@@ -261,7 +264,7 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
 
 
 def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]:
-    """Yield each setting of one model and its lines. Windows no longer than the stride are in both kinds."""
+    """Yield each setting's name and lines. Windows of at most `stride` tokens belong to both settings of windows."""
     windows = [line for line in lines if line[0]["setting"] == "windows"]
     strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
     for stride in strides:
@@ -275,6 +278,6 @@ def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]
 
 
 def _border(sample: Mapping[str, Any]) -> int:
-    """Return the border of a line's column: a window's length, or the power of two at or after a run's end."""
+    """Return the length that identifies a sample's column: a window's length, or a run's end rounded up to 2**n."""
     length: int = sample["length"]
     return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Pictures of a report: scores by length, bytes read and depth, methods side by side, perplexities, and recall.
+"""Draws a report: scores by length, by bytes read and by depth, methods side by side, perplexities, and recall.
 
 PNG files are 1,000 pixels wide, so they are legible on a phone. Colour-blind readers can distinguish the colours, which
 are Okabe and Ito's. Methods also differ in markers and lines, and heat maps show numbers.
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, DPI, LETTERS = 5.0, 200, 11  # inches, pixels per inch, points
+WIDTH, DPI, LETTERS = 5.0, 200, 11  # width in inches, pixels per inch, font size in points
 STYLE: Any = {
     "font.size": LETTERS - 1, "axes.titlesize": LETTERS, "axes.labelsize": LETTERS, "figure.titlesize": LETTERS,
     "xtick.labelsize": LETTERS - 1, "ytick.labelsize": LETTERS - 1, "legend.fontsize": LETTERS - 1,
     "legend.frameon": False, "axes.grid": True, "grid.color": "0.9", "axes.xmargin": 0.12,
     "figure.constrained_layout.use": True,
 }  # fmt: skip
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, without yellow
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito without yellow
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
 MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1.2, "zorder": 0}
-# Methods are shifted by 2**APART, all of them by at most 2**MOST_APART, so that equal scores stay visible.
+# A length's points are spread on the logarithmic axis, so that equal scores stay visible: neighbouring methods by a
+# factor of at most 2**APART, all methods together by a factor of at most 2**MOST_APART.
 APART, MOST_APART = 0.06, 0.5
-BINS = 5  # the number of ranges of depth, if the user asked for no depths
-MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # the limits of one picture
-Span = tuple[float, float, float]  # a value and the ends of its interval
+BINS = 5  # rows of a heat map (ranges of depth), if the user asked for no depths
+MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # the largest number of each in one picture
+Span = tuple[float, float, float]  # a value, and the low and the high end of its interval
 
 
 def draw_all(report: Report, folder: str | Path) -> list[Path]:
@@ -62,7 +63,7 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
 
 
 def figures(report: Report) -> Iterator[tuple[str, Figure]]:
-    """Yield the pictures of a report, each with a name of its own."""
+    """Yield a unique name and the figure of each picture of a report."""
     from matplotlib import rc_context
 
     used: set[str] = set()
@@ -77,7 +78,7 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
 
 
 def _drawings(report: Report) -> Iterator[tuple[Any, ...]]:
-    """Yield the function that draws a picture, its table or tables, and the parts of the picture's name."""
+    """Yield for each picture: the function that draws it, the table or tables to draw, and the parts of its name."""
     for table in report.tables:
         for kind, draw in (("length", by_length), ("bytes", by_bytes), ("depth", by_depth)):
             yield draw, table, table.model, table.title, kind
@@ -92,7 +93,7 @@ def _drawings(report: Report) -> Iterator[tuple[Any, ...]]:
 
 
 def by_length(table: Table) -> Figure | None:
-    """Draw scores by length with intervals, and the ceiling as a horizontal line."""
+    """Draw scores with intervals by length, one line per method, and the ceiling as a horizontal line."""
     if not table.cells:
         return None
     figure, axes = _figure(table)
@@ -106,7 +107,7 @@ def by_length(table: Table) -> Figure | None:
 
 
 def by_bytes(table: Table) -> Figure | None:
-    """Draw scores by the bytes that a decode step reads: a line a method, with a label at the longest length."""
+    """Draw scores by the bytes that a decode step reads: one line per method, labelled at the longest length."""
     figure, axes = _figure(table)
     for number, method in enumerate(table.methods):
         known = {length: cell for length, cell in table.row(method).items() if cell.score.read_bytes}
@@ -120,7 +121,7 @@ def by_bytes(table: Table) -> Figure | None:
 
 
 def perplexities(table: LossTable) -> Figure:
-    """Draw perplexities by length or position with intervals, and the window as a vertical line."""
+    """Draw perplexities with intervals by length or position, and the model's window as a vertical line."""
     figure, axes = _figure(table)
     for number, method in enumerate(table.methods):
         found = {column: table.cells[method, column] for column in table.columns if (method, column) in table.cells}
@@ -136,7 +137,7 @@ def perplexities(table: LossTable) -> Figure:
 
 
 def recall_by_bytes(table: SelectionTable) -> Figure:
-    """Draw recall of true attention by the bytes that a query reads: a panel a length, a line a method."""
+    """Draw recall of true attention by the bytes that a query reads: one panel per length, one line per method."""
     lengths = table.lengths[:MOST_PANELS]
     figure, panels = _panels(f"{table.title}: {table.model}", len(lengths), 0.9 + 0.25 * len(table.lines), 2.6)
     for axes, length in zip(panels, lengths, strict=True):
@@ -153,7 +154,7 @@ def recall_by_bytes(table: SelectionTable) -> Figure:
 
 
 def by_depth(table: Table) -> Figure | None:
-    """Draw scores by depth and length: a heat map a method."""
+    """Draw a task's mean scores by depth of the fact in the text and by length of the text: one heat map per method."""
     from matplotlib import colormaps
 
     asked = sorted({depth for cell in table.cells.values() for depth in cell.depths})
@@ -186,7 +187,10 @@ def by_depth(table: Table) -> Figure | None:
 
 
 def side_by_side(tables: Sequence[Table]) -> Figure:
-    """Draw the scores of one model's methods: a panel a task, at the longest of the lengths with most methods."""
+    """Draw the scores of one model's methods: one panel per task.
+
+    A panel shows the length at which most methods were measured, or the longest of several such lengths.
+    """
     from matplotlib.figure import Figure
 
     columns = min(MOST_COLUMNS, len(tables))
@@ -218,7 +222,7 @@ def _span(cell: Cell) -> Span:
 
 
 def _panels(title: str, n: int, margin: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `n` panels, one below the other; sizes are in inches."""
+    """Return a figure of `n` panels, one below the other. `margin` and the `height` of a panel are in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, margin + n * height))
@@ -235,7 +239,7 @@ def _figure(table: Table | LossTable) -> tuple[Figure, Axes]:
 
 
 def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Sequence[Span]) -> None:
-    """Draw a method's values with intervals. `number` is the method's, which decides colour, marker and line."""
+    """Draw a method's values with intervals. The method's `number` determines the colour, marker and line style."""
     axes.errorbar(
         x, [value for value, _, _ in spans], yerr=_errors(spans), label=_wrapped(method), capsize=3, linewidth=1.6,
         elinewidth=0.9, markersize=6, color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
@@ -244,7 +248,7 @@ def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Seque
 
 
 def _errors(spans: Sequence[Span]) -> list[list[float]]:
-    """Return the distances from values to the ends of their intervals; rounding makes none negative."""
+    """Return the distances from values to the low and high ends of their intervals. Rounding makes none negative."""
     return [[max(0.0, value - low) for value, low, _ in spans], [max(0.0, high - value) for value, _, high in spans]]
 
 
@@ -281,10 +285,10 @@ def _title(table: Table, *, model: bool = True) -> str:
 
 
 def _wrapped(method: str, most: int = 22) -> str:
-    """Break a method's name into lines of at most `most` letters, so that two fit side by side in a legend."""
+    """Break a method's name into lines of `most` letters or fewer, so that two names fit side by side in a legend."""
     return "\n".join(textwrap.wrap(method, most)[:5])
 
 
 def _short(length: int) -> str:
-    """Format a length, such as `8k` for 8,192."""
+    """Format a length in tokens, such as `8k` for 8,192."""
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"

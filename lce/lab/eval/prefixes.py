@@ -1,4 +1,4 @@
-"""Reads many texts with one context; a beginning that texts share is read once.
+"""Reads many texts with one context. A beginning that several texts share is read once.
 
 Few-shot examples come before every question of a task, and a document before each of its questions. Texts are read in
 sorted order. If the next text begins like the current text, the context is marked at the end of the common blocks, and
@@ -21,10 +21,10 @@ def read_all(
 ) -> Iterator[tuple[int, lce.Context]]:
     """Read texts of token ids in sorted order; yield each text's number and the context that holds the text.
 
-    Tokens that the caller adds to the context are dropped before the next text. `lengths` are the context lengths to
-    announce, by default those of the texts. The RoPE scaling `dynamic` depends on the announced length, so with this
-    scaling only equal texts are read together. Memory: one context. Raises `CapacityError` before any work if the
-    longest text cannot fit.
+    Tokens that the caller adds to the context are dropped before the next text. `lengths` are the lengths that the
+    context may reach with each text, by default those of the texts. The RoPE scaling `dynamic` depends on this length,
+    so with this scaling only equal texts share a context. Memory: one context. Raises `CapacityError` before any
+    work if the longest text cannot fit.
     """
     if not texts:
         return
@@ -45,7 +45,7 @@ def read_all(
 
 
 class _Reader:
-    """A context that reads text after text. `marks` are the points to which it can go back, the longest last."""
+    """A context that reads one text after the other. `marks` are states to go back to, shortest first."""
 
     def __init__(self, engine: lce.Engine, length: int) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class _Reader:
         self.marks = [self.context.mark()]
 
     def read(self, text: Sequence[int], n_kept: int) -> lce.Context:
-        """Make the context hold `text`. Of its first `n_kept` tokens, mark the end of the last whole block."""
+        """Read `text` into the context, and mark the end of the last whole block within its first `n_kept` tokens."""
         context, block = self.context, self.engine.block
         n_known = n_common(context.token_ids, text)
         while (n := self.marks[-1].n_tokens) > n_known or (n % block and n != len(text)):
@@ -67,7 +67,7 @@ class _Reader:
 
 
 def n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
+    """Return the length of the longest common prefix of two sequences."""
     n = min(len(one), len(other))
     if one[:n] == other[:n]:
         return n

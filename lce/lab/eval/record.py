@@ -1,7 +1,7 @@
 """Records: files of measurements, which make long evaluations resumable and divisible among processes.
 
-A measurement is one JSON line. The line has the sample, which is everything that the measurement depends on, and the
-fields of an `Answer`, a `Loss` or an `Attended`. A recorded sample is not measured again.
+A measurement is one JSON line: the fields of the sample, which say what the measurement depends on, and the fields of
+the result, an `Answer`, a `Loss` or an `Attended`. A recorded sample is not measured again.
 
 Lines are appended under a lock and flushed to disk, so several processes may add to one file. A crash can leave an
 incomplete last line. Reading ignores this line, and the next write replaces it. A file with other content is refused.
@@ -25,7 +25,7 @@ from lce.files import check_target, lock, named, open_regular, unwritable
 
 BEGINNING = b'{"task": '  # how every line begins
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # a process holds the lock for one write, so a short wait is enough
-PerHead = list[list[float]]  # a list a layer, with a number a head
+PerHead = list[list[float]]  # one list per layer, with one number per head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Line:
     """A measurement, with facts about the engine. Fields that a file's line lacks are None."""
 
     method: str | None = None
-    knobs: dict[str, Any] | None = None  # the method's knobs, resolved for the window
+    knobs: dict[str, Any] | None = None  # the method's knobs, with the defaults for this window
     window: int | None = None
     checkpoint: str | None = None  # the model as the user named it
     version: str | None = None  # the version of lce
@@ -51,10 +51,10 @@ class Answer(Line):
     metric: str | None = None
     document: int | None = None  # the document's number; several samples may ask about one document
     depth: float | None = None  # the place of the first fact: 0 is the document's beginning, 1 its end
-    chance: float | None = None  # the score that a perfect answer to another sample would get here
+    chance: float | None = None  # the score that another sample's right answer gets for this sample
     prompt_tokens: int | None = None  # all tokens read before the answer
-    read_bytes: int | None = None  # keys, values and summaries that a decode step after the answer reads
-    ceiling: bool | None = None  # whether the sample measures `full` within the window
+    read_bytes: int | None = None  # bytes of keys, values and summaries read by a decode step after the answer
+    ceiling: bool | None = None  # whether the sample measures the ceiling: `full` within the window
 
     @property
     def value(self) -> float:
@@ -72,16 +72,17 @@ class Loss(Line):
 
 @dataclass(frozen=True)
 class Attended(Line):
-    """The attention of some watched queries of one text: means over queries, by layer and head; None without any.
+    """What the watched queries of one text attended: means over these queries. A field that was not measured is None.
 
-    `recall` is the attended share of the true attention mass, `tokens` the number of attended tokens, and `fact` the
-    attended share of the facts' tokens. `hit1` is the share of facts with a chunk that has the best score of its query,
-    and `hit5` with one of the five best; both are empty for layers without a choice. `cover` is the share of chunks
-    that any head of any layer chooses. `gini` is Gini's coefficient of the numbers of times that chunks are chosen.
-    `found` has for each layer the share of the best tokens by exact scores that low-dim scores find.
+    Lists of the type `PerHead` are by layer and head. `recall` is the attended share of the true attention mass, and
+    `tokens` the number of attended tokens. Facts are the sentences that the answer depends on; `fact` is the attended
+    share of their tokens. `hit1` is the share of facts in a chunk with the best score of all chunks, and `hit5` the
+    share of facts in one of the five best chunks; both are empty for layers without a choice. `cover` is the share of
+    chunks that any head of any layer chooses, and `gini` the Gini coefficient of how often each chunk is chosen.
+    `found` has one number per layer: the share of the tokens with the best exact scores that low-dim scores also find.
 
-    Bytes are those that a query reads in all layers. `read_bytes` counts keys and values, a token once for a KV head;
-    `scored_bytes` the data that choices are made by; and `full_bytes` what full attention would read.
+    Bytes are what one query reads in all layers. `read_bytes` counts keys and values, each token once per KV head,
+    `scored_bytes` the data that chunks or tokens are chosen by, and `full_bytes` what full attention would read.
     """
 
     queries: int
@@ -104,7 +105,7 @@ KINDS: dict[str, type[Line]] = {
     "right": Answer,
     "nll": Loss,
     "recall": Attended,
-}  # kinds of lines by a field that only they have
+}  # classes of lines, by a field that only lines of this class have
 
 
 class Record:
@@ -134,13 +135,13 @@ class Record:
             raise _strange(path, rest, len(lines) + 1)
 
     def get(self, sample: dict[str, Any], prompt: str | None = None) -> Any:
-        """Return the measurement of a sample; None if there is none, or only one of another prompt."""
+        """Return the measurement of a sample; None if there is none, or if it has another prompt."""
         _, found = self._lines.get(_key(sample), (None, None))
         is_other = prompt is not None and found is not None and found.prompt not in (None, text_hash(prompt))
         return None if is_other else found
 
     def items(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
-        """Yield each sample's key, which is the same in every file, the sample, and its last measurement."""
+        """Yield each sample's key, the sample, and its last measurement. Equal samples have equal keys in all files."""
         return ((key, *found) for key, found in self._lines.items())
 
     def prepare(self) -> None:
@@ -149,11 +150,11 @@ class Record:
             _opened(self.path).close()
 
     def add(self, sample: dict[str, Any], measured: Line) -> None:
-        """Append one line to the file. Raises `CapacityError` if the disk is full; the file then stays whole."""
+        """Append one line to the file. Raises `CapacityError` if the disk is full; earlier lines then stay."""
         self.add_all([(sample, measured)])
 
     def add_all(self, measured: Sequence[tuple[dict[str, Any], Line]]) -> None:
-        """Append several lines in one write. If the process is killed, the first of the lines may stay, each whole."""
+        """Append several lines in one write. If the process is killed, the file may have the first of them."""
         if self.path is not None:
             _append(self.path, b"".join(_line(*each) for each in measured))
         self._lines.update((_key(sample), (sample, each)) for sample, each in measured)
@@ -193,7 +194,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def _opened(path: Path) -> io.FileIO:
-    """Open or make the file. The returned object closes the file and so frees the lock, even after Ctrl-C."""
+    """Open or create a record's file. The returned object releases the file and its lock even after Ctrl-C."""
     check_target(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -208,7 +209,7 @@ def text_hash(text: str) -> str:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Lock the file; wait briefly if another process is writing."""
+    """Lock a record's file. Wait briefly if another process is writing."""
     for _ in range(LOCK_TRIES):
         try:
             return lock(descriptor, path)
@@ -218,7 +219,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _end_of_lines(descriptor: int) -> int:
-    """Return the offset after the last whole line."""
+    """Return the byte offset after the last complete line of a file."""
     size = os.fstat(descriptor).st_size
     return mmap(descriptor, size, access=ACCESS_READ).rfind(b"\n") + 1 if size else 0
 

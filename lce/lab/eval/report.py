@@ -1,12 +1,13 @@
-"""Makes tables of records, which may be several files of one run. A row is a method.
+"""Makes tables of the measurements in one or several record files. A row of a table is a method.
 
-Losses and selections have tables of their own (`lce.lab.eval.perplexity`, `lce.lab.eval.selection`). Tables of answers
-have a cell for each method and length: the mean score of one model at one task, asked in one way, with the 95% interval
-of `lce.lab.eval.scores`. A sample in several files counts once.
+Losses and selections have tables of their own (`lce.lab.eval.perplexity`, `lce.lab.eval.selection`). A table of answers
+is about one model and one task with one set of options. It has one cell per method and length: the mean score, with the
+95% interval of `lce.lab.eval.scores`. A sample in several files counts once.
 
-A task's ceiling is the score of `full` within the window: at the samples asked for the ceiling, or else at the largest
-length within the window. Notes name the tasks and lengths that cannot distinguish methods: tasks with a ceiling below
-0.5 or not clearly above chance, and lengths at which every method reaches the ceiling.
+A task's ceiling is the score of the method `full` within the model's window. It is measured at samples made for the
+ceiling, or else at the largest length within the window. Notes name the tasks and lengths that cannot distinguish
+methods: tasks whose ceiling is below 0.5 or not clearly above chance, and lengths at which every method reaches the
+ceiling.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from lce.lab.eval.record import Answer, Attended, Loss, Record
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
-CLEARLY = 0.1  # a ceiling's `low` must exceed chance by this margin
-FAILS = 0.5  # `full` fails within the window if its score is below this
-HOLDS = 0.9  # a method holds at a length if it has this share of the ceiling's score
+CLEARLY = 0.1  # the low end of a ceiling's interval must exceed chance by this margin
+FAILS = 0.5  # the method `full` fails a task if its mean score within the window is below this
+HOLDS = 0.9  # a method holds at a length if it reaches this share of the ceiling's score
 
 AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
 Place = tuple[str, int]  # a cell's method and length
@@ -46,20 +47,23 @@ class Cell:
         return Score.of(self.answers[key] for key in sorted(self.answers))
 
     def between(self, low: float, high: float) -> Score | None:
-        """Return the score of answers whose facts stand at depths from `low` to `high`, inclusive; None without any."""
+        """Return the score of answers whose facts stand at depths from `low` to `high`; None without such answers."""
         found = [a for a in self.answers.values() if a.depth is not None and low <= a.depth <= high]
         return Score.of(found) if found else None
 
 
 @dataclass
 class Table:
-    """The cells of one model and one task, asked in one way, in the order of the files."""
+    """The results of one model on one task with one set of options: one cell per method and length.
+
+    Methods stand in the order in which the files name them.
+    """
 
     model: str
     task: str
-    way: str  # unusual knobs, filler and mode
+    way: str  # the options that are not defaults: task knobs, filler, mode and others
     cells: dict[Place, Cell] = field(default_factory=dict)
-    ceilings: dict[Place, Cell] = field(default_factory=dict)  # the cells of `full` within the window
+    ceilings: dict[Place, Cell] = field(default_factory=dict)  # cells of the method `full` within the window
 
     @property
     def title(self) -> str:
@@ -79,7 +83,7 @@ class Table:
 
     @property
     def ceiling(self) -> tuple[int, Score] | None:
-        """The length and the score of `full` within the window; None if not measured."""
+        """The longest measured length of `full` within the window, and the score there; None if not measured."""
         if not self.ceilings:
             return None
         where = max(self.ceilings, key=lambda place: place[1])
@@ -101,20 +105,20 @@ class Table:
 
     @property
     def discriminates(self) -> bool | None:
-        """Whether the model can do the task within its window; None if unknown."""
+        """Whether the model can do the task within its window with full attention; None if not measured."""
         return None if self.ceiling is None else fails(self.ceiling[1]) is None
 
     def tells(self, length: int) -> bool | None:
-        """Return whether scores at `length` distinguish methods; None if the ceiling is unknown."""
+        """Return whether scores at `length` can distinguish methods; None if the ceiling was not measured."""
         if self.ceiling is None:
             return None
         scores = [cell.score for (_, own), cell in self.cells.items() if own == length]
         return bool(self.discriminates) and not all_reach(scores, self.ceiling[1])
 
     def holds_to(self, method: str) -> int | None:
-        """Return the longest length up to which the method's mean is at least `HOLDS` of the ceiling's.
+        """Return the longest length up to which a method's mean score is at least `HOLDS` times the ceiling's.
 
-        Return 0 if the mean is lower at the shortest length, and None if the ceiling is unknown or `full` fails.
+        Return 0 if the score is lower at the shortest length, and None without a ceiling or if `full` fails.
         """
         if self.ceiling is None or not self.discriminates:
             return None
@@ -127,7 +131,7 @@ class Table:
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
-    """Return whether there are two or more scores, and all of their intervals reach the ceiling's mean."""
+    """Return whether there are two or more scores, and the upper ends of all intervals reach the ceiling's mean."""
     return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
 
 
@@ -142,7 +146,7 @@ def fails(ceiling: Score) -> str | None:
 
 @dataclass(frozen=True)
 class Report:
-    """The tables of some records."""
+    """The tables of all measurements in some record files."""
 
     tables: tuple[Table, ...]
     conflicts: int = 0  # the number of samples with different scores in several files; the first file counts
@@ -176,10 +180,10 @@ class Report:
 
 
 def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
-    """Return the tables of all answers, in the order of the files."""
+    """Return the tables of the answers in `found`, which has (sample, answer) by the key of the sample."""
     names, models = method_names(found.values()), model_names(found.values())
     tables: dict[tuple[str, ...], Table] = {}
-    documents: dict[str, int] = {}  # new numbers, as lines of several lengths share numbers
+    documents: dict[str, int] = {}  # new numbers of documents; in records, documents of several lengths share a number
     for key, (sample, answer) in found.items():
         number = answer.document if answer.document is not None else sample.get("index")
         document = json.dumps({**sample, "index": number}, sort_keys=True)
@@ -189,23 +193,24 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
         cells = table.ceilings if answer.ceiling else table.cells
         cell = cells.setdefault((names[engine_key(sample)], sample["length"]), Cell())
         cell.answers[key] = answer
+        # Several facts in one text stand at random depths, not at the depths that the user asked for.
         if answer.depth is not None and answer.depth in sample.get("depths", ()):
-            cell.depths.add(answer.depth)  # several facts stand at other depths than those asked for
+            cell.depths.add(answer.depth)
     for table in tables.values():
         lengths = table.lengths
-        for where, cell in table.ceilings.items():  # samples of the ceiling are samples of the method `full`, too
+        for where, cell in table.ceilings.items():  # the ceiling's samples also count for the method `full`
             if where[1] in lengths or where[1] > max(lengths, default=0):
                 same = table.cells.setdefault(where, Cell())
                 same.answers |= cell.answers
                 same.depths |= cell.depths
-                cell.answers |= same.answers  # and the other way round
+                cell.answers |= same.answers  # and samples of `full` count for the ceiling
         if not table.ceilings:
             table.ceilings = {place: cell for place, cell in table.cells.items() if _is_within(place, cell, found)}
     return [table for table in tables.values() if table.cells or table.ceilings]
 
 
 def _is_within(place: Place, cell: Cell, found: Mapping[str, AnswerLine]) -> bool:
-    """Return whether a cell can serve as the ceiling: `full` without RoPE scaling within the window."""
+    """Return whether a cell can serve as the ceiling: the method is `full` without RoPE scaling, within the window."""
     sample, answer = found[next(iter(cell.answers))]
     kind, parts = engine_parts(sample)
     is_full = (answer.method or kind.lower()) == "full" and parts.get("rope", "none") == "none"

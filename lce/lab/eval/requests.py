@@ -1,7 +1,7 @@
-"""Answers requests of lm-evaluation-harness: likelihoods of continuations, and texts up to a stop.
+"""Answers requests of lm-evaluation-harness: likelihoods of continuations, and generated texts.
 
-Requests are token ids. Contexts that begin alike share their common tokens (`lce.lab.eval.prefixes`). Answers come in
-the order of reading, each with the number of its request.
+Requests are token ids. Contexts that begin alike share their common tokens (`lce.lab.eval.prefixes`). Answers are
+yielded in the order in which contexts are read, each with the number of its request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lce.sizes import count
 
 LONGEST = 1 << 31  # a method that can read this many tokens counts as one without a limit
 LOADING = tuple(name for name in inspect.signature(lce.load).parameters if name not in ("model", "method", "sharing"))
-# Generation arguments of other libraries, with the values that change nothing.
+# Generation arguments that lce does not have, with the values at which they have no effect and are accepted.
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -29,9 +29,9 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 class ModelArguments:
     """The harness's model arguments that are not for `lce.load`. Numbers may be texts, such as "4k".
 
-    Requests of more than `max_length` tokens lose their beginning; None stands for the method's limit. `max_gen_toks`
-    limits answers of tasks without a limit of their own. `prefix_token_id` precedes texts without a context; None
-    stands for BOS, or else EOS. `add_bos_token` overrides the tokenizer's setting. Raises `UsageError`.
+    Requests of more than `max_length` tokens lose their beginning. If `max_length` is None, the method's limit counts.
+    `max_gen_toks` limits answers of tasks without a limit of their own. `prefix_token_id` is put before texts without a
+    context; if None, BOS is, or else EOS. `add_bos_token` overrides the tokenizer's setting. Raises `UsageError`.
     """
 
     max_length: Any = None
@@ -50,9 +50,9 @@ class ModelArguments:
 def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
     """Split the harness's model arguments into options of `lce.load` and `ModelArguments`.
 
-    The harness turns the text "none" into None, so None is "none" again for knobs and for `rope`; other arguments of
-    None are left out. If `pretrained` is an engine, there are no options of `lce.load`. Raises `UsageError` for unknown
-    names and unusable values.
+    The harness turns the text "none" into None. For knobs and `rope`, None is turned back into "none"; other arguments
+    that are None are left out. If `pretrained` is an engine, there are no options of `lce.load`. Raises `UsageError`
+    for unknown names and unusable values.
     """
     own = [each.name for each in dataclasses.fields(ModelArguments)]
     loaded = isinstance(given["pretrained"], lce.Engine)
@@ -88,7 +88,7 @@ def likelihoods(
 ) -> Iterator[tuple[int, tuple[float, bool]]]:
     """Score continuations of contexts. A request is a context and a continuation, both with at least one token id.
 
-    Yields a request's number, the continuation's log-probability, and whether greedy decoding would write the
+    Yield a request's number, the continuation's log-probability, and whether greedy decoding would write the
     continuation. The last token of a continuation is scored but not read. If more than `max_length` tokens would be
     read, the context loses its beginning. Raises `UsageError` if no context is left.
     """
@@ -108,7 +108,7 @@ def likelihoods(
 
 def _likelihood(engine: lce.Engine, context: lce.Context, continuation: list[int]) -> tuple[float, bool]:
     logits = context.logits
-    if len(continuation) == 1 and logits is not None:  # the context's logits score the only token
+    if len(continuation) == 1 and logits is not None:  # the logits after the context score this token
         token_id = continuation[0]
         return float(logits[token_id] - logits.logsumexp(-1)), int(logits.argmax()) == token_id
     scores = engine.score(continuation, context=context)
@@ -116,24 +116,24 @@ def _likelihood(engine: lce.Engine, context: lce.Context, continuation: list[int
 
 
 def text_likelihood(engine: lce.Engine, windows: Sequence[tuple[list[int], list[int]]]) -> float:
-    """Return the log-probability of a text in windows. A window is a context and the tokens to score after it."""
+    """Return the log-probability of a text in windows. A window is a context, and the tokens after it to score."""
     scores = [engine.score([*context, *scored], first=len(context)) for context, scored in windows]
     return sum(float(each.logprobs.double().sum()) for each in scores)
 
 
 @dataclass(frozen=True)
 class Generating:
-    """Options of a generation: at most `max_tokens` tokens, up to the first of the texts `until`."""
+    """Options of a generation, which ends after `max_tokens` tokens or at the first text of `until` that is written."""
 
     until: tuple[str, ...]
     max_tokens: int
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # knobs of `lce.Sampling`
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of `lce.Sampling`
 
 
 def generating(given: Mapping[str, Any]) -> Generating:
     """Convert a task's `generation_kwargs`, to which the harness has added `until` and `max_gen_toks` if missing.
 
-    The default temperature of `do_sample` is 1. Raises `UsageError` for arguments unknown to lce.
+    With `do_sample`, the default temperature is 1. Raises `UsageError` for arguments unknown to lce.
     """
     options = {name: value for name, value in given.items() if NEUTRAL.get(name) != value}
     until, most = options.pop("until"), options.pop("max_gen_toks")
@@ -151,10 +151,10 @@ def generating(given: Mapping[str, Any]) -> Generating:
 def generations(
     engine: lce.Engine, requests: Sequence[tuple[list[int], Generating]], max_length: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Continue each prompt; yield the request's number and the text before the first stop.
+    """Continue each prompt; yield the request's number and the generated text before the first text of `until`.
 
-    A prompt that would exceed `max_length` with `max_tokens` more tokens loses its beginning. A stop may be the text of
-    a special token, such as `<|im_end|>`. Raises `UsageError` if no prompt is left.
+    If a prompt and its `max_tokens` together exceed `max_length`, the prompt loses its beginning. A text of `until` may
+    be a special token, such as `<|im_end|>`. Raises `UsageError` if no prompt is left.
     """
     prompts = []
     for prompt, how in requests:
@@ -174,7 +174,7 @@ def _written(engine: lce.Engine, context: lce.Context, how: Generating) -> str:
     tokenizer = engine.tokenizer
     until = [*how.until, tokenizer.eos_token] if tokenizer.eos_token else how.until
     encoded = [tokenizer.encode(stop, bos=False) for stop in until]
-    # Special tokens decode to no text.
+    # Special tokens decode to no text, so they are found by their ids.
     special = {ids[0] for ids in encoded if len(ids) == 1 and not tokenizer.decode(ids)}
 
     def ends(text: str) -> bool:
@@ -185,5 +185,5 @@ def _written(engine: lce.Engine, context: lce.Context, how: Generating) -> str:
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """Return the text before the first stop."""
+    """Return the part of a text before the first occurrence of any text of `until`."""
     return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]

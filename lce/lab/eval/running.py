@@ -1,8 +1,8 @@
-"""Asks an engine samples and scores the greedy answers. A record makes a run resumable; shards divide a run.
+"""Asks an engine the questions of samples, and scores the greedy answers.
 
-There are three modes. `single` reads each sample's prompt by itself. `shared` prefills a document once and asks each of
-its questions in a fork of the context. `turns` asks a document's questions one after the other in one context, which
-keeps the model's answers.
+A record makes a run resumable. Shards divide a run among processes. There are three modes of asking. `single` reads
+each sample's prompt by itself. `shared` prefills a document once and asks each of its questions in a fork of the
+context. `turns` asks a document's questions one after the other in one context, which keeps the model's answers.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Asking:
-    """A way to ask samples: the mode, and the shard of the samples.
+    """How samples are asked: in which mode, and which shard of the samples.
 
     With `contexts`, a folder, the modes `shared` and `turns` save each prefilled document as a context file, and open
-    the file instead of prefilling again. Questions do not change the file. Raises `UsageError`.
+    this file instead of prefilling again. Questions do not change the file. Raises `UsageError`.
     """
 
     mode: str = "single"
@@ -73,7 +73,7 @@ class Asking:
             )
 
 
-ALONE = Asking()  # all samples, each by itself
+ALONE = Asking()  # the mode `single`, without shards
 
 
 def evaluate(engine: lce.Engine, samples: Iterable[Sample], **how: Any) -> Score:
@@ -85,7 +85,7 @@ def answers(
     engine: lce.Engine, samples: Iterable[Sample], *, setting: Mapping[str, Any], asking: Asking = ALONE,
     record: Record | None = None, about: Mapping[str, Any] | None = None, progress: Progress | None = None,
 ) -> list[tuple[Sample, Answer]]:  # fmt: skip
-    """Ask the shard's samples and return each with its answer. Samples of one document must be adjacent.
+    """Ask the samples of a shard and return each with its answer. Samples of one document must be adjacent.
 
     In `record`, a sample is identified by `setting`, the engine, the mode and the sample's number. `setting` has JSON
     values: first `task`, a name, then everything that the samples are made from, such as `length` and `seed`. Recorded
@@ -114,7 +114,7 @@ def answers(
 
 
 def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
-    """Return for each sample the score of the perfect answer to the preceding sample, as a guess' score."""
+    """Return for each sample the score that the preceding sample's right answer gets, as an estimate of chance."""
     found: list[float | None] = []
     for (_, before), (_, sample) in zip([numbered[-1], *numbered], numbered, strict=False):
         other = before.answer or next(iter(before.answers), "")
@@ -124,7 +124,7 @@ def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
 
 @dataclass
 class _Run:
-    """One call of `answers`."""
+    """The state of one call of the function `answers`."""
 
     engine: lce.Engine
     asking: Asking
@@ -179,7 +179,7 @@ class _Run:
         """Yield a context with the prefilled document, and the tokens of each question by its number.
 
         A model must read the same tokens in every mode, but some tokenizers add tokens around a text, or join the end
-        of the document and the question in one token. So prompts are encoded whole, and split where they differ.
+        of the document and the question in one token. So whole prompts are encoded, and split after common tokens.
         """
         engine = self.engine
         prompts = {index: engine.tokenizer.encode(sample.prompt) for index, sample in group}
@@ -199,7 +199,7 @@ class _Run:
             yield context, questions
 
     def _context_file(self, document: Sequence[int], length: int) -> Path | None:
-        """Return the file for a document, the engine and, with the RoPE scaling `dynamic`, the length."""
+        """Return the path of the file for a document, this engine and, with the RoPE scaling `dynamic`, this length."""
         if self.asking.contexts is None:
             return None
         facts = [self.engine.identity.facts, length if self.engine.rope.kind == "dynamic" else None, document]
@@ -229,7 +229,10 @@ def decode_bytes(engine: lce.Engine, context: lce.Context) -> int:
 
 
 def make_folder(folder: str | Path, what: str) -> None:
-    """Make a folder for `what`. Raises `UsageError` on failure, and `DataError` if files cannot be written in it."""
+    """Create a folder for `what`, such as "pictures".
+
+    Raises `UsageError` if the folder cannot be created, and `DataError` if files cannot be written in the folder.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Tasks, and their samples: prompts with the expected answers."""
+"""Base class of tasks, and their samples: prompts with the expected answers."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class Task:
 class Sample:
     """One prompt and the expected answers.
 
-    The prompt is `before`, `document`, `question` and `opening`. Samples with equal `before` and `document` can share a
-    context. `metric` compares a model's answer with `answers`.
+    The prompt joins `before`, `document`, `question` and `opening`. Samples with equal `before` and `document` can
+    share a context. `metric` compares a model's answer with `answers`.
 
-    Published benchmarks put `template` around all but `opening`: `none`, `chat` (the model's chat template, if any), or
-    a text with `{prompt}` and perhaps `{system}`. If `fixed` is set, the user cannot choose another template. `cut` is
-    a key of `lce.lab.eval.published.suite.CUTS` and says how to shorten a long prompt.
+    Published benchmarks put a template around all but `opening`. `template` is `none`, `chat` (the model's chat
+    template, if any), or a text with `{prompt}` and perhaps `{system}`. If `fixed` is set, the user cannot choose
+    another template. `cut` is a key of `lce.lab.eval.published.suite.CUTS` and says how to shorten a long prompt.
     """
 
     document: str
     question: str  # begins with the white space that separates document and question
     answers: tuple[str, ...]
     metric: str = "starts"
-    answer: str = ""  # a perfect answer, whose length limits the model's answer
-    max_tokens: int | None = None  # of the model's answer; None for the tokens of `answer` plus two
+    answer: str = ""  # a perfect answer
+    max_tokens: int | None = None  # limits the model's answer; None: the tokens of `answer` plus two
     depth: float | None = None  # the place of the first fact: 0 is the document's beginning, 1 its end
-    facts: tuple[str, ...] = ()  # the parts of the document that the answer depends on, literally
+    facts: tuple[str, ...] = ()  # literal parts of the document that the answer depends on
     before: str = ""
-    opening: str = ""  # the given beginning of the answer
+    opening: str = ""  # the beginning of the answer, given in the prompt
     template: str = "none"
     fixed: bool = False
     system: str = ""
     cut: str = "middle"
     group: str = ""  # scores are also given by group, such as a length or a difficulty
-    source: Mapping[str, Any] | None = None  # the fields of the data that files of predictions repeat
-    n_tokens: int | None = None  # the prompt's tokens, if the task has samples of several lengths
+    source: Mapping[str, Any] | None = None  # fields of the benchmark's data to copy to files of predictions
+    n_tokens: int | None = None  # the tokens of the prompt, if a task's samples differ in length
 
     @property
     def beginning(self) -> str:

@@ -2,8 +2,8 @@
 
 If every document has one question and a score of 0 or 1, the interval is Wilson's. Otherwise the interval is a
 bootstrap over documents: the 2.5% and 97.5% quantiles of the means of 2,000 draws with replacement. Draws are seeded,
-so the same scores give the same interval in any order. If all documents have the same mean, a bootstrap would have no
-width, so Wilson's interval is used. This interval is wide enough, because scores of 0 and 1 vary most for a given mean.
+so the same scores give the same interval in any order. If all documents have the same mean, a bootstrap interval would
+have no width, so Wilson's is used. It is wide enough: of all scores with a given mean, scores of 0 and 1 vary most.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def interval(documents: Sequence[Sequence[float]]) -> tuple[str, float, float]:
-    """Return the kind and the ends of the 95% interval of the mean. `documents` has a list of scores a document."""
+    """Return the kind and the ends of the 95% interval of the mean. `documents` has one list of scores per document."""
     total, n = math.fsum(math.fsum(scores) for scores in documents), sum(map(len, documents))
     plain = all(len(scores) == 1 and scores[0] in (0.0, 1.0) for scores in documents)
     means = {round(math.fsum(scores) / len(scores), 9) for scores in documents}
@@ -81,7 +81,7 @@ def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None)
 def _bootstrap(documents: Sequence[Sequence[float]]) -> tuple[float, float]:
     import numpy as np
 
-    ordered = sorted(tuple(sorted(scores)) for scores in documents)  # so the order of lines in files changes nothing
+    ordered = sorted(tuple(sorted(scores)) for scores in documents)  # the draws do not depend on the order of answers
     sums = np.array([math.fsum(scores) for scores in ordered])
     sizes = np.array([len(scores) for scores in ordered], dtype=float)
     drawn = np.random.default_rng(0).integers(len(ordered), size=(DRAWS, len(ordered)))

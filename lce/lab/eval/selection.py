@@ -1,8 +1,8 @@
 """Measures methods' selections: the share of true attention, the cost, and whether facts are found.
 
-A table of records is about one model, one judge, one kind of hidden states, and one task or text. A row is a method
-with its knobs at one length, with the means over all texts in the files, each counted once. A note names lengths at
-which methods were measured at different texts.
+A table is about one model, one judge (the kind of full attention that counts as true), one kind of hidden states, and
+one task or text. A row is a method with its knobs at one length. It has the means over all texts in the records, each
+counted once. A note names lengths at which methods were measured on different texts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ Samples = Callable[["lce.Engine"], Sequence[Sample]]  # makes samples for an eng
 class Selection:
     """One method's selection in texts of one length: means over `samples` texts, queries, layers and heads.
 
-    `right` is the mean score of the answers; the other means are explained in `Attended`, as is None. `by_layer` has
-    `recall`, `tokens`, `fact`, `hit1` and `hit5` by layer and head, and `found` by layer.
+    `right` is the mean score of the answers. `lce.lab.eval.record.Attended` explains the other means. A mean is None if
+    nothing was measured. `by_layer` has `recall`, `tokens`, `fact`, `hit1` and `hit5` by layer and head, and `found` by
+    layer.
     """
 
     method: str
@@ -61,18 +62,18 @@ class Selection:
 
     @property
     def all_bytes(self) -> float:
-        """The bytes that a query reads in all layers: keys, values, and the data to choose by."""
+        """The bytes that a query reads in all layers: keys, values, and the data that the choice depends on."""
         return self.read_bytes + self.scored_bytes
 
     @property
     def shares(self) -> dict[str, float | None]:
-        """The means from 0 to 1 by their names in tables."""
+        """The means that lie between 0 and 1, by their names in tables."""
         means = (self.recall, self.hit1, self.hit5, self.fact, self.cover, self.gini, self.found, self.right)
         return dict(zip(SHARES, means, strict=True))
 
     @classmethod
     def of(cls, method: str, length: int, texts: Sequence[Attended], judge: str, states: str) -> Selection:
-        """Return the means over several texts."""
+        """Return the means of a method's selection over several texts."""
         by_layer: dict[str, PerHead] = {}
         for name in ("recall", "tokens", "fact", "hit1", "hit5"):
             if tables := [table for text in texts if (table := getattr(text, name)) is not None]:
@@ -88,7 +89,7 @@ class Selection:
 
 
 def _mean_table(tables: Sequence[PerHead]) -> PerHead:
-    """Return the means by layer and head. Tables with an empty layer do not count for this layer."""
+    """Return the means by layer and head. A table whose list for a layer is empty does not count for this layer."""
     rows = [[table[layer] for table in tables if table[layer]] for layer in range(len(tables[0]))]
     return [[math.fsum(x) / len(x) for x in zip(*row, strict=True)] for row in rows]
 
@@ -98,7 +99,7 @@ def measure(
     setting: Mapping[str, Any] | None = None, record: Record | None = None,
     progress: Callable[[int, int], None] | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
-    """Ask samples with a method, and watch the queries that write the answers.
+    """Ask the questions of samples with a method, and watch the queries that write the answers.
 
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. `judge` names the full attention
     that counts as true, and `states` says whose hidden states the method selects on. In `record`, a sample is
@@ -145,7 +146,7 @@ def measure_text(
     model: str, method: lce.Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
     states: States = "own", record: Record | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
-    """Read the first `length` tokens of a text, and watch `queries` queries evenly spread over the second half."""
+    """Read the first `length` tokens of a text, and watch `queries` queries spread evenly over their second half."""
     meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)
     ids = engine.tokenizer.encode(text)[:length]
@@ -166,8 +167,8 @@ def measure_text(
 class SelectionTable:
     """The selections of one model's methods in one setting.
 
-    `lines` has the selections that differ only in budget and length, in the order of bytes read, by the method's name
-    without the budget.
+    `lines` maps a method's name without budget to the selections that differ only in budget and length, in the order of
+    bytes read.
     """
 
     model: str
@@ -185,7 +186,7 @@ class SelectionTable:
 
     @property
     def rows(self) -> list[Selection]:
-        """The selections by length, then by line."""
+        """All selections, sorted by length, then by line."""
         return [one for length in self.lengths for line in self.lines.values() for one in line if one.length == length]
 
     def as_object(self) -> dict[str, Any]:
@@ -195,7 +196,7 @@ class SelectionTable:
 
 
 def selection_tables(lines: Sequence[AttendedLine]) -> Iterator[SelectionTable]:
-    """Yield the tables of all measurements, in the order of the files."""
+    """Yield one table per model and setting, in the order of `lines`."""
     names, models, bases = method_names(lines), model_names(lines), method_names(lines, without=BUDGETS)
     groups: dict[tuple[str, str], dict[tuple[int, EngineKey], list[AttendedLine]]] = {}
     for sample, attended in lines:
@@ -219,13 +220,13 @@ def selection_tables(lines: Sequence[AttendedLine]) -> Iterator[SelectionTable]:
 
 
 def _setting(sample: Mapping[str, Any]) -> str:
-    """Return the task and its way, with judge and states if they are unusual."""
+    """Return the task and those options of a sample that are not defaults, such as judge and states."""
     left_out = {"text", *(name for name, usual in USUAL.items() if sample.get(name) == usual)}
     way = way_of({name: value for name, value in sample.items() if name not in left_out})
     return f"{cut(sample['task'])}{', ' if way else ''}{way}"
 
 
 def _text(line: AttendedLine) -> str:
-    """Return a key of the measured text within one setting and length."""
+    """Return a key that tells a measured text from other texts of the same setting and length."""
     sample, attended = line
     return json.dumps([sample.get(name) for name in ("seed", "samples", "index", "text")] + [attended.prompt])

@@ -1,4 +1,4 @@
-"""Suites make samples of tasks and ask them. `MadeSuite` is for the tasks made here.
+"""Suites make samples of tasks and ask an engine these samples. `MadeSuite` is for the tasks that lce generates.
 
 suite = MadeSuite(samples=20)
 for task in make_tasks(["passkey", "variables"], {"variables.hops": "3"}):
@@ -30,29 +30,29 @@ QUESTIONS = 4  # the default number of questions about a document in the modes s
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
-    """A way to make samples of tasks and to ask them."""
+    """A way to make samples of tasks, and to ask an engine these samples."""
 
-    scale: ClassVar[int] = 1  # the score of perfect answers, as it is shown
+    scale: ClassVar[int] = 1  # the factor by which printed scores are multiplied
     asking: Asking = ALONE
 
     @abstractmethod
     def make(self, engine: lce.Engine, task: Any, length: int = 0) -> list[Sample]:
-        """Make the samples of a task; `length` is for tasks made here. Raises `UsageError` or `DataError`."""
+        """Return a task's samples. Only generated tasks use `length`, in tokens. Raises `UsageError` or `DataError`."""
 
     @abstractmethod
     def setting(self, task: Any, length: int = 0) -> dict[str, Any]:
-        """Return the fields that identify samples of a task in a record, without usual values."""
+        """Return the fields that identify a task's samples in a record, without those that have default values."""
 
     @abstractmethod
     def about(self, task: Any) -> dict[str, Any]:
         """Return the fields that describe a task in JSON results."""
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return a benchmark's own averages of task scores."""
+        """Return the averages of task scores that the benchmark's authors define, by name."""
         return {}
 
     def prediction(self, sample: Sample, text: str) -> dict[str, Any]:
-        """Return the line of an answer in a file of predictions, in the benchmark's own layout."""
+        """Return an answer as the JSON object of a file of predictions, in the benchmark's own layout."""
         raise NotImplementedError
 
     def answers(
@@ -63,23 +63,23 @@ class Suite(ABC):
         return answers(engine, made, setting=self.setting(task, length), asking=self.asking, **how)
 
     def evaluate(self, engine: lce.Engine, task: Task, length: int = 0, **how: Any) -> Score:
-        """Return the score of an engine at a task. `how` is for `answers`."""
+        """Return the score of an engine on a task. `how` is for `answers`."""
         return Score.of(answer for _, answer in self.answers(engine, task, length, **how))
 
 
 @dataclass(frozen=True)
 class MadeSuite(Suite):
-    """A suite of the tasks made here: `samples` documents for each task and length, with `questions` about each.
+    """A suite of generated tasks: `samples` documents for each task and length, with `questions` about each document.
 
-    A single fact stands at `depths` in turn, by default at even depths. `filler` is explained in
-    `lce.lab.eval.tasks.making.filler_named`. Raises `UsageError`.
+    If documents have a single fact, the facts stand at `depths` in turn, by default at even depths. `filler` is
+    explained in `lce.lab.eval.tasks.making.filler_named`. Raises `UsageError`.
     """
 
     samples: int = 20
     seed: int = 0
     filler: str = "prose"
     depths: tuple[float, ...] = ()
-    questions: int | None = None  # None stands for 1 in the mode single, else QUESTIONS
+    questions: int | None = None  # None: 1 in the mode `single`, else QUESTIONS
 
     def __post_init__(self) -> None:
         if self.asking.shard.index >= self.samples:
@@ -127,8 +127,8 @@ class MadeSuite(Suite):
 def make_tasks(names: Sequence[str], knobs: Mapping[str, str] | None = None) -> list[MadeTask]:
     """Return the tasks called `names`; the name `all` stands for all tasks.
 
-    A knob called KEY is for every task that has KEY; one called TASK.KEY is for one task. Raises `UsageError` for a
-    name or a knob that no task has.
+    `knobs` are values by name. The name KEY sets the knob of every task that has KEY, and TASK.KEY that of one task.
+    Raises `UsageError` for a name or a knob that no task has.
     """
     names = list(TASKS) if "all" in names else list(dict.fromkeys(names))
     for name in names:

@@ -1,6 +1,7 @@
 """Finds why a method missed an answer: its selection, its budget, its placement, or the model.
 
-A missed sample is asked again under one change after the other. The first change with a right answer names the cause:
+A missed sample is asked again with one change of the method after the other. The first change that gives a right
+answer names the cause:
 
 1. `selection`: the method chooses by true attention (`lce.methods.cheating`); budget and placement stay.
 2. `budget`: as 1, without `top_p`, then with 2, 4, 8, ... times the budget. With the placement `side_by_side` the
@@ -10,8 +11,8 @@ A missed sample is asked again under one change after the other. The first chang
    budget and placement were wrong together.
 5. `model`: no change gives a right answer, so the model fails even with all tokens attended.
 
-Changes 1 to 3 are tried twice. True attention is first that of full attention with distances limited to half of the
-window, then that of full attention at true distances. One right answer is enough.
+Changes 1 to 3 are tried with two kinds of true attention: first full attention with distances limited to half of the
+window, then full attention at true distances. One right answer is enough.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ IN_WINDOW = ("side_by_side", "constant")  # the placements that keep all distanc
 
 
 class Rung(NamedTuple):
-    """One change of a method, and the cause of the miss if the changed method answers right."""
+    """A method with one change, and the cause of the miss if the changed method answers right."""
 
     cause: str
     label: str
@@ -44,7 +45,7 @@ class Rung(NamedTuple):
 
 @dataclass
 class Verdict:
-    """Why a method missed one sample. `by` is the change with the right answer; `answers` has all by change."""
+    """Why a method missed one sample. `by` is the change that gave a right answer; `answers` are by change."""
 
     index: int
     depth: float | None
@@ -54,7 +55,7 @@ class Verdict:
     answers: dict[str, str] = field(default_factory=dict)
 
     def add(self, cause: str, label: str, answer: Answer) -> None:
-        """Add the answer under one change; the first right answer decides the cause."""
+        """Add the answer that one change gave. The first right answer decides the cause."""
         self.answers[label] = answer.answer or ""
         if self.by is None and answer.value >= RIGHT:
             self.cause, self.by = cause, label
@@ -62,7 +63,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Causes:
-    """The verdicts on the samples of one length."""
+    """The verdicts on a method's samples of one length."""
 
     method: str
     length: int
@@ -78,7 +79,7 @@ def explain(
     model: str, method: Method, samples: Samples, *, length: int, setting: Mapping[str, Any] | None = None,
     record: Record | None = None, progress: Callable[[str, int, int], None] | None = None, **loading: Any,
 ) -> Causes:  # fmt: skip
-    """Ask samples with a method, then ask the missed samples again under each change until an answer is right.
+    """Ask samples with a method, then repeat missed samples under one change after the other until an answer is right.
 
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. In `record`, a sample is identified
     by its number and by `setting`, which says how samples are made and begins with `task`. Recorded answers are reused.
@@ -114,7 +115,7 @@ def check_selects(method: Method) -> None:
 
 
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
-    """Yield the changes of a resolved method in the order of trial. `length` is the text's, in tokens."""
+    """Yield the changes of a resolved method in the order of trial. `length` is that of the text, in tokens."""
     changes = [("selection", "", method)]
     changes += [("budget", f"{label}, ", wider) for label, wider in _wider(method, window, length)]
     changes += [("placement", f"placed {placement}, ", moved) for placement, moved in _moved(method, window)]
@@ -146,7 +147,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
 
 
 def _budget(method: Method) -> tuple[str | None, int]:
-    """Return the name of the knob that sets a method's budget, and the number of tokens for each unit of the knob."""
+    """Return the name of the knob that sets a method's budget, and the number of tokens per unit of this knob."""
     if isinstance(method, Quest):
         return "budget", 1
     if isinstance(method, ESA | InfLLM):

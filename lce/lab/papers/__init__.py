@@ -1,4 +1,4 @@
-"""The tables and figures of three papers. `ENTRIES` has the entries of `tables.toml` by id."""
+"""The tables and figures of three papers that lce can reproduce. `ENTRIES` has the entries of `tables.toml` by id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ENTRIES", "PAPERS", "Cell", "Entry", "Row", "Setting", "find"]
 
 
 def find(id: str) -> Entry:
-    """Return the entry with this id. Raises `UsageError`, with the nearest valid id."""
+    """Return the table or figure with this id. Raises `UsageError`, which names the nearest valid id."""
     if id not in ENTRIES:
         raise UsageError(f"unknown table or figure {id!r}; {nearest(id, ENTRIES)}")
     return ENTRIES[id]

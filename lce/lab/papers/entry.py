@@ -1,4 +1,4 @@
-"""Entries: tables and figures of papers, with the paper's numbers and the measurement here."""
+"""Entries: tables and figures of papers, with the paper's numbers and the commands that measure them with lce."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lce.lab.papers import measures
 from lce.lab.papers.measures import WITHIN, Answers, Measure
 from lce.lab.papers.setting import Cell, Number, Row, Setting
 
-Run = Callable[[str, int], Any]  # runs a command, with that many tokens of prose as its FILE; returns its JSON
+Run = Callable[[str, int], Any]  # (command, tokens of prose to put in for its FILE) -> the command's JSON
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A table or figure that lce can run.
+    """A table or figure that lce can reproduce.
 
     `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` need
     no data of the paper; `suite` measures on the user's copy of the data. If `same` is set, `measures` are those of the
-    paper, on another model or text. `multiples` are the lengths in windows.
+    paper, on another model or text. `multiples` are the text lengths as multiples of the model's window.
     """
 
     id: str
@@ -45,7 +45,7 @@ class Entry:
         return self.same or (self.suite is not None and bool(setting.data))
 
     def difference(self, setting: Setting) -> str:
-        """Return a text on how the run differs from the paper's, and what --data would change."""
+        """Return a text that says how the run differs from the paper's measurement, and which data --data takes."""
         data = ", ".join(setting.data)
         if self.suite is not None and data:
             return f"the paper's data, in {data}"
@@ -60,26 +60,26 @@ class Entry:
         return (self.suite,) if self.suite is not None and setting.data else self.measures
 
     def lengths(self, setting: Setting) -> list[int]:
-        """Return the lengths in tokens: the setting's, or else the paper's; [0] if the entry has no lengths."""
+        """Return the text lengths in tokens: the setting's, or else the paper's; [0] if the entry has no lengths."""
         if not self.multiples:
             return [0]
         return list(setting.lengths or (round(multiple * setting.window) for multiple in self.multiples))
 
     def commands(self, setting: Setting) -> list[str]:
-        """Return the entry's commands, each once."""
+        """Return the commands that measure all rows, each command once."""
         lengths = self.lengths(setting)
         found = [m.commands(row, lengths, setting) for row in self.rows for m in self.chosen(setting)]
         return list(dict.fromkeys(command for commands in found for command in commands))
 
     def unmatched(self, setting: Setting) -> dict[str, dict[str, Number]]:
-        """Return the paper's numbers without a matching cell in this run, by row and label."""
+        """Return those numbers of the paper that this run does not measure, by row and label."""
         shown = {label for measure in self.chosen(setting) for label in measure.labels}
         rows: dict[str, Any] = {row.name: row.paper or {} for row in self.rows}
         rows = {name: {label: x[label] for label in x if label not in shown} for name, x in rows.items()}
         return {name: numbers for name, numbers in rows.items() if numbers}
 
     def check(self, setting: Setting) -> None:
-        """Raise `UsageError` for knobs of no row, knobs that do not fit the window, and unused data or lengths."""
+        """Raise `UsageError` for knobs that no row has or that do not fit the window, and unused data or lengths."""
         if setting.data and self.suite is None and not any(measure.data for measure in self.measures):
             raise UsageError(f"{self.id} reads no data; leave --data {setting.data[0]} out")
         if setting.lengths and not self.multiples:
@@ -97,12 +97,12 @@ class Entry:
             setting.method(row)
 
     def run(self, setting: Setting, run: Run) -> Iterator[Cell]:
-        """Yield the cells with the paper's numbers, row by row. Cells of `full` within the window come first."""
+        """Yield measured cells with the paper's numbers, row by row. Cells of `full` within the window come first."""
         lengths, measured = self.lengths(setting), set[Measure]()
         for row, measure in product(self.rows, self.chosen(setting)):
             for command in measure.commands(row, lengths, setting):
                 tokens = measure.text_tokens(lengths, setting)
-                is_known = isinstance(measure, Answers) and measure in measured  # a measure's ceiling is measured once
+                is_known = isinstance(measure, Answers) and measure in measured  # one ceiling per measure is enough
                 try:
                     found = run(f"{command} --no-ceiling" if is_known else command, tokens)
                 except UsageError as error:
@@ -135,7 +135,7 @@ def read_entries() -> Iterator[Entry]:
 
 
 def _measure(given: Mapping[str, Any]) -> Measure:
-    """Make a measure of its TOML table, whose `kind` is the name of a class of `lce.lab.papers.measures`."""
+    """Return the measure that a TOML table describes. `kind` is the name of a class of `lce.lab.papers.measures`."""
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name != "kind"}
     made: Measure = getattr(measures, given["kind"].capitalize())(**values)
     return made

@@ -1,4 +1,4 @@
-"""Measures of entries: the `lce` commands to run, and the cells to make from their JSON."""
+"""Measures for tables and figures of papers: the `lce` commands to run, and how their JSON gives cells."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ WITHIN = "full, within the window"
 
 
 class Measure(ABC):
-    """A way to measure a row. `data` says what the user can give as data; it is empty if there is nothing to give."""
+    """A way to measure a row of an entry. `data` says what the user can give as --data; empty if nothing."""
 
-    suffix: ClassVar[str] = ""  # the end of the name of the measure's record
-    labels: tuple[str, ...] = ()  # the names of the numbers
+    suffix: ClassVar[str] = ""  # ends the name of the record file of the measure's commands
+    labels: tuple[str, ...] = ()  # the names of the measured numbers
     data: str = ""
 
     @abstractmethod
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
-        """Return the command without the options of the row."""
+        """Return the command that measures `lengths`, without the options of a row."""
 
     @abstractmethod
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
-        """Make the cells from the command's JSON."""
+        """Yield the cells of a row from `found`, the JSON that a command printed."""
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return the command that measures a row; one command a length if the row scales RoPE by the length."""
+        """Return the command that measures a row; one command per length if the row scales RoPE by length."""
         groups = [lengths] if row.rope is None else [[length] for length in lengths]
         return [self.command(row, self.words(group, setting), group[0], setting) for group in groups]
 
     def command(self, row: Row, words: str, length: int, setting: Setting) -> str:
-        """Add the options of the row, for a text of `length` tokens, to a command."""
+        """Return the command `words` with the options of a row for a text of `length` tokens."""
         return " ".join([words, *setting.recorded(self.suffix), *setting.options(row, length)])
 
     def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
-        """Return the number of tokens of the prose that replaces `--text FILE`; 0 for none."""
+        """Return the number of tokens of prose to put in for FILE in `--text FILE`; 0 if no FILE is needed."""
         return 0
 
 
@@ -61,7 +61,7 @@ def counted(setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Answers(Measure):
-    """The mean scores of tasks made here. `called` are the names of the corresponding tasks of the paper."""
+    """The mean scores on tasks that lce generates. `called` has the paper's names of the corresponding tasks."""
 
     tasks: tuple[str, ...]
     filler: str = "prose"
@@ -84,13 +84,13 @@ class Answers(Measure):
             yield Cell(name, self.label(each["task"]), each["length"], *span, note=note)
 
     def label(self, task: str) -> str:
-        """Return the paper's name of a task."""
+        """Return the paper's name of a generated task."""
         return self.labels[self.tasks.index(task)]
 
 
 @dataclass(frozen=True)
 class Perplexity(Measure):
-    """The perplexity of texts in sliding windows. `scored` says which tokens of a window count."""
+    """The perplexity of texts in sliding windows. `scored` says which tokens of a window count: `last` or `all`."""
 
     scored: str = "all"
     labels = ("perplexity",)
@@ -102,7 +102,7 @@ class Perplexity(Measure):
         return f"lce eval perplexity {texts} {listed(lengths)} --windows {setting.samples} --scored {self.scored}"
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return the commands, with windows that end where windows of the longest length end."""
+        """Return the commands. Windows of every length end where the windows of the largest length end."""
         found = super().commands(row, lengths, setting)
         return found if len(found) == 1 else [f"{command} --longest {max(lengths)}" for command in found]
 
@@ -116,7 +116,7 @@ class Perplexity(Measure):
 
 @dataclass(frozen=True)
 class Choices(Measure):
-    """The chunks that heads choose when answering: `hit1`, `hit5`, `cover` and `gini` of `Attended`."""
+    """Statistics of the chunks that heads choose: `hit1` to `gini` of `lce.lab.eval.record.Attended`."""
 
     labels = ("hit@1", "hit@5", "cover", "Gini")
     suffix = ".looks"
@@ -133,7 +133,10 @@ class Choices(Measure):
 
 @dataclass(frozen=True)
 class Found(Measure):
-    """`Attended.found` for `queries` queries of a text: the mean over layers, and the share of layers above 0.9."""
+    """The share of the best tokens that low-dim scores find (`found` of `lce.lab.eval.record.Attended`).
+
+    Measured for `queries` queries of a text: the mean over layers, and the share of layers with more than 0.9.
+    """
 
     queries: int = 32
     labels = ("recall", "layers above 0.9")
@@ -159,7 +162,7 @@ class Found(Measure):
 
 @dataclass(frozen=True)
 class Operations(Measure):
-    """The costs that the method's paper states, with the model's sizes (`Method.paper_figures`)."""
+    """The costs that the method's paper states, for the model's sizes (`Method.paper_figures`)."""
 
     labels: tuple[str, ...] = ()  # the names of the costs, in the order of `Method.paper_figures`
 
@@ -177,9 +180,9 @@ class Operations(Measure):
 
 @dataclass(frozen=True)
 class Distances(Measure):
-    """The share of equal cells in a figure of the distances from queries to keys.
+    """The share of cells in which lce's distances from queries to keys equal those of the paper's figure.
 
-    `printed` has the paper's lines by the row's name: a line a query, with a dot for a key that is not attended.
+    `printed` has the lines of the figure by the row's name: one line per query, with a dot for an unattended key.
     """
 
     tokens: int
@@ -203,7 +206,7 @@ class Distances(Measure):
 
 @dataclass(frozen=True)
 class Speed(Measure):
-    """The median seconds of a prefill. The interval is from the fastest to the slowest run."""
+    """The median time of a prefill, in seconds. The interval is from the fastest to the slowest run."""
 
     labels = ("prefill seconds",)
 
@@ -222,10 +225,10 @@ class Speed(Measure):
 
 @dataclass(frozen=True)
 class Published(Measure):
-    """Some tasks of a published benchmark, or all, in the user's copy. The setting's lengths limit the prompts.
+    """The scores on `tasks` of a published benchmark, or on all its tasks, from the user's copy of the data.
 
-    `average` is the paper's name for the mean over the tasks, if the paper has only this mean. `most` is the paper's
-    score of perfect answers.
+    The setting's lengths limit the prompts. `average` is the paper's name for the mean over the tasks, if the paper has
+    only this mean. `most` is the paper's score for perfect answers, 100 or 1.
     """
 
     suite: str
@@ -250,7 +253,10 @@ class Published(Measure):
         return " ".join(["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits])
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return a command a length; without lengths, a command a task if RoPE is scaled to the longest prompt."""
+        """Return one command per length of the setting.
+
+        Without lengths, a row that scales RoPE has one command per task, scaled for the task's longest prompt.
+        """
         groups = [(self.tasks, length) for length in setting.lengths or [0]]
         if row.rope is not None and not setting.lengths and not self.average:
             groups = [((task,), length) for task, length in self._longest(setting).items()]
@@ -261,7 +267,7 @@ class Published(Measure):
         return found
 
     def _longest(self, setting: Setting) -> dict[str, int]:
-        """Return the number of tokens of each task's longest prompt with its answer."""
+        """Return the largest number of tokens of a prompt and its answer, by task."""
         suite = PublishedSuite(find(self.suite), Path(setting.data[0]), most=setting.limit)
         engine = lce.load(setting.model, "full", **setting.loading)
         made = {task: suite.make(engine, task) for task in suite.tasks(self.tasks)}

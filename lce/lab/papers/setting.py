@@ -1,4 +1,4 @@
-"""Rows and cells of entries, and the setting of a run: the model, the data, and what the user changed."""
+"""Rows and cells of reproduced tables, and the setting of a run: the model, the data, and the user's options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lce
 from lce.errors import UsageError
 from lce.system import default_threads
 
-Number = float | str  # a number of a paper, or a text such as ">100" or "OOM"
+Number = float | str  # a number in a paper, or a text such as ">100" or "OOM"
 NOT_AT_HAND = "not at hand"
 
 
@@ -21,9 +21,9 @@ NOT_AT_HAND = "not at hand"
 class Row:
     """A method with its knobs and RoPE scaling, and the paper's numbers.
 
-    A knob such as `"3W/4"` is a fraction of the window. `rope` is the kind of RoPE scaling, by the factor length /
-    window. `paper` has for each label one number, or one number for each of the entry's first lengths. None means that
-    the paper's numbers are not at hand.
+    A knob such as `"3W/4"` is a fraction of the window. `rope` is the kind of RoPE scaling; its factor is length /
+    window. `paper` has for each label one number, or one number for each of the entry's first lengths. If `paper` is
+    None, the paper's numbers are not at hand.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Row:
     paper: Mapping[str, Number | Sequence[Number]] | None = None
 
     def sized(self, window: int) -> dict[str, Any]:
-        """Return the knobs for a model with this window."""
+        """Return the row's knobs for a model with this window, with fractions replaced by numbers of tokens."""
         found = dict(self.knobs)
         for name, value in found.items():
             if part := re.fullmatch(r"(\d*)W/(\d+)", str(value)):
@@ -41,7 +41,7 @@ class Row:
         return found
 
     def number(self, label: str, multiple: float, multiples: Sequence[float]) -> Number | None:
-        """Return the paper's number for a cell; None if the paper has no such cell."""
+        """Return the paper's number for a label at a multiple of the window; None if the paper has no such number."""
         if self.paper is None:
             return NOT_AT_HAND
         found = self.paper.get(label)
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of ours beside the paper's, with its 95% interval, if any.
+    """A number that lce measured, with its 95% interval, if any, beside the paper's number.
 
     `length` is in tokens, 0 for a measure without lengths. `n` is the number of samples, windows or tokens. If `value`
     is None, `note` says why.
@@ -71,13 +71,13 @@ class Cell:
 
 @dataclass
 class Setting:
-    """The setting of a run. `knobs` are the user's, by `METHOD.KEY` or `KEY`. `loading` are options of `lce.load`."""
+    """The user's options of a run. `knobs` are by `METHOD.KEY` or `KEY`. `loading` are options of `lce.load`."""
 
     model: str = "demo"
-    window: int = 0  # 0 for the model's window
+    window: int = 0  # 0 stands for the model's own window
     lengths: Sequence[int] = ()
-    samples: int = 20  # the number of samples, windows or runs of a cell
-    limit: int | None = None  # the most samples of a task of the paper's data
+    samples: int = 20  # the number of samples, windows or runs per cell
+    limit: int | None = None  # the largest number of samples per task of the paper's data
     seed: int = 0
     data: Sequence[str] = ()
     record: str | None = None
@@ -107,7 +107,7 @@ class Setting:
         return {"rope": row.rope, "rope_factor": length / self.window}
 
     def knob_words(self, row: Row) -> list[str]:
-        """Return the row's knobs that are not defaults as options of a command."""
+        """Return the row's knobs as options of a command, without knobs that have their default value."""
         method = self.method(row)
         values = {each.name: getattr(method, each.name) for each in dataclasses.fields(method)}
         usual = type(method)()
@@ -116,7 +116,7 @@ class Setting:
         return [word for name, text in texts.items() for word in ("-o", f"{name}={text}")]
 
     def options(self, row: Row, length: int, only: Sequence[str] | None = None) -> list[str]:
-        """Return the options of a command for model, method, knobs and loading; of loading `only` these, if given."""
+        """Return a command's options for model, method, knobs and loading. `only` lists the `loading` to use."""
         words = ["--model", shlex.quote(self.model), "--method", row.method, *self.knob_words(row)]
         usual = {"threads": default_threads()}
         for name, value in {**self.loading, **self.scaling(row, length)}.items():

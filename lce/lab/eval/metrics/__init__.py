@@ -7,9 +7,9 @@ from types import ModuleType
 
 from lce.lab.eval.metrics import infinitebench, leval, longbench, needles, overlap
 
-Metric = Callable[[str, tuple[str, ...]], float]  # makes a score of a model's answer and the expected texts
+Metric = Callable[[str, tuple[str, ...]], float]  # (answer of a model, expected texts) -> score
 
-_NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # a module, the prefix of the names, and the functions
+_NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # module, prefix of names, functions
     (overlap, "", "starts recall similarity qa_f1 qa_f1_zh qa_f1_characters"),
     (overlap, "", "rouge_l rouge_l_zh rouge_lsum rouge_score_1 rouge_score_2 rouge_score_l"),
     (longbench, "longbench.", "classification trivia_f1 dialogue_rouge count retrieval stated_letter"),

@@ -28,7 +28,7 @@ def word(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def speaker(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 if the first reference is a word of the answer in capitals (En.Dia)."""
+    """Return 1 if the first reference is a word of the answer, which is first put into capitals (En.Dia)."""
     return float(references[0] in _spaced(prediction.strip(), *_SIGNS).upper().split())
 
 
@@ -55,7 +55,7 @@ def first_number(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def running_values(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of right numbers before the first wrong number, all without signs (Math.Calc)."""
+    """Return the share of expected numbers before the answer's first wrong number. Signs are ignored (Math.Calc)."""
     return _agreement([int(text) for text in re.findall("[0-9]+", prediction)], references)
 
 
@@ -74,7 +74,7 @@ def _agreement(values: list[int], references: tuple[str, ...]) -> float:
 
 
 def option(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 if the answer chooses the right option. The references are its text and its letter (En.MC)."""
+    """Return 1 if the answer chooses the right option. The references are the option's text and letter (En.MC)."""
     text = prediction.strip()
     if not text:
         return 0.0
@@ -91,7 +91,7 @@ def option(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def buggy_function(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 if the answer chooses the right function. The references are its name and its letter (Code.Debug)."""
+    """Return 1 if the answer chooses the right function. The references are the name and the letter (Code.Debug)."""
     name, letter = references
     text = prediction.strip()
     if text[:2] in (f"{letter}.", f"{letter}:"):
@@ -106,6 +106,6 @@ def _single_spaced(text: str) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...]) -> str | None:
-    """Return the text after the first of `prefixes` that `text` has, less one character; None without a prefix."""
+    """Return the text after the first of `prefixes` found in `text` and one more character; None if none is found."""
     prefix = next((prefix for prefix in prefixes if prefix in text), None)
     return None if prefix is None else text[text.find(prefix) + len(prefix) + 1 :]

@@ -1,7 +1,7 @@
 """The metrics of L-Eval's closed-ended tasks (An et al., 2024).
 
-Scores are those of auto_eval.py and em.py in OpenLMLab/LEval, including their oddities. `exact` compares the relevant
-parts of answer and reference.
+Scores are those of auto_eval.py and em.py in OpenLMLab/LEval, including their oddities. Most
+metrics take the relevant part of an answer, and compare this part with the reference by `exact`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CODE_SIGNS = ((",", ""), ("'", ""), ("\\", ""), (".0", ""), ("] [", "]["), ("[ 
 
 
 def exact(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 if the answer agrees with a reference; 1/4 if it has only some of the right letters, and no wrong one.
+    """Return 1 if the answer agrees with a reference, 1/4 for some of the right letters without a wrong one, else 0.
 
     Numbers are compared as numbers. Other answers must contain the reference, without regard to spaces and case.
     """
@@ -35,12 +35,12 @@ def _exact(prediction: str, reference: str) -> float:
 
 
 def letter(prediction: str, references: tuple[str, ...]) -> float:
-    """Compare the first letter from A to D in the answer with the reference's letters (TOEFL, QuALITY)."""
+    """Score the first letter from A to D in the answer against the reference's letters (TOEFL, QuALITY)."""
     return exact(_chosen(prediction, several=False), tuple(map(_right_letters, references)))
 
 
 def letters(prediction: str, references: tuple[str, ...]) -> float:
-    """Compare the letters of the options that the answer chooses with the reference's letters (Coursera)."""
+    """Score the letters of all options that the answer chooses against the reference's letters (Coursera)."""
     return exact(_chosen(prediction, several=True), tuple(map(_right_letters, references)))
 
 
@@ -68,7 +68,7 @@ def _chosen(answer: str, *, several: bool) -> str:
 
 
 def worked_number(prediction: str, references: tuple[str, ...]) -> float:
-    """Compare the number after `The answer is`, or else the last number of the first paragraph (GSM)."""
+    """Score the number after `The answer is`, or else the last number of the answer's first paragraph (GSM)."""
     return exact(_number(prediction), tuple(map(_number, references)))
 
 
@@ -82,7 +82,7 @@ def _number(text: str) -> str:
 
 
 def program_output(prediction: str, references: tuple[str, ...]) -> float:
-    """Compare the output that the answer states at its end or after `the final output` (CodeU)."""
+    """Score the output that the answer states at its end or after the words `the final output` (CodeU)."""
     return max(_exact(_stated_output(prediction, reference), _tidied(reference)) for reference in references)
 
 
@@ -104,7 +104,7 @@ def _stated_output(answer: str, reference: str) -> str:
 
 
 def judgement(prediction: str, references: tuple[str, ...]) -> float:
-    """Compare the first word that contains `true` or `false` (SFiction)."""
+    """Score the answer's first `true` or `false` against the reference (SFiction)."""
     words = prediction.lower().split()
     stated = next(("true" if "true" in word else "false" for word in words if "true" in word or "false" in word), None)
     return 0.0 if stated is None else exact(stated, tuple(reference.lower().strip() for reference in references))

@@ -1,4 +1,4 @@
-"""Calls of the libraries that compute published metrics. A library is imported on first use."""
+"""Functions of third-party libraries that benchmarks compute metrics by. A library is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def library(name: str) -> ModuleType:
     """Import a library of the extra `lce[eval]`. Raises `UsageError`, which names the extra, if it is not installed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # jieba warns of its own code
+            warnings.simplefilter("ignore")  # importing jieba warns of jieba's own code
             return import_module(name)
     except ImportError:
         package = name.partition(".")[0]
@@ -28,7 +28,7 @@ def library(name: str) -> ModuleType:
 
 @cache
 def rouge() -> Callable[[str, str], float]:
-    """Return the library rouge's function that computes F of ROUGE-L for a prediction and a reference (LongBench)."""
+    """Return a function of prediction and reference that computes ROUGE-L F1 by the library rouge (LongBench)."""
     scorer = library("rouge").Rouge(metrics=["rouge-l"])
 
     def score(prediction: str, reference: str) -> float:
@@ -42,14 +42,14 @@ def rouge() -> Callable[[str, str], float]:
 
 @cache
 def rouge_scorer(kind: str) -> Callable[[Sequence[str], str], float]:
-    """Return rouge-score's function that computes F of `kind`, such as `rougeLsum`, with the best reference."""
+    """Return a function of references and prediction that computes F1 of `kind`, such as `rougeL`, by rouge-score."""
     scorer = library("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=False)
     return lambda references, prediction: float(scorer.score_multi(list(references), prediction)[kind].fmeasure)
 
 
 @cache
 def cut_chinese() -> Callable[[str], list[str]]:
-    """Return the function of the library jieba that cuts Chinese text into words."""
+    """Return a function that cuts Chinese text into words by the library jieba."""
     jieba: Any = library("jieba")
     jieba.setLogLevel(logging.WARNING)  # jieba reports on stderr how long its dictionary took
     return lambda text: list(jieba.cut(text, cut_all=False))

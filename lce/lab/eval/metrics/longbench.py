@@ -30,7 +30,7 @@ def dialogue_rouge(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def count(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the answer's numbers that equal the right one (PassageCount)."""
+    """Return the share of the answer's numbers that equal the right number (PassageCount)."""
     numbers = re.findall(r"\d+", prediction)
     return max(numbers.count(reference) / len(numbers) if numbers else 0.0 for reference in references)
 
@@ -44,15 +44,16 @@ def retrieval(prediction: str, references: tuple[str, ...]) -> float:
 def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
     """Return difflib's ratio, in whole percent, of the answer's first line of code and the reference.
 
-    This is fuzzywuzzy's `ratio` as LongBench installs it, with which the published scores were computed.
+    The published scores were computed with this ratio, fuzzywuzzy's `ratio` as LongBench installs it.
     """
     return _best_ratio(prediction, references, lambda *texts: SequenceMatcher(None, *texts).ratio())
 
 
 def code_similarity_indel(prediction: str, references: tuple[str, ...]) -> float:
-    """Score like `code_similarity`, but by insertions and deletions: fuzzywuzzy's `ratio` beside python-Levenshtein.
+    """Score like `code_similarity`, but by the distance in insertions and deletions.
 
-    Some papers use this metric. Its scores are about 2 points higher on LCC and RepoBench-P.
+    This is fuzzywuzzy's `ratio` if python-Levenshtein is installed, which some papers use. Scores are about 2 points
+    higher than by `code_similarity` on LCC and RepoBench-P.
     """
     return _best_ratio(prediction, references, lambda *texts: libraries.library("rapidfuzz.fuzz").ratio(*texts) / 100)
 
@@ -72,8 +73,8 @@ def _best_ratio(prediction: str, references: tuple[str, ...], ratio: Callable[[s
 def classification(prediction: str, references: tuple[str, ...]) -> float:
     """Return 1 / n if the answer names n labels with the right label among them, else 0.
 
-    The references are the right labels, an empty text, and all labels. A named label that is part of the right label
-    does not count, except directly after another such label, as in the published loop.
+    The references are the right labels, an empty text, and all labels. A named label that is a substring of the right
+    label does not count, except directly after another such label, as in LongBench's code.
     """
     border, prediction = references.index(""), _first_line(prediction)
     right, labels = references[:border], references[border + 1 :]
@@ -85,7 +86,7 @@ def _share_of_labels(prediction: str, right: str, labels: tuple[str, ...]) -> fl
     at = 0
     while at < len(found):
         if found[at] in right and found[at] != right:
-            found.remove(found[at])  # the next label moves up by one and is skipped
+            found.remove(found[at])  # the next label moves to this place and is skipped
         at += 1
     return 1 / len(found) if right in found else 0.0
 

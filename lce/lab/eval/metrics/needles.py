@@ -8,18 +8,19 @@ from typing import Any
 
 from lce.lab.eval.metrics import libraries
 
-_NAMES = ("little_penguin", "小企鹅")  # the list of counts in the JSON of answers
-# The points of a pair of counts, by whether the right one and the wrong one are listed.
+# The names of the list of counts in an answer's JSON.
+_NAMES = ("little_penguin", "小企鹅")
+# The points of an answer for one star count, by whether it lists the right count, and whether the wrong count.
 _POINTS = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}
 
 
 def match_all(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the references that the answer contains in any case (RULER's string_match_all)."""
+    """Return the share of the references that the answer contains, ignoring case (RULER's string_match_all)."""
     return sum(_contains(prediction, reference) for reference in references) / len(references)
 
 
 def match_part(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 if the answer contains one of the references in any case (RULER's string_match_part)."""
+    """Return 1 if the answer contains one of the references, ignoring case (RULER's string_match_part)."""
     return float(any(_contains(prediction, reference) for reference in references))
 
 
@@ -42,7 +43,7 @@ def boxed(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _last_box(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}` without a second pair of braces; "" if the box is not closed."""
+    r"""Return the content of the last `\boxed{...}`, without braces around all of it; "" if the box is not closed."""
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return ""
@@ -55,7 +56,7 @@ def _last_box(text: str) -> str:
 
 
 def stars(prediction: str, references: tuple[str, ...]) -> float:
-    """Return the share of the counts that the answer lists (Counting-Stars' acquisition)."""
+    """Return the share of the right star counts that the answer lists (Counting-Stars' acquisition)."""
     listed = _listed(prediction, len(references))
     return sum(int(reference) in listed for reference in references) / len(references)
 
@@ -63,8 +64,8 @@ def stars(prediction: str, references: tuple[str, ...]) -> float:
 def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
     """Return the mean points of the corrected counts (Counting-Stars' reasoning).
 
-    A reference such as `5/6` has the right and the wrong count. It gives 1 point if the answer lists only the right
-    count, 1/2 if both, and 1/4 if only the wrong count.
+    A reference such as `5/6` has the right and the wrong count. The answer gets 1 point if it lists only the right
+    count, 1/2 for both counts, and 1/4 for only the wrong count.
     """
     listed = _listed(prediction, len(references))
     pairs = [reference.split("/") for reference in references]

@@ -1,4 +1,4 @@
-"""The metrics of the tasks made here, and metrics of common words, which take the best reference: F1 and ROUGE."""
+"""The metrics of the tasks that lce generates, and F1 and ROUGE, which score words shared with the best reference."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def similarity(answer: str, expected: tuple[str, ...]) -> float:
 
 
 def normalised(text: str, *, lower: bool = True) -> str:
-    """Remove punctuation, articles and repeated white space from English text; convert to lower case if `lower`."""
+    """Return English text without punctuation, articles and repeated white space, in lower case if `lower`."""
     text = "".join(c for c in (text.lower() if lower else text) if c not in _ASCII_SIGNS)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def normalised_chinese(text: str) -> str:
-    """Remove punctuation, also Chinese, and white space from text; convert to lower case."""
+    """Return text without white space and English or Chinese punctuation, in lower case."""
     return "".join("".join(c for c in text.lower() if c not in _CHINESE_SIGNS).split())
 
 
@@ -91,5 +91,5 @@ def _by_rouge_score(kind: str) -> Callable[[str, tuple[str, ...]], float]:
     return lambda prediction, references: libraries.rouge_scorer(kind)(references, prediction)
 
 
-rouge_lsum = _by_rouge_score("rougeLsum")  # takes lines as sentences (InfiniteBench's En.Sum)
-rouge_score_1, rouge_score_2, rouge_score_l = map(_by_rouge_score, ("rouge1", "rouge2", "rougeL"))  # L-Eval
+rouge_lsum = _by_rouge_score("rougeLsum")  # each line is a sentence (InfiniteBench's En.Sum)
+rouge_score_1, rouge_score_2, rouge_score_l = map(_by_rouge_score, ("rouge1", "rouge2", "rougeL"))  # for L-Eval

@@ -1,4 +1,4 @@
-"""The base of published benchmarks: rows of their files, tasks with exact prompts and metrics, and averages."""
+"""Base classes of published benchmarks: rows of their files, tasks, and benchmarks with prompts and averages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ DESCRIBED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("suites.toml"
 
 @dataclass(frozen=True)
 class Row:
-    """A JSON object of a file. `where` names file and line in the `DataError` that methods raise for other types."""
+    """A JSON object in a file of a benchmark. `where` names the file and the line in errors.
+
+    Methods raise `DataError` if a field is missing or has another type.
+    """
 
     content: dict[str, Any]
     where: str
@@ -32,7 +35,7 @@ class Row:
         return name in self.content
 
     def text(self, *names: str) -> str:
-        """Return the text under one of `names`."""
+        """Return the text in the first field of `names` that the row has."""
         name, value = self._value(names)
         if not isinstance(value, str):
             raise self._strange(name, value, "a text")
@@ -45,7 +48,7 @@ class Row:
         return value
 
     def texts(self, *names: str) -> tuple[str, ...]:
-        """Return the texts of a list of texts or numbers. A single value counts as a list of one."""
+        """Return a field's list of texts or numbers as texts. A single value counts as a list of one."""
         name, value = self._value(names)
         values = value if isinstance(value, list) else [value]
         if len(values) == 1 and isinstance(values[0], list):
@@ -80,7 +83,7 @@ class PublishedTask(Task):
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer to score, from a model or a file of predictions."""
+    """An answer of a model or of a file of predictions, with the expected texts `answers`."""
 
     prediction: str
     answers: tuple[str, ...]
@@ -88,11 +91,11 @@ class Answered:
 
 
 class Benchmark(ABC):
-    """A published benchmark. Its tasks and texts are those of `suites.toml`."""
+    """A published benchmark. `suites.toml` lists its tasks and describes it."""
 
     name: ClassVar[str]
-    files: ClassVar[tuple[str, ...]] = ()  # patterns of a task's file under the data folder, with {task}
-    answer_field: ClassVar[str] = "pred"  # the field of the answer in files of predictions
+    files: ClassVar[tuple[str, ...]] = ()  # path patterns of a task's file in the data folder; {task} is the task
+    answer_field: ClassVar[str] = "pred"  # the field that has the answer in files of predictions
 
     def __init__(self) -> None:
         found = DESCRIBED[self.name]
@@ -104,7 +107,7 @@ class Benchmark(ABC):
             PublishedTask(name, tuple(metrics.split()), most, category)
             for name, metrics, most, category in found["tasks"]
         )
-        self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts, first the default
+        self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts; the first is the default
 
     def task(self, name: str) -> PublishedTask:
         """Return the task called `name`. Raises `UsageError`."""
@@ -123,19 +126,19 @@ class Benchmark(ABC):
         return name
 
     def paths(self, task: PublishedTask) -> tuple[str, ...]:
-        """Return the patterns of the task's file under the data folder. The first is the published path."""
+        """Return patterns of the path of a task's file in the data folder, the published path first."""
         return tuple(place.format(task=task.name) for place in self.files)
 
     @abstractmethod
     def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterable[Sample]:
-        """Make the samples of one line of the task's file."""
+        """Return the samples of line `index` of the task's file, with the set of prompts called `variant`."""
 
     @abstractmethod
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterable[Answered]:
-        """Return the answers in one line of a file of predictions."""
+        """Return the answers in line `index` of a file of predictions."""
 
     def prediction(self, sample: Sample, text: str) -> dict[str, Any]:
-        """Return the line of an answer in a file of predictions, which `answered` can read."""
+        """Return an answer as the JSON object of a file of predictions, which `answered` can read."""
         return {**(sample.source or {}), self.answer_field: text}
 
     def present(self, folder: Path) -> list[PublishedTask]:
@@ -158,7 +161,7 @@ class Benchmark(ABC):
         return path
 
     def read(self, folder: Path, task: PublishedTask, variant: str, tokenizer: Any) -> Iterator[Sample]:
-        """Yield the samples of the user's file of a task. Raises `DataError` for a missing or broken file."""
+        """Yield the samples in a task's file in `folder`. Raises `DataError` for a missing or broken file."""
         for index, row in enumerate(json_rows(self.file(folder, *self.paths(task)))):
             yield from self.samples(row, index, task, variant)
 
@@ -168,21 +171,21 @@ class Benchmark(ABC):
             yield from self.answered(row, index, task)
 
     def task_of(self, path: Path) -> PublishedTask | None:
-        """Return the task that the name of a file of predictions tells; None if it tells none."""
+        """Return the task that a file of predictions is named after; None if there is no such task."""
         stem = path.name.partition(".")[0].removeprefix("preds_")
         return next((task for task in self.tasks if task.name == stem), None)
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the benchmark's own averages of task scores. An average needs the scores of all of its tasks."""
+        """Return the benchmark's own averages of task scores. An average that lacks a score is left out."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         return {"average": sum(scores[task.name] for task in self.tasks) / len(self.tasks)}
 
 
 def filled(template: str, **values: str) -> tuple[str, str, str]:
-    """Fill a template; return the text before `{context}`, the context, and the text after.
+    """Fill a template; return the text before `{context}`, the context, and the text after `{context}`.
 
-    Braces that enclose no name of a value, and braces in values, stay as they are.
+    Braces in `values`, and braces around anything but the name of a value, stay as they are.
     """
 
     def put(text: str) -> str:
@@ -194,7 +197,7 @@ def filled(template: str, **values: str) -> tuple[str, str, str]:
 
 @cache
 def prompts(name: str) -> Any:
-    """Return the content of the JSON file `name` in this folder: the prompts of a benchmark."""
+    """Return the prompts of a benchmark: the content of the file `name`.json beside this module."""
     return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
 
 

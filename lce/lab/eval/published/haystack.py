@@ -1,4 +1,4 @@
-"""Builds the prompts of NeedleBench V2: texts of a given length, with needles at given depths."""
+"""Builds the prompts of NeedleBench V2: texts of a given length, with needles (facts) inserted at given depths."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from lce.lab.eval.published.base import PublishedTask, Row, filled, prompts
 from lce.lab.eval.sample import Sample
 
-DEPTHS = range(0, 101, 10)  # percent
+DEPTHS = range(0, 101, 10)  # the places of needles, in percent of the text
 BETWEEN = 10  # the distance between the needles of a chain, in percent of the text
 
 
 @dataclass(frozen=True)
 class Language:
-    """A language: its file of texts, the tokens `left` for the rest of the prompt, and its punctuation."""
+    """A language: its file of texts, the number of tokens `left` for the rest of the prompt, and its punctuation."""
 
     name: str
     code: str
@@ -49,12 +49,13 @@ class Haystack(ABC):
 
     @abstractmethod
     def samples(self, counter: int, length: int) -> Iterator[Sample]:
-        """Make the samples of one length; `counter` is the seed of random choices."""
+        """Yield samples whose prompts have `length` tokens; `counter` is the seed of random choices."""
 
     def hide(self, needles: Sequence[str], depth: int, between: int, length: int, *, chained: bool = False) -> str:
-        """Return the first tokens of the texts with needles: the first at `depth` percent, each next `between` later.
+        """Return the beginning of the texts with needles: one at `depth` percent, each next `between` percent later.
 
-        If `chained`, a point counts the lengths of earlier needles twice, as in the published code.
+        The result and the rest of the prompt have about `length` tokens. If `chained`, the place of a needle is moved
+        by the lengths of earlier needles twice, as in the published code.
         """
         lengths = [len(self.encode(needle)) for needle in needles]
         n_tokens, ids = max(0, length - self.language.left - sum(lengths)), list[int]()
@@ -84,7 +85,7 @@ class Haystack(ABC):
 
 @dataclass
 class Needles(Haystack):
-    """Samples of the tasks single and multi_retrieval."""
+    """The samples of the tasks single (one needle) and multi_retrieval (one needle per depth)."""
 
     needles: Sequence[Row]  # the needles in all languages
 
@@ -124,7 +125,7 @@ class Needles(Haystack):
         return found
 
     def _joined(self, chosen: Sequence[Row]) -> str:
-        """Return one text with all questions and the form of all answers."""
+        """Return one text with the questions of all chosen needles and the expected form of the answers."""
         mark, stop = self.language.question_mark, self.language.stop
         asked = [row.text("retrieval_question") for row in chosen]
         questions = "、".join(text.split(mark)[0] + mark for text in asked)
@@ -136,7 +137,7 @@ class Needles(Haystack):
 
 @dataclass
 class Chain(Haystack):
-    """Samples of multi_reasoning: who is the eldest relative that the last person can trace back to?"""
+    """The samples of multi_reasoning: who is the eldest relative that the last person can trace back to?"""
 
     names: Sequence[str]
 

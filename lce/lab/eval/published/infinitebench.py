@@ -14,7 +14,7 @@ WITH_OPTIONS = frozenset({"longbook_choice_eng", "code_debug"})
 
 
 class InfiniteBench(Benchmark):
-    """The 12 tasks, with the published prompts for open models (`yarn-mistral`) or for others.
+    """The 12 tasks, with the published prompts for open models (`yarn-mistral`) or for other models.
 
     The example conversation that the published code puts before Math.Calc for GPT-4 is left out.
     """
@@ -44,7 +44,7 @@ class InfiniteBench(Benchmark):
 
 
 def _values(row: Row, task: PublishedTask) -> dict[str, str]:
-    """Return the values of a prompt's template by name."""
+    """Return the values to fill into the template of a prompt, by name."""
     asked = row.text("input")
     values = {"context": row.text("context", "content"), "input": asked, "question": asked}
     if task.name in WITH_OPTIONS:

@@ -15,11 +15,11 @@ _TOPICS = ("first", "second", "third")
 
 
 class LEval(Benchmark):
-    """The 7 closed-ended tasks, and the open-ended tasks that are scored by F1 or ROUGE.
+    """The 7 closed-ended tasks of L-Eval, and the open-ended tasks that are scored by F1 or ROUGE.
 
     Prompts and Llama 2's template are those of llama2-chat-test.py; `--template chat` uses the model's own template.
-    Long documents lose words at the end (code at the beginning) until the answer has room. Each question of `sci_fi` is
-    two samples: one about the document, and one about the real world.
+    Long documents are shortened at the end, and code at the beginning, until the answer fits. Each question of `sci_fi`
+    gives two samples: one about the document, and one about the real world.
     """
 
     name = "l-eval"
@@ -89,6 +89,6 @@ def _asked(
 
 
 def _two_judgements(text: str) -> tuple[str, str]:
-    """Split a text such as `true [fact: false]` into its two judgements."""
+    """Split a text such as `true [fact: false]` into its two judgements, here `true` and `false`."""
     loyalty, _, fact = text.lower().partition("[fact:")
     return loyalty.strip(), fact.partition("[fact:")[0][:-1].strip()

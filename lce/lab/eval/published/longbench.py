@@ -1,4 +1,4 @@
-"""LongBench (Bai et al., 2024) in three editions."""
+"""LongBench (Bai et al., 2024), LongBench-E and LongBench v2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lce.lab.eval.published.base import Answered, Benchmark, PublishedTask, Row, filled, prompts
 from lce.lab.eval.sample import Sample
 
-# The tasks that chat models get without their template, as in the published pred.py.
+# The tasks whose prompts get no chat template even for chat models, as in the published pred.py.
 BARE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"})
 
@@ -18,8 +18,8 @@ CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_re
 class LongBench(Benchmark):
     """The 21 tasks. Few-shot and code tasks have no chat template, and only the first line of an answer is scored.
 
-    For `samsum`, the published code forbids a line break as the first token and stops at the next. Here answers go on
-    to `max_tokens`, which changes the score only if a model would begin with its end token.
+    For `samsum`, the published code forbids a line break as the first token and stops at the next line break. Here
+    answers go on to `max_tokens`, which changes the score only if a model's first token would be its end token.
     """
 
     name = "longbench"
@@ -40,7 +40,7 @@ class LongBench(Benchmark):
         return ""
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the average over categories for each language, with code in both, as in the published tables."""
+        """Return the average over categories for each language, as published. Code tasks count for both languages."""
         languages = {
             "English": {task.name for task in self.tasks} - CHINESE,
             "Chinese": CHINESE | {"lcc", "repobench-p"},
@@ -57,7 +57,7 @@ class LongBench(Benchmark):
 
 
 class LongBenchE(LongBench):
-    """The 13 tasks whose samples are spread evenly over lengths. Scores are also given by length in words."""
+    """LongBench-E: the 13 tasks with samples spread evenly over lengths. Scores are also given by length in words."""
 
     name = "longbench-e"
     files = ("{task}_e.jsonl", "data/{task}_e.jsonl")
@@ -74,7 +74,7 @@ class LongBenchV2(Benchmark):
     """One task: 503 questions with four options about texts of up to 2 million words.
 
     Scores are also given by difficulty and length, as in the published table. Answers are greedy; the published code
-    draws them at temperature 0.1. The published chain-of-thought prompts and retrieval are left out.
+    samples at temperature 0.1. The published prompts for chain of thought and for retrieval are left out.
     """
 
     name = "longbench-v2"

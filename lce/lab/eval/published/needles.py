@@ -24,12 +24,12 @@ from lce.lab.eval.published.base import (
 from lce.lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Needles
 from lce.lab.eval.sample import Sample
 
-# The kinds of NeedleBench's tasks, by their names in files of OpenCompass.
+# The kinds of NeedleBench's tasks, by the names of these kinds in OpenCompass's files.
 _KINDS = {"origin": "single", "parallel": "multi_retrieval"} | {
     f"{n}needle": f"multi_reasoning_{n}" for n in (2, 3, 4, 5)
 }
 REPEATS = {"single": 10, "multi_retrieval": 25, "multi_reasoning": 10}
-# The wrong counts in the published files of Counting-Stars with 32 counts. Other files have them in the text.
+# The wrong counts in the published files of Counting-Stars with 32 counts. Other files state theirs in the text.
 WRONG = ("16 116 43 70 59 106 8 48 112 67 25 101 82 93 76 62 6 18 108 4 34 53 85 90 126 22 45 121 39 96 75 30").split()
 _CORRECTED = (
     r"counted (\d+) ★, but found that a mistake had been made, so the counting was done again, and this time (\d+) ★",
@@ -41,8 +41,8 @@ class Ruler(Benchmark):
     """RULER (Hsieh et al., 2024): the 13 tasks of its synthetic.yaml, as its own generator wrote them.
 
     A line has the prompt as `input`, the beginning of the answer as `answer_prefix`, and the references as `outputs`.
-    The generator's `--model_template_type` puts a template into `input`, so only `--template` adds one. Prompts are
-    never cut, because the generator makes them for a length.
+    The generator's `--model_template_type` puts a template into `input`, so lce adds one only for `--template`.
+    Prompts are never cut, because the generator makes them for a length.
     """
 
     name = "ruler"
@@ -59,12 +59,12 @@ class Ruler(Benchmark):
 
 
 class NeedleBench(Benchmark):
-    """NeedleBench V2 (Li et al., 2025): one needle, eleven, or a chain of 2 to 5 relatives, in English and Chinese.
+    """NeedleBench V2 (Li et al., 2025): one needle, 11 needles, or a chain of 2 to 5 relatives, in English and Chinese.
 
     Prompts and random numbers are those of the published code, with two differences: tokens are counted by the model's
-    tokenizer instead of GPT-4's, and the needles of multi_retrieval are drawn with seed 0 instead of none. OpenCompass
-    limits answers by model; here the limit is 4096 tokens for a chain, as in its example, and 256 for other tasks. The
-    Ancestral Trace Challenge, which has no long text, is left out.
+    tokenizer instead of GPT-4's, and the needles of multi_retrieval are drawn with seed 0 instead of no seed.
+    OpenCompass limits answers by model; here the limit is 4096 tokens for a chain, as in its example, and 256 for other
+    tasks. The Ancestral Trace Challenge, which has no long text, is left out.
     """
 
     name = "needlebench"
@@ -96,7 +96,7 @@ class NeedleBench(Benchmark):
         raise NotImplementedError("the samples of NeedleBench are built, not read")
 
     def predictions(self, path: Path, task: PublishedTask) -> Iterator[Answered]:
-        """Yield the answers of a file. A `.json` file is OpenCompass's: one object with an entry for each answer."""
+        """Yield the answers of a file. A `.json` file has OpenCompass's layout: an object with one entry per answer."""
         if path.suffix != ".json":
             yield from super().predictions(path, task)
             return
@@ -131,7 +131,7 @@ class NeedleBench(Benchmark):
 
 
 class CountingStars(Benchmark):
-    """Counting-Stars (Song et al., 2025): 32 counts of stars, right or corrected, in two languages.
+    """Counting-Stars (Song et al., 2025): 32 counts of stars, right at once or corrected, in two languages.
 
     Answers are limited to 512 tokens; the published code has no limit. A sample's `group` is the length of its context
     in words or characters.
@@ -168,7 +168,7 @@ class CountingStars(Benchmark):
 
 
 def _references(row: Row, task: PublishedTask) -> tuple[str, ...]:
-    """Return the right counts; for reasoning tasks as `right/wrong`, with the count that was corrected."""
+    """Return the right counts; for reasoning tasks pairs `right/wrong`, with the wrong count that the text corrects."""
     right = row.texts("reference_counting_results")
     if task.name.startswith("acquisition"):
         return right

@@ -16,7 +16,7 @@ from lce.lab.eval.sample import Task
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A task's score, 0 to 100, which is the mean over samples; also by group, and by the task's other metrics."""
+    """A task's mean score over samples, 0 to 100, also by group of samples and by the task's other metrics."""
 
     task: str
     metric: str
@@ -27,7 +27,7 @@ class TaskScore:
 
 
 def scored(task: Task, answers: Iterable[Answered], metric: str | None = None) -> TaskScore | None:
-    """Return the score of answers; None without answers. `metric` replaces the task's own metrics."""
+    """Return the score of a task's answers; None without answers. `metric` replaces the task's own metrics."""
     found = list(answers)
     if not found:
         return None
@@ -38,22 +38,22 @@ def scored(task: Task, answers: Iterable[Answered], metric: str | None = None) -
         if answer.group:
             groups.setdefault(answer.group, []).append(value)
     others = {name: _percent(name, found)[0] for name in rest}
-    if len(rest) == 2:  # the three kinds of ROUGE, of which L-Eval takes the geometric mean, too
+    if len(rest) == 2:  # three kinds of ROUGE; L-Eval also reports their geometric mean
         others["geometric_mean"] = prod([score, *others.values()]) ** (1 / 3)
     by_group = {name: 100 * fsum(members) / len(members) for name, members in sorted(groups.items())}
     return TaskScore(task.name, first, len(found), score, by_group, others)
 
 
 def _percent(metric: str, answers: list[Answered]) -> tuple[float, list[float]]:
-    """Return the mean of a metric in percent, and the values from 0 to 1."""
+    """Return the mean of a metric in percent, and the metric's value for each answer, 0 to 1."""
     values = [METRICS[metric](answer.prediction, answer.answers) for answer in answers]
     return 100 * fsum(values) / len(values), values
 
 
 def score_file(benchmark: Benchmark, path: Path, task: str | None = None, metric: str | None = None) -> TaskScore:
-    """Return the score of a file of predictions. Without `task`, the file's name tells the task.
+    """Return the score of a file of predictions. Without `task`, the file's name must name the task.
 
-    Raises `UsageError` if the name tells no task, and `DataError` for a file that cannot be read or has no answers.
+    Raises `UsageError` if it names none, and `DataError` for a file that cannot be read or has no answers.
     """
     chosen = benchmark.task_of(path) if task is None else benchmark.task(task)
     if chosen is None:
@@ -68,7 +68,7 @@ def score_file(benchmark: Benchmark, path: Path, task: str | None = None, metric
 
 
 def prediction_files(benchmark: Benchmark, path: Path) -> list[Path]:
-    """Return `path`, or if it is a folder, its files whose names tell tasks. Raises `DataError` for no files."""
+    """Return `path`, or if it is a folder, the files in it that are named after tasks. Raises `DataError`."""
     if not path.exists():
         raise DataError(f"{named(path)} does not exist; name a file of predictions, or a folder of them")
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""The suite of a published benchmark: shortens long prompts, and applies templates."""
+"""The suite of a published benchmark, which shortens long prompts and puts templates around prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lce.lab.eval.sample import Sample
 from lce.lab.eval.suite import Suite
 
 AUTO, NONE, CHAT = "auto", "none", "chat"
-_FOR_ANSWER = 512  # the tokens that L-Eval leaves for the answer
+_FOR_ANSWER = 512  # the number of tokens that L-Eval leaves for the answer
 _STEP = 250  # the number of words by which L-Eval shortens a document that is still too long
 
 
@@ -26,7 +26,7 @@ class PublishedSuite(Suite):
 
     `template` is `auto` (as in the benchmark's own code), `chat` (the model's chat template), `none`, or a text with
     `{prompt}`, such as `[INST]{prompt}[/INST]`. Prompts of more than `max_length` tokens are shortened in the
-    benchmark's own way. `most` limits the questions of a task. None is no limit. Raises `UsageError`.
+    benchmark's own way. `most` is the largest number of questions per task. None means no limit. Raises `UsageError`.
     """
 
     scale = 100
@@ -75,7 +75,7 @@ class PublishedSuite(Suite):
         return self.benchmark.prediction(sample, text)
 
     def prompted(self, sample: Sample, tokenizer: Any) -> Sample:
-        """Shorten a sample and put the template around it. The document still ends where the context ends."""
+        """Shorten a sample's prompt, and put the template around it. `document` still has no template."""
         if self.max_length is not None:
             sample = CUTS[sample.cut](sample, tokenizer, self.max_length)
         template = sample.template if sample.fixed or self.template == AUTO else self.template
@@ -87,7 +87,7 @@ class PublishedSuite(Suite):
             text = tokenizer.chat([*system, {"role": "user", "content": prompt}])
         else:
             text = template.replace("{system}", sample.system).replace("{prompt}", prompt)
-        context = sample.document.strip()  # a template may strip the prompt
+        context = sample.document.strip()  # templates may strip white space around the prompt
         before, found, after = text.partition(context) if context else (text, "", "")
         return replace(sample, before=before, document=found, question=after)
 
@@ -95,8 +95,8 @@ class PublishedSuite(Suite):
 def _middle(sample: Sample, tokenizer: Any, most: int, *, joined: bool = False) -> Sample:
     """Keep the first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models).
 
-    If `joined`, keep one more token if `most` is odd, and decode all tokens together (LongBench v2, InfiniteBench's
-    GPT-4).
+    If `joined`, keep one more token if `most` is odd, and decode both parts together (LongBench v2, InfiniteBench's
+    prompts for GPT-4).
     """
     ids, half = tokenizer.encode(sample.beginning + sample.question), most // 2
     if len(ids) <= most:
@@ -107,7 +107,7 @@ def _middle(sample: Sample, tokenizer: Any, most: int, *, joined: bool = False) 
 
 
 def _words(sample: Sample, tokenizer: Any, most: int, *, keep_first: bool) -> Sample:
-    """Drop words at the document's end, or else beginning, until the answer has room (L-Eval)."""
+    """Drop words of the document (at its end if `keep_first`, else at its beginning) until the answer fits (L-Eval)."""
     limit, cut, text = most - _FOR_ANSWER, 0, sample.document
     while text and len(tokenizer.encode(text)) > limit:
         n_words = limit - cut

@@ -1,4 +1,4 @@
-"""Tasks made here: seeded, at any length, for any tokenizer. `TASKS` has the classes by name."""
+"""Tasks that lce generates from a seed, at any length and for any tokenizer. `TASKS` has the classes by name."""
 
 from __future__ import annotations
 

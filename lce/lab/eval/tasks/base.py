@@ -1,4 +1,4 @@
-"""Tasks make puzzles. A puzzle's statements go into a text, and one of its questions ends the prompt."""
+"""Base of the tasks that lce generates. A task makes puzzles: statements to put into a text, and questions to ask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Question:
     """A question, and the beginning of a sentence that the answer completes.
 
     `answer` is the expected continuation without the full stop. `answers` are the texts that the metric looks for.
-    `facts` are the numbers of the statements from which the answer follows.
+    `facts` are the indices of the statements from which the answer follows.
     """
 
     text: str
@@ -39,15 +39,15 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class MadeTask(Task, ABC):
-    """A task made here. The fields of a task are its knobs.
+    """A task that lce generates. Its dataclass fields are the task's knobs.
 
-    If `fills` is set, a text consists of statements, as many as the length allows. Otherwise the knobs say how many
-    statements there are, and a filler hides the statements.
+    If `fills` is set, a text consists of as many statements as the length allows. Otherwise the knobs say how many
+    statements there are, and the statements are hidden in a filler.
     """
 
     metrics = ("starts",)
     fills: ClassVar[bool] = False
-    least: ClassVar[int] = 1  # the statements of the smallest puzzle, if `fills` is set
+    least: ClassVar[int] = 1  # the number of statements of the smallest puzzle, if `fills` is set
 
     @abstractmethod
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
@@ -60,7 +60,7 @@ def digits(rng: Random, n: int) -> str:
 
 
 def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
-    """Return `n` different texts of `make(rng)`. Raises `ValueError` if `make` has fewer texts."""
+    """Return `n` different texts, each made by `make(rng)`. Raises `ValueError` if `make` cannot make as many."""
     found: dict[str, None] = {}
     misses = 0  # the draws since the last new text
     while len(found) < n:
@@ -73,7 +73,7 @@ def distinct(rng: Random, n: int, make: Callable[[Random], str]) -> list[str]:
 
 
 def names(rng: Random, n: int) -> list[str]:
-    """Return `n` different names of three words, such as "red fox box". More than 3,420 names have more words."""
+    """Return `n` different names of three words, such as "red fox box"; of more words if `n` is above 3,420."""
     things = 1
     while len(COLOURS) * len(ANIMALS) * len(THINGS) ** things < 2 * n:
         things += 1

@@ -54,7 +54,7 @@ class Variables(MadeTask):
 
 @dataclass(frozen=True)
 class Walk(MadeTask):
-    """A walk along a list of edges, one edge from each node. The answer lists the edges of the walk."""
+    """A list of directed edges, one from each node. The question asks for the edges of a walk from a given node."""
 
     name = "walk"
     metrics = ("recall",)
@@ -92,9 +92,9 @@ class Whereabouts(MadeTask):
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
         names, things = rng.sample(NAMES, self.people), rng.sample(THINGS, self.things)
-        at: dict[str, tuple[str, int]] = {}  # a person's place, and the number of the statement
-        holder: dict[str, tuple[str, int]] = {}  # a thing's holder, and the number of the statement
-        lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # a thing's last holder, place, and statements
+        at: dict[str, tuple[str, int]] = {}  # a person's place, and the index of the statement about it
+        holder: dict[str, tuple[str, int]] = {}  # a thing's holder, and the index of the statement about it
+        lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # a thing's last holder, place, and facts
         statements: list[str] = []
 
         def move(name: str) -> None:

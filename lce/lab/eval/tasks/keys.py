@@ -29,7 +29,10 @@ class Needle(NamedTuple):
 
 @dataclass(frozen=True)
 class OneNeedle(MadeTask):
-    """One fact, stated once. `drawn` names the words to draw for the three templates in order; `n4` is four digits."""
+    """One fact in a text. `statement`, `question` and `answer` are templates.
+
+    `drawn` lists the kinds of words to draw for the templates, in order; `n4` stands for four digits.
+    """
 
     drawn: ClassVar[str]
     statement: ClassVar[str]
@@ -166,7 +169,7 @@ class SeveralQueries(MadeTask):
 
 @dataclass(frozen=True)
 class SeveralValues(MadeTask):
-    """Several words of each person. The question asks for all words of one person; there are `others` more people."""
+    """Several words of each of 1 + `others` people. The question asks for all words of one person."""
 
     name = "several_values"
     metrics = ("recall",)

@@ -32,7 +32,7 @@ class Pairs(MadeTask):
 
 @dataclass(frozen=True)
 class CommonWords(MadeTask):
-    """A list with a few words that are `ratio` times as frequent as all others (RULER's common words)."""
+    """A list of words, `common` of which are `ratio` times as frequent as each other word (RULER's common words)."""
 
     name = "common_words"
     metrics = ("recall",)
@@ -51,7 +51,7 @@ class CommonWords(MadeTask):
 
 @dataclass(frozen=True)
 class FrequentWords(MadeTask):
-    """A list with Zipf's frequencies. The question asks for the most frequent words (RULER's frequent words)."""
+    """Words with frequencies by Zipf's law. The question asks for the most frequent words (RULER's frequent words)."""
 
     name = "frequent_words"
     metrics = ("recall",)
@@ -69,7 +69,7 @@ class FrequentWords(MadeTask):
 
 
 def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: int) -> list[str]:
-    """Return `n` words in random order. Their counts are as near to `weights` as whole numbers allow."""
+    """Return `n` words in random order. The counts of words are proportional to `weights`, apart from rounding."""
     sums = list(accumulate(weights))
     marks = [(i + 0.5) / n * sums[-1] for i in range(n)]
     drawn, word = [], 0
@@ -82,7 +82,7 @@ def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: i
 
 
 def _word_list(drawn: list[str], asked: list[str], question: str) -> Puzzle:
-    """Return a puzzle that lists `drawn`. The answer has the words `asked` in the order of the list."""
+    """Return a puzzle that lists the words `drawn`. The answer has the words `asked` in the order of the list."""
     answers = tuple(sorted(asked, key=lambda word: drawn.index(word) if word in drawn else len(drawn)))
     facts = tuple(i for i, word in enumerate(drawn) if word in answers)
     statements = tuple(f"{word}," for word in drawn)

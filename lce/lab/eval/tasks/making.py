@@ -1,4 +1,4 @@
-"""Makes samples of a task at a length: statements in a filler, or as many statements as fit, and questions."""
+"""Makes samples of a generated task at a given length: statements in a filler, or as many statements as fit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lce.lab.eval.prose import sentences
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question
 
-# The sentences of the published pass key task's filler, which repeats them.
+# The filler of the published pass key task repeats these sentences.
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-Filler = Callable[[Random], Iterator[str]]  # makes the endless sentences of one text
+Filler = Callable[[Random], Iterator[str]]  # yields endless sentences for one text
 
 
 class Tokens(NamedTuple):
@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     first: Callable[[str], int]
 
     def more(self, sentence: str) -> int:
-        """Return how many more tokens a sentence has at the beginning of a text than within the text."""
+        """Return how many more tokens a sentence has at the beginning of a text than later in a text."""
         return self.first(sentence) - self.later(sentence)
 
 
@@ -66,10 +66,10 @@ def samples(
 ) -> Iterator[Sample]:  # fmt: skip
     """Make `n` documents with questions, of at most `length` tokens by `count`; yield a sample for each question.
 
-    The same seed gives the same samples, but `n` changes the depths of facts. A single fact stands at `depths` in turn,
-    by default at even depths over the documents. Several facts stand in order at random depths. A document has up to
-    `questions` questions, as its puzzle allows; samples of one document are adjacent. Raises `UsageError` if a puzzle
-    does not fit.
+    The same seed gives the same samples, but `n` changes the depths of facts. The facts of documents with a single fact
+    stand at `depths` in turn, by default at even depths. Several facts stand in order at random depths. A document has
+    up to `questions` questions, as its puzzle allows; samples of one document are adjacent. Raises `UsageError` if a
+    puzzle does not fit.
     """
     text = filler_named(filler)
     tokens = Tokens(cache(lambda sentence: count(" " + sentence)), cache(count))
@@ -97,10 +97,10 @@ def _document(
             left -= tokens.later(sentence)
             body.append(sentence)
     if len(puzzle.statements) == 1:
-        places = [round(depth * len(body))]  # the number of the filler's sentence after each statement
+        places = [round(depth * len(body))]  # per statement: the index of the filler's sentence after it
     else:
         places = sorted(rng.randint(0, len(body)) for _ in puzzle.statements)
-    if body and places[0] and not puzzle.opening:  # the filler begins the text
+    if body and places[0] and not puzzle.opening:  # the text begins with a sentence of the filler
         left -= tokens.more(body[0]) - tokens.more(puzzle.statements[0])
     if left < 0:
         del body[-1]
@@ -118,17 +118,17 @@ def _document(
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
-    """Return the tokens left for a filler if the puzzle begins the text. The beginning token takes one."""
+    """Return the number of tokens left for a filler if the puzzle begins the text, after one beginning token."""
     texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
     used = sum(map(tokens.later, texts)) + max(tokens.later(question.text) for question in asked)
     return length - used - 1 - tokens.more(texts[0])
 
 
 def _filling(task: MadeTask, rng: Random, length: int, tokens: Tokens) -> Puzzle:
-    """Return a puzzle of about as many statements as fit.
+    """Return a puzzle of about as many statements as fit in `length` tokens.
 
-    More statements need longer names, so the size of a puzzle is found by guesses. A guess stays between the largest
-    number of statements known to fit and the smallest number known not to fit.
+    More statements need longer names, so the number of statements is found by guesses. A guess lies between the largest
+    number that is known to fit and the smallest number that is known not to fit.
     """
     state, n = rng.getstate(), max(task.least, 8)
     fits: Puzzle | None = None
