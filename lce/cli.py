@@ -1,4 +1,4 @@
-"""The command `lce`: one function a subcommand, each a few calls of the public face.
+"""The command `lce`: one function per subcommand, each of which makes a few calls of the public API.
 
 Heavy modules are imported inside the functions, so that `--help` answers at once.
 """
@@ -27,13 +27,13 @@ from lce.terminal.reading import read_text
 
 
 def main() -> NoReturn:
-    """Run the console script."""
+    """Run the command line and exit. This is the entry point of the console script `lce`."""
     try:
         wait_passively()
         prepare_streams()
         keep_interrupts()
         cli.main(prog_name="lce")
-    except KeyboardInterrupt as error:  # Ctrl-C came before or after the command
+    except KeyboardInterrupt as error:  # Ctrl-C before or after the command itself
         report_failure(error)
         leave_interrupted()
     except SystemExit as end:
@@ -359,7 +359,7 @@ def methods(name: str | None, output: Output) -> None:
     for each in lce.methods.available() if name is None else [name]:
         try:
             listed.append(figures.method_object(each, lce.methods.find(each)))
-        except UsageError as error:  # a broken method of one package hides no other method
+        except UsageError as error:  # a package's broken method must not hide the other methods
             if name is not None:
                 raise
             click.echo(f"lce: warning: {error}", err=True)

@@ -1,4 +1,4 @@
-"""A calibration: reads the text, learns the maps of each layer, and measures their recall."""
+"""Runs a calibration: reads the text, learns each layer's low-dimensional maps, and measures their recall."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from lce.methods.lowdim import (
 from lce.methods.map_file import save_maps
 from lce.progress import StageProgress, stages
 
-HELD_OUT = 8  # one piece in 8 is held out: recall is measured on it
+HELD_OUT = 8  # one piece of the text in 8 is held out: recall is measured on it
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The options of a calibration. Adam minimises the squared error of scores.
+    """The options of a calibration. Adam minimises the squared error of low-dimensional scores.
 
-    Each step takes the scores of `batch` queries with `batch` keys. The learning rate `lr` falls linearly to 0. Queries
-    are rotated to the position `far`, keys are not rotated, as in `esa`; None means half of the window.
+    Each step takes the scores of `batch` queries with `batch` keys. The learning rate `lr` falls linearly to 0. As in
+    `esa`, queries are rotated to the position `far`, and keys are not rotated. A `far` of None is half of the window.
     """
 
     low_dim: int = 128
@@ -63,7 +63,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Recall:
-    """The shares of a layer's `top_k` best keys that low-dim scores find, with the learned maps and with PCA."""
+    """The shares of a layer's `top_k` best keys that low-dimensional scores find, with learned maps and with PCA."""
 
     layer: int
     top_k: int
@@ -73,7 +73,10 @@ class Recall:
 
 @dataclass(frozen=True)
 class CollectingFull(Full):
-    """Full attention that passes each layer's unrotated keys ("k.0") and queries rotated to `far` ("q.0") to `sink`."""
+    """Full attention that passes each layer's keys, unrotated, and queries, rotated to `far`, to the function `sink`.
+
+    The names passed with them are "k.0" and "q.0" for layer 0, and so on.
+    """
 
     far: int | None = None
     sink: Callable[[str, Tensor], None] = lambda name, x: None
@@ -95,11 +98,11 @@ def calibrate(
     model: str | Path, text: str, out: str | Path, options: Calibration | None = None, *,
     progress: StageProgress | bool | None = None, note: Callable[[str], None] = warnings.warn, **loading: Any,
 ) -> list[Recall]:  # fmt: skip
-    """Learn a model's maps from `text`, write them to `out`, and return each layer's recall on held-out pieces.
+    """Learn a model's low-dimensional maps from `text`, write them to `out`, and return each layer's held-out recall.
 
     `loading` are options of `lce.load`. Maps fit only the window and the RoPE scaling that they were learned with.
     `note` is called with a line about each work file that must be computed again. `progress` is True for bars on
-    stderr, or a function that takes the stage, the units done and all units. Raises `DataError` for too little text,
+    stderr, or a function that takes the stage, the units done and the total. Raises `DataError` for too little text,
     `CapacityError` for too little disk, and `UsageError` if the work folder has another calibration's files.
     """
     out = Path(out)
@@ -110,7 +113,7 @@ def calibrate(
 
 
 class Calibrator:
-    """One calibration: its engine, its work folder, and `seen`, the queries and keys of the present prefill."""
+    """One calibration: its engine, its work folder, and `seen`, the queries and keys of the current prefill."""
 
     def __init__(
         self, model: str | Path, text: str, out: Path, options: Calibration, progress: StageProgress,
@@ -137,7 +140,8 @@ class Calibrator:
         self.held_out = range(HELD_OUT - 1, len(pieces), HELD_OUT)
         self.learned_from = [index for index in range(len(pieces)) if index not in self.held_out]
         n_learned = size * len(self.learned_from)
-        self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)  # as `principal` does
+        # The bounds on `low_dim` are those of `principal`.
+        self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)
         learned_for = LearnedFor(engine.fingerprint, self.low_dim, engine.method.far, engine.window, engine.rope)
         digest = hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
         plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.dtype), "text": digest}
@@ -147,7 +151,7 @@ class Calibrator:
         self.work.begin(len(pieces) * a_piece * self.n_layers)
 
     def run(self) -> list[Recall]:
-        """Read all pieces, learn all layers, and write the maps."""
+        """Read all pieces of the text, learn all layers' maps, write the map file, and return each layer's recall."""
         for index in range(len(self.pieces)):
             missing = [layer for layer in range(self.n_layers) if not self.work.has(_piece(index, layer))]
             if missing:
@@ -159,7 +163,7 @@ class Calibrator:
         return [recall for _, recall in learned]
 
     def read_piece(self, index: int, layers: Sequence[int]) -> dict[int, dict[str, Tensor]]:
-        """Prefill a piece. Write the queries and keys of these layers to the work folder, and return them by layer."""
+        """Prefill piece `index`. Write the queries and keys of `layers` to the work folder; return them by layer."""
         self.seen.clear()
         self.engine.prefill(self.pieces[index])
         rows = {name: torch.cat(parts).contiguous() for name, parts in self.seen.items()}
@@ -170,7 +174,7 @@ class Calibrator:
         return found
 
     def rows(self, layer: int, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return a layer's queries `[N, H·D]` and keys `[N, G·D]` in these pieces, in float32."""
+        """Return a layer's queries `[N, H·D]` and keys `[N, G·D]` for the tokens of some pieces, in float32."""
         found = []
         for index in pieces:
             held = self.work.read(_piece(index, layer))
@@ -199,15 +203,15 @@ class Calibrator:
         return LowDimMap(**tensors), recall
 
     def exact(self, q: Tensor) -> Tensor:
-        """Sum queries `[N, H·D]` over the heads of each KV head: `[N, G·D]`. Products with keys are exact scores."""
+        """Sum queries `[N, H·D]` over the heads of each KV head, `[N, G·D]`; sums times keys are the exact scores."""
         grouped: Tensor = q.unflatten(1, (self.n_kv_heads, self.n_heads // self.n_kv_heads, -1))
         return grouped.sum(dim=2).flatten(1)
 
     def learn(self, q: Tensor, k: Tensor, start: LowDimMap, layer: int) -> LowDimMap:
-        """Train maps from `start` for `q [N, H·D]` and `k [N, G·D]`, and return them.
+        """Train maps, which begin as `start`, on queries `q [N, H·D]` and keys `k [N, G·D]`, and return the maps.
 
-        The loss is the squared error of Eq. 7, with the mean subtracted from the keys. A query's product with the mean
-        key is part of all its scores and changes no choice. The key bias of the returned maps subtracts the mean.
+        The loss is the squared error of Eq. 7 on keys minus their mean. The mean key adds the same number to all scores
+        of a query, which changes no choice. The key bias of the returned maps subtracts the mean.
         """
         options, mean = self.options, k.mean(dim=0)
         k = k - mean
@@ -234,7 +238,10 @@ class Calibrator:
         return LowDimMap(query, key, query_bias, key_bias - mean @ key)
 
     def recall(self, q: Tensor, k: Tensor, maps: LowDimMap, top_k: int, block: int = 128) -> float:
-        """Return the share of each query block's `top_k` best keys `[N, G·D]` that low-dim scores find, on average."""
+        """Return the share of the `top_k` best keys by exact scores that low-dimensional scores find too.
+
+        The share is a mean over blocks of `block` queries. The queries are `q [N, H·D]`, the keys `k [N, G·D]`.
+        """
 
         def best(queries: Tensor, keys: Tensor) -> set[int]:
             scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))

@@ -1,7 +1,8 @@
 """The work folder of a calibration: finished pieces and layers stay there until all are finished.
 
-Each file is sealed, and names its plan and its place. A file that is damaged, or belongs to another plan or place,
-counts as missing. What is not a regular file is refused.
+Each file has a digest of its content, and names its calibration's plan (options, model and text) and its place, which
+is its file name. A file that is damaged, or has another plan or place, counts as missing. Anything but a regular file
+is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WORK_FILE = re.compile(r"\.?(plan|piece-\d+-\d+|layer-\d+)\.safetensors(\..*\.t
 class WorkFolder:
     """The work folder of one calibration. Only the calibration's own files are read, replaced and removed.
 
-    `plan` names everything that the results depend on. `largest` bounds the bytes of the tensors in a file. `note` is
+    `plan` has everything that the results depend on. `largest` bounds the bytes of the tensors in a file. `note` is
     called with a line about each file that cannot be used.
     """
 
@@ -39,7 +40,7 @@ class WorkFolder:
         self._plan_digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
     def begin(self, needed: int) -> None:
-        """Make the folder for `needed` bytes, or resume in the folder of an earlier call with the same plan.
+        """Make the folder if the disk has `needed` free bytes, or resume an earlier call's folder with the same plan.
 
         Raises `UsageError` for the folder of another plan, and `CapacityError` for too little disk.
         """
@@ -67,16 +68,16 @@ class WorkFolder:
         self.write(_PLAN, {}, json.dumps(self.plan))
 
     def has(self, place: str) -> bool:
-        """Return whether the folder has a file for this place, damaged or not."""
+        """Return whether the folder has a file with the name `place`, damaged or not."""
         return os.path.lexists(self.folder / place)
 
     def write(self, place: str, tensors: dict[str, Tensor], facts: str = "") -> None:
-        """Write the file of a place. The file appears whole or not at all."""
+        """Write tensors and a text of facts to the file `place`. The file appears whole or not at all."""
         data = sealed(tensors, {"plan": self._plan_digest, "place": place, "facts": facts})
         write_whole(self.folder / place, data)
 
     def read(self, place: str) -> tuple[dict[str, Tensor], str] | None:
-        """Return the tensors and facts of a place; None if the file is missing or cannot be used."""
+        """Return the tensors and facts in the file `place`; None if the file is missing or cannot be used."""
         if not self.has(place):
             return None
         path = self.folder / place
@@ -90,7 +91,7 @@ class WorkFolder:
         return tensors, metadata["facts"]
 
     def remove(self) -> None:
-        """Remove the calibration's files, and the folder if it has no others."""
+        """Remove the calibration's files, and the folder if it has no other files."""
         for path in sorted(self.folder.iterdir()):
             if _WORK_FILE.fullmatch(path.name) and path.is_file():
                 path.unlink()

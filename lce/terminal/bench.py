@@ -76,7 +76,7 @@ def _row(row: Row) -> list[str]:
 
 
 def _spread(spread: Spread) -> str:
-    """Format a spread, such as `101 (98.2 to 103)`."""
+    """Format a median with its lowest and highest value, such as `101 (98.2 to 103)`."""
     if spread.low == spread.high:
         return _number(spread.median)
     return f"{_number(spread.median)} ({_number(spread.low)} to {_number(spread.high)})"
@@ -88,7 +88,7 @@ def _number(x: float) -> str:
 
 
 def _step(times: StepTimes) -> list[str]:
-    """Return the table cells of a step: its time in milliseconds, and the share of each part."""
+    """Return a table row on a prefill or decode step: its time in milliseconds, and the share of each part."""
     what = f"{times.step}, {times.tokens:,} token{'s' if times.tokens > 1 else ''}"
     shares = [f"{s / times.total_s:.0%}" for s in times.seconds.values()]
     return [f"`{times.method}`", f"{times.length:,}", what, _number(1000 * times.total_s), *shares]

@@ -26,12 +26,12 @@ HELP = """\
 /help       show these commands
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
 A line that begins with // is a message that begins with /."""
-PATHS = {"file": "document.txt", "save": "chat.lce"}  # Examples of the paths that commands take.
+PATHS = {"file": "document.txt", "save": "chat.lce"}  # Example paths, shown if /file or /save has no path.
 
 
 @dataclass
 class ChatLoop:
-    """A loop that reads messages and commands from stdin, a line each, and writes answers to stdout.
+    """A loop that reads messages and commands from stdin, one per line, and writes answers to stdout.
 
     The prompt mark, notes, progress and figures go to stderr.
     """
@@ -44,7 +44,7 @@ class ChatLoop:
     terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
     def run(self) -> None:
-        """Answer messages and run commands until stdin ends or the command /exit."""
+        """Answer messages and run commands until stdin ends or /exit is read."""
         if self.terminal:
             self._note("Type a message, or /help. Ctrl-D ends.")
         for line in self._lines():
@@ -70,7 +70,7 @@ class ChatLoop:
             try:
                 if not sys.stdout.isatty():
                     click.echo("> ", err=True, nl=False)
-                line = input("> " if sys.stdout.isatty() else "")  # readline must know the prompt mark
+                line = input("> " if sys.stdout.isatty() else "")  # readline must know the prompt mark's width
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -79,7 +79,7 @@ class ChatLoop:
                 yield line
 
     def _command(self, name: str = "", argument: str = "") -> bool:
-        """Run a command and return whether the chat goes on."""
+        """Run the chat command `/name argument` and return whether the chat goes on."""
         if name in PATHS and not argument:
             raise UsageError(f"/{name} takes a path, such as /{name} {PATHS[name]}")
         path = os.path.expanduser(argument.strip())

@@ -1,4 +1,4 @@
-"""The commands `lce eval ...`, a function each. Heavy modules are imported in the functions, so `--help` is fast."""
+"""The commands `lce eval ...`, one function each. Heavy modules are imported in the functions, so `--help` is fast."""
 
 from __future__ import annotations
 

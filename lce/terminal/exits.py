@@ -15,14 +15,14 @@ import click
 from lce.errors import CapacityError, LceError
 
 INTERRUPTED = 130
-DEBUG = "lce.debug"  # The key in click's `meta` that says whether tracebacks are shown.
+DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory")
 
 
 class Root(click.Group):
-    """The command group `lce`, which turns every failure of a command into a line and an exit code."""
+    """The command group `lce`, which turns every failure of a command into one line on stderr and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command line and exit the process."""
@@ -34,7 +34,7 @@ class Root(click.Group):
             code = error.exit_code
         except click.Abort:  # Ctrl-C while the command line was being read
             code = report_failure(KeyboardInterrupt())
-        except OSError as error:  # help could not be written
+        except OSError as error:  # the help text could not be written
             code = report_failure(error)
         sys.exit(code)
 
@@ -61,13 +61,13 @@ def prepare_streams() -> None:
 
 
 def keep_interrupts() -> None:
-    """Make Ctrl-C during a finaliser end the command a little later; Python would print a traceback and go on."""
+    """Make Ctrl-C during a finaliser (`__del__`) end the command soon; Python would print a traceback and go on."""
     shown = sys.unraisablehook
 
     def hook(ignored: sys.UnraisableHookArgs) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             main = threading.main_thread().ident
-            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # it also ends a wait
+            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # a signal also ends a wait
             again.daemon = True
             again.start()
         else:
@@ -84,13 +84,13 @@ def leave_interrupted() -> NoReturn:
 
 
 def report_failure(error: BaseException) -> int:
-    """Print a failure's line to stderr and return the exit code."""
+    """Print one line about a failed command to stderr and return the exit code."""
     try:
         sys.stdout.flush()
     except OSError:  # stdout is broken: what is pending goes to /dev/null, so that Python's exit does not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    notes: list[str] = getattr(error, "__notes__", [])  # say how to resume an interrupted command
-    cause: BaseException | None = error  # a compiled module that Ctrl-C interrupts raises an ImportError
+    notes: list[str] = getattr(error, "__notes__", [])  # such as how to resume an interrupted command
+    cause: BaseException | None = error  # Ctrl-C while a compiled module is imported raises ImportError
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
     if cause is None and isinstance(error, BrokenPipeError):  # another program closed our stdout, as `head` does
@@ -101,7 +101,7 @@ def report_failure(error: BaseException) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Return a failure's exit code and line."""
+    """Return the exit code for an exception, and the line to print."""
     text, code = str(error).strip().partition("\n")[0], LceError.exit_code
     if isinstance(error, LceError):
         code, text = error.exit_code, " ".join(str(error).split())

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 def generation_line(stats: Stats) -> str:
-    """Return the closing line of a generation."""
+    """Return the line of speeds and sizes that is printed after a generation."""
     decode = f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s"
     return prefill_line(stats, f"{decode} | ")
 
 
 def prefill_line(stats: Stats, decode: str = "") -> str:
-    """Return the closing line of a prefill, or of a generation whose speeds are the text `decode`."""
+    """Return the line of speeds and sizes printed after a prefill; `decode` is a text with a generation's speeds."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
     return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {decode}{memory_text(stats)}"
 
 
 def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
-    """Return the cache's size in each tier, the peak memory, and the traffic of each tier as text."""
+    """Return a text with the cache's size in each tier, the peak memory, and the traffic of each tier."""
     held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
     cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
     peak = ", ".join(f"{where} {size_text(size)}" for where, size in (peaks or peak_memory()).items())
@@ -65,7 +65,7 @@ def stats_object(stats: Stats) -> dict[str, Any]:
 
 
 def recall_lines(recalls: Sequence[Recall]) -> list[str]:
-    """Return the top-k recall of low-dim keys as text: a line for each layer, then the mean."""
+    """Return the top-k recall of low-dimensional keys as text: a line for each layer, then the mean."""
     rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
     rows.append(("mean", fmean(recall.calibrated for recall in recalls), fmean(recall.pca for recall in recalls)))
     head = f"{'layer':<8}{'calibrated':>12}{'pca':>10}  recall of the best {recalls[0].top_k} tokens"
@@ -92,7 +92,7 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
-    """Return what `method_object` returns as text."""
+    """Format the JSON object of `method_object` as lines of text."""
     from lce.methods.registry import spelled
 
     rows = [(f"{x['name']}={spelled(x['default'])}", x["type"], x["meaning"] or "") for x in method["options"]]
@@ -174,7 +174,7 @@ def model_object(model: ModelInfo) -> dict[str, Any]:
 
 
 def model_lines(model: ModelInfo) -> list[str]:
-    """Return a model as text: its properties, then each method's knobs for its window."""
+    """Return a model as text: its properties, then each method's knobs for the model's window."""
     config, size = model.config, model.weight_bytes
     sliding = f", sliding window {config.sliding_window:,}" if config.sliding_window else ""
     rows = {
@@ -198,13 +198,13 @@ def model_lines(model: ModelInfo) -> list[str]:
 
 
 def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
-    """Return a context file as JSON. `ends` are the first and the last words of its text, None if not decoded."""
+    """Return a context file as JSON. `ends` are the beginning and the end of its text, or None if not decoded."""
     plain = dataclasses.asdict(context)
     return {"kind": "context", **plain, "path": str(context.path), "knobs": dict(context.knobs), "text": ends}
 
 
 def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:
-    """Return a context file as text: its properties, and the ends of its text if they are given."""
+    """Return a context file as text: its properties, and, if `ends` are given, the beginning and end of its text."""
     working = f"under work: {context.cached:,} tokens are read; prefill again to go on"
     rows = {
         "context": named(context.path),
@@ -227,7 +227,7 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
 
 
 def _word(text: str) -> str:
-    """Return a word with its control characters escaped, since files are not trusted."""
+    """Return a word read from a file with its control characters escaped, since files are not trusted."""
     return shown(text)[1:-1]
 
 
@@ -248,6 +248,6 @@ def _table(rows: Mapping[str, str]) -> list[str]:
 
 
 def quantised_line(model: ModelInfo) -> str:
-    """Return the closing line of `lce quantize`, with the size of the new checkpoint."""
+    """Return the line that `lce quantize` prints at its end: the new checkpoint's size and bits per weight."""
     bits = 8 * (model.weight_bytes or 0) / model.parameters
     return f"lce: {named(model.folder)}: {size_text(model.weight_bytes or 0)}, {bits:.2f} bits a weight"

@@ -28,13 +28,13 @@ def write_recording(
     model: str, methods: Sequence[lce.Method], prompt: dict[str, str | None], out: str | None, json_file: str | None,
     loading: dict[str, Any], output: Output, **what: Any,
 ) -> None:  # fmt: skip
-    """Record a prompt under some methods, and write a page, JSON, or both. The `json_file` "-" is stdout."""
+    """Record a prompt under some methods, and write a page, JSON, or both. A `json_file` of "-" is stdout."""
     from lce.lab.study.recording import Recorder, RecordingRequest
     from lce.lab.study.web_page import store_of, write_page
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
-    options: dict[str, str] = {}  # the option of each file: no output may overwrite another file of the command
+    options: dict[str, str] = {}  # by file, its option: no output may overwrite another file of this command
     for option, file in {"--prompt-file": prompt["prompt_file"], "--out": out, "--json": json_file}.items():
         if file not in (None, "-") and (same := options.setdefault(os.path.realpath(file), option)) != option:
             raise UsageError(f"{same} and {option} are both {named(file)}; name another file")
@@ -65,7 +65,7 @@ def serve_live(
     model: str, prompt: dict[str, str | None], port: int, most_prompt: int, loading: dict[str, Any], output: Output,
     **_not_live: Any,
 ) -> None:  # fmt: skip
-    """Serve a page with an engine until Ctrl-C. Only the address goes to stdout."""
+    """Serve the page of `lce inspect --live`, with an engine behind it, until Ctrl-C. Only its URL goes to stdout."""
     from lce.lab.study.live import Live
     from lce.lab.study.live_server import LiveServer
 
@@ -110,7 +110,7 @@ def show_trace(
 
 
 def _rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the choices of each head in each layer for each traced token. Rank 0 is the best; -1 is unknown."""
+    """Yield an object per traced token, layer and head with the head's choices. Rank 0 is the best; -1 is unknown."""
     run, n_heads = recording["runs"][0], recording["model"]["heads"]
     looks = {int(query): look for segment in run["segments"] for query, look in segment["looks"].items()}
     for query in run["looked"]:

@@ -1,4 +1,4 @@
-"""`lce eval selection`, `why` and `perplexity`: a line for each method and length when measured, or JSON."""
+"""The output of `lce eval selection`, `why` and `perplexity`: JSON, or a line as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_selection(
     text: str | None, queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
     loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Measure each method's selection at each length. Print each line when measured."""
+    """Measure what each method selects at each length. Print each line of the table as soon as it is measured."""
     check_capacity(model, methods, max(lengths), loading)
     found: list[Selection] = []
     task, suite = asked
@@ -62,7 +62,7 @@ def row(one: Selection) -> str:
 
 
 def layer_rows(one: Selection) -> list[str]:
-    """Return a line a layer: the means over heads, and the smallest and largest recall of a head."""
+    """Return one line per layer: the means over heads, and the smallest and largest recall of a head."""
     lines = []
     for layer, recall in enumerate(one.by_layer["recall"]):
         means = {name: table[layer] for name, table in one.by_layer.items() if table[layer]}
@@ -77,7 +77,7 @@ def show_causes(
     model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: tuple[MadeTask, MadeSuite], each: bool,
     record: str | None, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Explain each method's misses at each length. Print each line when known."""
+    """Find why each method misses answers at each length. Print each line of the table as soon as it is known."""
     found: list[Causes] = []
     (task, suite), known = asked, Record(record)
     for method in methods:
@@ -98,7 +98,7 @@ def show_causes(
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """Return lines with the cause of a miss and the answer under each change."""
+    """Return lines with the cause of a missed answer, and the answer under each change of the method."""
     depth = "" if verdict.depth is None else f" at depth {verdict.depth:.2f}"
     by = "" if verdict.by is None or verdict.cause == "answered" else f", answered by {verdict.by}"
     lines = [f"  sample {verdict.index}{depth}: {verdict.cause}{by}; expected {verdict.expected!r}"]
@@ -109,9 +109,9 @@ def show_perplexities(
     model: str, methods: Sequence[lce.Method], lengths: Sequence[int], files: Sequence[str], streams: bool, stride: int,
     scored: str, most: int | None, longest: int | None, record: str | None, loading: Mapping[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Measure each method's perplexity at each length over the texts of some files. Errors precede the first line.
+    """Measure each method's perplexity at each length over the texts of some files. Errors precede all output.
 
-    Windows of all lengths end where windows of the largest length, or of `longest` tokens, end.
+    Windows of all lengths end at the same tokens: at the ends of windows of the largest length, or of `longest` tokens.
     """
     check(stride, scored)
     if min(lengths) < 2:
@@ -156,12 +156,12 @@ def loss_row(found: Perplexity) -> str:
 
 
 def number(x: float | None) -> str:
-    """Format a perplexity with about four digits; None as no text."""
+    """Format a perplexity with about four digits; None becomes an empty text."""
     return "" if x is None else f"{x:,.0f}" if 1000 <= x < 1e9 else f"{x:.4g}"
 
 
 def loss_table(found: Iterable[Perplexity], *, intervals: bool = False) -> list[str]:
-    """Return perplexities as a Markdown table: a row a method, a column a length or a range of positions."""
+    """Return perplexities as a Markdown table: one row per method, one column per length or range of positions."""
     texts = {}
     for each in found:
         ends = f" ({number(each.low)}–{number(each.high)})" if intervals and each.low is not None else ""

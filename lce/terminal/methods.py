@@ -24,10 +24,10 @@ class MethodOption:
     def load(
         self, model: str, context_file: str | None, loading: Mapping[str, Any]
     ) -> tuple[lce.Engine, lce.Context | None]:
-        """Return an engine and the context of a context file; for no file, an engine for new texts, and None.
+        """Return an engine, and the context opened from `context_file`; without a file, an engine and None.
 
-        The engine has the options of the file, overridden by those of the command line; for new texts the default
-        method is `full`. Raises an error for options that contradict the file.
+        With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
+        default method is `full`. Raises an error for options that contradict the file.
         """
         if context_file is None:
             name = "full" if self.method is None else self.method
@@ -42,7 +42,7 @@ class MethodOption:
 
 
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
+    """Return `loading`, options of `lce.load`, in which missing options are taken from a context file."""
     own: dict[str, Any] = {"window": context.window, "dtype": context.dtype, "weights": context.weights or "auto"}
     own["kv_dtype"] = "int8" if context.kv_dtype == "int8" else "auto"
     if loading.get("rope") is None and loading.get("rope_factor") is None:
@@ -63,9 +63,10 @@ def methods_of(
 ) -> list[lce.Method]:  # fmt: skip
     """Return the methods called `names`. `all` stands for the methods that serve the model and that `suits` accepts.
 
-    `all` excludes methods for analysis, which can be named as well. A method that lacks something, such as the learned
-    maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, KEY=VALUE is for
-    the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises `UsageError`.
+    `all` excludes methods for analysis; they can be named beside `all`. A method of `all` that lacks something, such as
+    the learned maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, a knob
+    KEY=VALUE is for the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises
+    `UsageError` for wrong names or knobs.
     """
     from lce.engine.loading import resolved
 
@@ -128,7 +129,10 @@ def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
 def _serving(
     name: str, knobs: Mapping[str, str], names: Sequence[str], loading: Mapping[str, Any]
 ) -> lce.Method | None:
-    """Return a method with its knobs; None, with a note, if the method cannot serve the model with its defaults."""
+    """Return the method `name` with its knobs.
+
+    If the method cannot serve the model even with its default knobs, print a note and return None.
+    """
     from lce.engine.loading import resolved
 
     try:
@@ -139,7 +143,7 @@ def _serving(
         serves = False
         with contextlib.suppress(LceError):
             resolved(method=name, **loading)
-            serves = True  # with its defaults: the knobs are wrong
+            serves = True  # with its defaults, so the given knobs are wrong
         if serves or any(key.startswith(f"{name}.") for key in knobs):
             raise
         note(f"--method all leaves {name} out: {error}")

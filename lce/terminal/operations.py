@@ -38,7 +38,7 @@ def operations_object(counted: Operations) -> dict[str, Any]:
 
 
 def operations_lines(counted: Operations) -> list[str]:
-    """Return the operations and bytes of a token as a table: rows are kinds, columns prefill and decode."""
+    """Return a table of operations and bytes per token: a row for each kind, columns for prefill and decode."""
 
     def row(text: str, name: str, shown: Callable[[float], str], *, whole: bool = False) -> list[str]:
         found = [(getattr(work, name), 1 if whole else work.tokens) for work in (counted.prefill, counted.decode)]

@@ -31,7 +31,7 @@ Decorator = Callable[[Command], Command]
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
-    """The type of a count, `4096` or `4k`, or with `several` of a list of counts: `512,2k` is [512, 2048]."""
+    """The click type of a count, such as `4096` or `4k`. With `several`, of a list of counts: `512,2k`."""
 
     name = "count"
 
@@ -51,7 +51,7 @@ COUNT, INDEX, COUNTS = Count(), Count(least=0), Count(several=True)
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Declare options whose values reach the command as one argument, `name=make(**values)`. Help keeps their order.
+    """Declare options whose values reach the command as one argument, `name=make(**values)`. --help keeps the order.
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
@@ -107,7 +107,7 @@ def _suite(
 
 
 def new_file(path: str | None, force: bool) -> str | None:
-    """Check the path of a file that a command will write, before any work, and return the path. None is no file.
+    """Check the path of a file that a command will write, before any work, and return the path. Accepts None: no file.
 
     Raises `DataError` for anything but a regular file, and `UsageError` for an existing file unless `force`.
     """
@@ -165,9 +165,9 @@ def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]
 
 
 def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None, **how: Any) -> Decorator:
-    """Declare an option as its help shows it: `flag("--max-tokens -n TOKENS", "Write at most this many tokens.")`.
+    """Declare an option as help shows it, such as `flag("--max-tokens -n TOKENS", "Write at most this many tokens.")`.
 
-    The argument of the command has the name `dest`, by default that of the flag. `how` is for `click.option`.
+    `dest` is the name of the command's argument, by default the flag's name. `how` is passed on to `click.option`.
     """
     words, how = usage.split(), how if default is None else how | {"default": default}
     flags = [word for word in words if word.startswith("-")]
@@ -276,7 +276,7 @@ json_options = packed("output", Output, _JSON, debug_option)
 
 
 def asked_options(n: int) -> Decorator:
-    """Declare the options of one task, with `n` samples for each length by default, which are the argument `asked`."""
+    """Declare the options of one task, by default with `n` samples per length, packed as the argument `asked`."""
     return packed(
         "asked",
         _asked,
@@ -289,5 +289,5 @@ def asked_options(n: int) -> Decorator:
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:
-    """Declare `--NAME FILE`, a file to write, and `--force`. They reach the command as one checked path."""
+    """Declare `--NAME FILE`, a file to write, and `--force`. The two reach the command as one checked path."""
     return packed(name, new_file, flag(f"--{name} FILE", help, dest="path", required=required), _FORCE)

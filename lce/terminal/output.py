@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lce.engine.stream import Stream
 
 
-FIRST_LINE_S = 5.0  # The seconds before the first line of progress, where stderr is no terminal.
-NEXT_LINE_S = 10.0  # The seconds between two lines of progress.
+FIRST_LINE_S = 5.0  # Seconds before the first line of progress, where stderr is no terminal.
+NEXT_LINE_S = 10.0  # Seconds between two lines of progress.
 
 
 def note(text: str) -> None:
@@ -30,7 +30,7 @@ def note(text: str) -> None:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table; all columns but the first are numbers."""
+    """Return a Markdown table; all columns but the first are right-aligned, for numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
@@ -71,7 +71,7 @@ class ProgressLines:
 
 @dataclass(frozen=True)
 class Output:
-    """A command's output under the options --json and --quiet."""
+    """A writer of a command's output, which follows the options --json and --quiet."""
 
     json: bool = False
     quiet: bool = False
@@ -83,7 +83,7 @@ class Output:
     def bar(self, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
         """Show progress on stderr: a bar on a terminal, elsewhere a line now and then.
 
-        Yield a function of the units done and the total.
+        Yield a function to call with the units done and the total.
         """
         if not self.quiet and sys.stderr.isatty():
             with reported(True, label, unit) as advance:
@@ -93,9 +93,9 @@ class Output:
 
     @contextmanager
     def bars(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show one bar for each stage. Yield a function of the stage, the units done and the total."""
+        """Show one bar per stage of the work. Yield a function to call with the stage, the units done and the total."""
         with ExitStack() as current:
-            advance: dict[str, Callable[[int, int], None]] = {}  # the function of the current stage, by the stage
+            advance: dict[str, Callable[[int, int], None]] = {}  # the current stage and its bar's function
 
             def advance_stage(stage: str, done: int, total: int) -> None:
                 if stage not in advance:
@@ -108,10 +108,10 @@ class Output:
 
     @contextmanager
     def noting(self, *beyond: str | None) -> Iterator[list[str]]:
-        """Show the first of lce's own warnings of each kind as a note on stderr, and append it to the yielded list.
+        """Show the first warning of each of lce's own classes as a note on stderr; append its text to the yielded list.
 
-        `beyond` has notes on the window that are shown at once, None for a text within the window. If it is given, the
-        warnings on the window are dropped.
+        `beyond` has notes on texts longer than the window, which are shown at once; None is for a text within the
+        window. If any `beyond` is given, later `WindowWarning`s are dropped.
         """
         kinds: set[type[Warning]] = {WindowWarning} if beyond else set()
         texts = [text for text in beyond if text is not None]
@@ -148,7 +148,7 @@ class Output:
             click.echo(line, err=True)
 
     def generation(self, stream: Stream) -> None:
-        """Run a generation to its end and, except under --json, write the text as it comes.
+        """Run a generation to its end and, except under --json, write its text to stdout as it comes.
 
         A line break follows the text, even if the generation is interrupted.
         """

@@ -13,12 +13,12 @@ from lce.files import JsonError, named, open_regular, parse_json
 from lce.sizes import size_text
 from lce.system import free_host_memory
 
-BYTES_OF_TEXT = 16  # The most memory that a byte of text takes, with its characters and token ids.
+BYTES_OF_TEXT = 16  # The most bytes of memory per byte of input: for the input, its characters and token ids.
 MAX_MESSAGES_VALUES = 1 << 20
 
 
 def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
-    """Return the prompt of a command line. Raises `UsageError` for none, and `DataError` for an unreadable file."""
+    """Return a command line's prompt. Raises `UsageError` if there is none, and `DataError` for an unreadable file."""
     if text is not None and prompt is not None:
         raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
     prompt = text if prompt is None else prompt
@@ -61,7 +61,7 @@ def read_text(name: str) -> str:
 
 
 def decoded(data: bytes, source: str) -> str:
-    """Return UTF-8 bytes of `source` as text, without a byte order mark. Raises `DataError`."""
+    """Decode UTF-8 bytes of `source`, and drop a byte order mark. Raises `DataError` for bytes that are not UTF-8."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -71,7 +71,7 @@ def decoded(data: bytes, source: str) -> str:
 
 
 def read_messages(name: str) -> list[Any]:
-    """Return the list in a JSON file, or in stdin for "-". Its entries are checked by the chat template."""
+    """Return the messages in a JSON file, or in stdin for "-". Each message is checked later, by the chat template."""
     source, data = read_bytes(name)
     expected = 'expected a list of {"role": a string, "content": a string}'
     try:
@@ -84,7 +84,7 @@ def read_messages(name: str) -> list[Any]:
 
 
 def read_bytes(name: str) -> tuple[str, bytes]:
-    """Return a file's name for error messages, and its bytes. The file "-" is stdin."""
+    """Read a file, or stdin for "-". Return its name for error messages, and its bytes."""
     stdin = name == "-"
     source, remedy = ("stdin", "give a file") if stdin else (named(name), "check the path and its permissions")
     if stdin and sys.stdin is None:

@@ -1,4 +1,4 @@
-"""`lce eval report`: the tables of records as Markdown and as JSON."""
+"""The output of `lce eval report`: recorded results as Markdown tables and as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _side_by_side(report: Report) -> list[str]:
-    """Return tables of the tasks by method, for each model and each length with several tasks."""
+    """Return a table of tasks by methods for each model and each length at which several tasks were asked."""
     lines: list[str] = []
     for model in dict.fromkeys(table.model for table in report.tables):
         tables = [table for table in report.tables if table.model == model]
@@ -43,7 +43,7 @@ def _side_by_side(report: Report) -> list[str]:
 
 
 def _tasks(tables: Sequence[Table], length: int) -> list[str]:
-    """Return a table of mean scores at one length, with the means over the tasks that discriminate."""
+    """Return a table of mean scores at one length, with means over the tasks that tell methods apart."""
     methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
     rows, told = [], []
     for table in tables:
@@ -91,7 +91,7 @@ def _losses(table: LossTable) -> list[str]:
 
 
 def _selection(table: SelectionTable) -> list[str]:
-    """Return a table of selections, with a row for each length and method, with notes."""
+    """Return a table of what methods selected, with a row for each length and method, and notes."""
     rows = []
     for one in table.rows:
         reads = [size_text(round(one.all_bytes)), f"{one.all_bytes / one.full_bytes:.0%}"]
@@ -104,7 +104,7 @@ def _selection(table: SelectionTable) -> list[str]:
 
 
 def _bytes(table: Table) -> list[str]:
-    """Return a table of the bytes that a decode step reads; no lines if none are known."""
+    """Return a table of the bytes that a decode step reads; an empty list if no bytes are known."""
 
     def read(cell: Cell) -> str:
         return "" if cell.score.read_bytes is None else size_text(round(cell.score.read_bytes))
@@ -115,7 +115,7 @@ def _bytes(table: Table) -> list[str]:
 
 
 def _depths(table: Table) -> list[str]:
-    """Return a table of scores by depth for each method, if depths were asked for."""
+    """Return a table for each method of scores by the fact's depth in the text; empty if no depths were asked for."""
     lines = []
     for method in table.methods:
         rows, cells = [], [table.row(method).get(length, Cell()) for length in table.lengths]
@@ -128,7 +128,7 @@ def _depths(table: Table) -> list[str]:
 
 
 def _notes(table: Table) -> list[str]:
-    """Return notes on a table: sample counts, kinds of intervals, and what does not discriminate."""
+    """Return notes on a table: sample counts, kinds of intervals, and where scores do not tell methods apart."""
     scores = [cell.score for cell in table.cells.values()]
     if not scores:
         return table.notes

@@ -1,6 +1,6 @@
-"""`lce reproduce`: the list of tables and figures, or the measured cells of one entry, as lines or as JSON.
+"""The output of `lce reproduce`: the list of papers' tables and figures, or the measured cells of one, as text or JSON.
 
-An entry is measured by the commands that it prints, which run in this process with `--json`.
+An entry is one table or figure. It is measured by the `lce` commands that it prints, which run in this process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = ["| row | measured | length | the paper | here | 95% interval | of |", 
 
 
 def list_entries(output: Output) -> None:
-    """Print a line for each entry, paper by paper."""
+    """Print a line for each table or figure that can be measured, paper by paper."""
     output.object([{"id": entry.id, "title": entry.title, "paper": entry.paper} for entry in ENTRIES.values()])
     width = max(map(len, ENTRIES))
     for paper, about in PAPERS.items():
@@ -39,7 +39,7 @@ def list_entries(output: Output) -> None:
 
 
 def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **options: Any) -> None:
-    """Run an entry and print its cells; if `dry_run`, only print its commands."""
+    """Measure the table or figure `id` and print its cells; if `dry_run`, only print the commands that would run."""
     entry = find(id)
     setting = Setting(**options, samples=samples or entry.samples, limit=samples)
     entry.check(setting)
@@ -50,7 +50,7 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
     check_capacity(setting.model, methods, max(1, *entry.lengths(setting)), setting.loading)
     cells: list[Cell] = []
     with Commands(setting, output) as commands:
-        for cell in entry.run(setting, commands.run):  # errors of options come before the first cell
+        for cell in entry.run(setting, commands.run):  # wrong options raise here, before anything is printed
             output.text(*([] if cells else [*about(entry, setting), "", *HEADER]), line(cell))
             cells.append(cell)
     notes = dict.fromkeys(f"{cell.label}: {cell.note}" for cell in cells if cell.note)
@@ -59,7 +59,7 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
 
 
 class Commands(contextlib.ExitStack):
-    """Runs `lce` commands in this process. Files of prose for the commands are kept until closing."""
+    """A runner of `lce` commands in this process, a context manager. Files of prose for them are deleted on exit."""
 
     def __init__(self, setting: Setting, output: Output) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Commands(contextlib.ExitStack):
         self.texts: dict[int, str] = {}
 
     def run(self, command: str, tokens: int) -> Any:
-        """Run a command and return its JSON output. The word FILE becomes a file of `tokens` tokens of prose."""
+        """Run a command line and return its JSON output. Its word FILE becomes a file of `tokens` tokens of prose."""
         words = [self._file(tokens) if word == "FILE" else word for word in shlex.split(command)[1:]]
         words += ["--json", *(["-"] if words[0] == "bench" else [])]
         words += ["--quiet"] * (self.output.quiet and words[0] not in ("plan", "explain"))
@@ -91,17 +91,17 @@ class Commands(contextlib.ExitStack):
 
 
 def _prose(setting: Setting, tokens: int) -> str:
-    """Return prose of `tokens` tokens of the model."""
+    """Return generated prose of `tokens` tokens, as counted by the model's tokenizer."""
     tokenizer = lce.load(setting.model).tokenizer
     prose, text, ids = sentences(Random(setting.seed)), "", list[int]()
-    while len(ids) < tokens:  # each step adds a tenth, so all is encoded about ten times
+    while len(ids) < tokens:  # each step adds a tenth, so each token is encoded some ten times
         text = " ".join([text, *(next(prose) for _ in range(100 + len(text) // 1000))]).strip()
         ids = tokenizer.encode(text, bos=False)
     return tokenizer.decode(ids[:tokens])
 
 
 def described(entry: Entry, setting: Setting) -> dict[str, Any]:
-    """Return an entry and its setting as a JSON object."""
+    """Return an entry (a paper's table or figure) and the setting of its measurement as a JSON object."""
     return {
         "id": entry.id, "title": entry.title, "paper": entry.paper, "claim": entry.claim, "note": entry.note,
         "same_measurement": entry.is_same(setting), "model": setting.model, "window": setting.window,
@@ -110,7 +110,7 @@ def described(entry: Entry, setting: Setting) -> dict[str, Any]:
 
 
 def about(entry: Entry, setting: Setting) -> Iterable[str]:
-    """Yield lines about the paper's measurement, the measurement here, and its commands."""
+    """Yield lines about how the paper measured, how lce measures, and the commands that lce runs."""
     yield f"{entry.id}: {entry.title}"
     yield f"the paper ({PAPERS[entry.id.partition(':')[0]]}): {entry.paper}"
     if entry.claim:
@@ -125,7 +125,7 @@ def about(entry: Entry, setting: Setting) -> Iterable[str]:
 
 
 def line(cell: Cell) -> str:
-    """Return a cell as a line of the Markdown table."""
+    """Return a cell of the entry as a line of a Markdown table under `HEADER`."""
     span = "" if cell.low is None or cell.high is None else f"{number(cell.low)} to {number(cell.high)}"
     length, n = (f"{x:,}" if x else "" for x in (cell.length, cell.n))
     texts = (cell.row, cell.label, length, number(cell.paper), number(cell.value), span, n)

@@ -1,4 +1,4 @@
-"""`lce eval run`, `published` and `score`: a line for each cell when measured, or JSON; and the lists of tasks."""
+"""The output of `lce eval run`, `published`, `score`, `tasks` and `benchmarks`: JSON, or lines as soon as measured."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ CEILING = "full, ceiling"
 
 @dataclass
 class SuiteRun:
-    """A run of `lce eval run` or `lce eval published`. `objects` has the cells so far as JSON objects.
+    """A run of `lce eval run` or `lce eval published`. A cell is the score of a method on a task at a length.
 
-    `lengths` are for tasks made here. `predictions` is a folder for answers in a benchmark's own layout.
+    `objects` has the cells measured so far, as JSON objects. `lengths`, in tokens, are for generated tasks; published
+    tasks have none. `predictions` is a folder for answers in a benchmark's own file layout.
     """
 
     model: str
@@ -54,7 +55,7 @@ class SuiteRun:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task scores in percent, by method and task
 
     def measure(self, record: str | None) -> None:
-        """Measure and print the cells. Errors in making the first task come before the first line."""
+        """Measure and print all cells. If the first task cannot be made, the error comes before any printed line."""
         self.answers = Record(record)
         self.answers.prepare()
         if self.predictions is not None:
@@ -64,7 +65,7 @@ class SuiteRun:
         for method in self.methods:
             engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
         for task in self.tasks if self.lengths else ():
-            self.suite.make(engines[0], task, min(self.lengths))  # raises if the task does not fit
+            self.suite.make(engines[0], task, min(self.lengths))  # raises if the length is too short for the task
         ceilings = self._ceilings(engines[0]) if self.ceiling else []
         told: set[str | None] = {None}
         for number, task in enumerate(self.tasks):
@@ -85,7 +86,7 @@ class SuiteRun:
         self.output.object(self.objects)
 
     def _ceilings(self, engine: lce.Engine) -> list[tuple[lce.Engine, int]]:
-        """Return for each task an engine of `full`, without the user's RoPE scaling, and a length within the window."""
+        """Return for each task an engine with method `full` and no RoPE scaling, and a length within the window."""
         assert isinstance(self.suite, MadeSuite)
         full = lce.load(self.model, "full", sharing=engine, **{**self.loading, "rope": None, "rope_factor": None})
         try:
@@ -98,7 +99,7 @@ class SuiteRun:
         self, task: Any, engines: Sequence[lce.Engine], made: Mapping[int, list[Sample]],
         ceiling: tuple[lce.Engine, int] | None,
     ) -> None:  # fmt: skip
-        """Measure the cells of a task, first the ceiling if it is asked for."""
+        """Measure the cells of a task, first `full` within the window, the ceiling, if `ceiling` is given."""
         top = self._cell(task, *ceiling, None, ceiling=True) if ceiling else None
         reason = fails(top) if top else None
         if reason:
@@ -116,7 +117,7 @@ class SuiteRun:
         self, task: Any, engine: lce.Engine, length: int, made: Sequence[Sample] | None, *, ceiling: bool = False,
         hidden: bool = False,
     ) -> Score | None:  # fmt: skip
-        """Measure and print a cell. Return its score, or None if the shard has no document of the task."""
+        """Measure and print one method's cell. Return its score, or None if the shard has no document of the task."""
         about = {"checkpoint": self.model} | ({"ceiling": True} if ceiling else {})
         label, where = engine.method.label, f" at {length:,}" if length else ""
         with self.output.bar(f"{task.name}, {label}{where}:", " samples") as bar:
@@ -139,7 +140,7 @@ class SuiteRun:
         return score
 
     def _row(self, method: str, length: int, found: TaskScore, score: Score, hidden: bool) -> str:
-        """Return a line of the table under `HEADER`. A `hidden` score is a dash."""
+        """Return a line of the table under `HEADER`. If `hidden`, a dash stands for the score."""
         mean, low, high = (
             f"{x:.1%}" if self.suite.scale == 1 else f"{self.suite.scale * x:.2f}"
             for x in (score.mean, score.low, score.high)
@@ -158,7 +159,7 @@ def task_object(name: str) -> dict[str, Any]:
 
 
 def task_lines(task: Mapping[str, Any]) -> list[str]:
-    """Return the lines that show an object of `task_object`."""
+    """Format the JSON object of `task_object` as lines of text."""
     knobs = " ".join(f"{name}={value}" for name, value in task["knobs"].items())
     text = "its own text" if task["fills"] else "hidden in a filler"
     return [task["name"], f"  {task['summary']}", f"  metric {task['metric']}; {text}{'; ' if knobs else ''}{knobs}"]
@@ -182,7 +183,7 @@ def detail_lines(found: TaskScore) -> list[str]:
     """Return lines with a task's scores by group and by its other metrics."""
     lines = [
         f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()
-    ]  # the names come from the user's files
+    ]  # groups are named by the user's files: cut long names
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 

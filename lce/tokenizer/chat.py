@@ -27,21 +27,21 @@ from typing import Any
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
-MAX_CHARS = 1 << 20  # The most characters of a rendered text, besides eight for each character of the messages.
-MAX_SECONDS = 2  # The most processor seconds of a rendering, besides one for each 500,000 characters of the messages.
-MAX_BYTES = 384 << 20  # The most memory of the process, besides 96 bytes for each character of the messages.
-MOST_WAITED = 60  # The most seconds that lce waits for the process, which may get no processor time.
+MAX_CHARS = 1 << 20  # A rendered text has at most so many characters, plus eight per character of the messages.
+MAX_SECONDS = 2  # A rendering takes at most so much processor time, plus 1 s per 500,000 characters of the messages.
+MAX_BYTES = 384 << 20  # The rendering process has at most so much memory, plus 96 bytes per character of the messages.
+MOST_WAITED = 60  # The most seconds that lce waits for the rendering process, even on a busy machine.
 
-# The process gets only these environment variables: TZ for the time of day, the others for Python to start.
+# The rendering process gets only these environment variables: TZ for the time of day, the others for Python to start.
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # The Unicode standard keeps these characters out of texts.
+_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # Marks for cuts: Unicode keeps these characters out of texts.
 _REMEDY = "use the template that came with this checkpoint"
 _START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'))"
 
 
 @dataclass(frozen=True)
 class ChatText:
-    """A conversation as a template writes it. The text is encoded in parts, which end at the offsets `cuts`."""
+    """A conversation as rendered by a chat template. The text is encoded in parts, which end at the offsets `cuts`."""
 
     text: str
     cuts: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ def render_chat(
     special: Mapping[str, str | bool],
     controls: Iterable[str] = (),
 ) -> ChatText:
-    """Render `messages` by `template`. The text is cut wherever a message has one of the control tokens `controls`.
+    """Render `messages` with `template`. The text is cut wherever a message has one of the control tokens `controls`.
 
     `special` has `bos_token`, `eos_token`, `add_generation_prompt`. Raises DataError for messages that are not a list
     of {"role": str, "content": str} or that the template refuses with `raise_exception`, and ModelError for a template
@@ -94,11 +94,11 @@ def _split(text: str, controls: Iterable[str], cut: str) -> str:
     if not found:
         return text
     split = re.sub("|".join(map(re.escape, found)), lambda match: match[0][0] + cut + match[0][1:], text)
-    return _split(split, found, cut)  # again: the text may have a token that overlapped another one
+    return _split(split, found, cut)  # again, for control tokens that overlapped a split one
 
 
 def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
-    """Render a template in the other process. `length` is the number of characters in the messages."""
+    """Render a template in a process of its own. `length` is the number of characters in the messages."""
     seconds, memory = MAX_SECONDS + length // 500_000, MAX_BYTES + 96 * length
     limits = {"chars": MAX_CHARS + 8 * length, "seconds": seconds, "bytes": memory}
     raw = _answer(json.dumps({"template": template, "variables": variables, **limits}, ensure_ascii=False))
@@ -126,7 +126,7 @@ def _answer(request: str) -> bytes:
         raise ModelError(_cannot_start("this program has no Python interpreter of its own"))
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin]
     folders = dict.fromkeys(str(Path(origin).parent.parent) for origin in origins)
-    command = [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]  # sees no packages but Jinja's
+    command = [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]  # imports no site packages but Jinja's
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     try:  # in a process group of its own: Ctrl-C interrupts only lce, which then ends the process
         process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=kept, process_group=0)

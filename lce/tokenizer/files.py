@@ -1,4 +1,4 @@
-"""The small files beside a vocabulary, read into one `TokenizerConfig`.
+"""Reads the small files beside a tokenizer's vocabulary into one `TokenizerConfig`.
 
 tokenizer_config.json takes precedence over special_tokens_map.json. Older checkpoints have their added tokens in
 added_tokens.json. The chat template may have a file of its own. Every file is optional; a broken one raises ModelError.
@@ -19,20 +19,20 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The values in the files. A value that no file sets is None."""
+    """The settings in a tokenizer's small files. A setting that no file has is None."""
 
     bos_token: str | None
     eos_token: str | None
     add_bos: bool | None
     add_eos: bool | None
-    space_before_all: bool  # whether sentencepiece puts a space before every stretch between special tokens
+    space_before_all: bool  # whether sentencepiece puts a space before every stretch of text after a special token
     special_names: tuple[str, ...]  # the tokens that the files call special
     added: dict[str, int]  # tokens and their ids, which take precedence over the vocabulary's
     chat_template: str | None
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the files of a checkpoint folder's tokenizer, without its vocabulary."""
+        """Read the tokenizer's files in a checkpoint folder, all but the vocabulary."""
         config = read_object(folder / "special_tokens_map.json")
         own = read_object(folder / "tokenizer_config.json")
         config |= {key: value for key, value in own.items() if value is not None}
@@ -50,7 +50,7 @@ class TokenizerConfig:
 
 
 def _content(value: object, key: str) -> str | None:
-    """Return a special token's string. The files have the string itself, or {"content": string}."""
+    """Return a special token's string. A file has either the string itself or {"content": string}."""
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
@@ -60,7 +60,7 @@ def _content(value: object, key: str) -> str | None:
 
 
 def _is_text(value: str) -> bool:
-    """Return whether a token is not empty, and has no half of a surrogate pair, which JSON can write."""
+    """Return whether a token is text: not empty, and without halves of surrogate pairs, which JSON can contain."""
     return value != "" and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
@@ -94,7 +94,7 @@ def _tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, in
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the default chat template in chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+    """Return the default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     if (raw := read_file(path := folder / "chat_template.jinja")) is not None:
         try:
             return raw.decode()

@@ -1,7 +1,8 @@
-"""How tokens are written as bytes, one token at a time.
+"""Decodes tokens to bytes, one token at a time.
 
-A tokenizer describes its decoder as a chain of steps over a whole list of tokens. For Llama, Mistral and Qwen models
-every chain is equal to a `Spelling`, which decodes token by token, so that earlier tokens are not decoded again.
+A tokenizer.json describes its decoder as a chain of steps over a whole list of tokens. For Llama, Mistral and Qwen
+models, every chain is equivalent to a `Spelling`, which decodes each token alone, so that a stream of tokens is decoded
+without decoding earlier tokens again.
 
     Replace("▁" -> " "), ByteFallback, Fuse, Strip(" ", 1)        Llama 2, Mistral
     ByteLevel                                                     Llama 3, Mistral Nemo, Qwen
@@ -18,15 +19,15 @@ from typing import Any, Literal
 
 from lce.errors import ModelError, shown
 
-MOST_STEPS = 64  # The most steps of a chain. Published chains have up to six.
-MOST_GROWTH = 64  # The largest factor by which a chain may lengthen a text. Published chains replace one letter by one.
+MOST_STEPS = 64  # The most steps of a decoder, normalizer or pretokenizer. Published ones have up to six.
+MOST_GROWTH = 64  # The largest factor by which all steps may lengthen a text. Published ones replace one letter by one.
 MOST_INSERTED = 64  # The most characters that a step may insert at once.
 MOST_PATTERN = 4096  # The most characters of a regular expression. Published ones have some 400.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # `_ESCAPES` finds a regular expression's escapes and conditions. `_RECALLS` are those that refer to an earlier match.
 _ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
-# GPT-2's table from characters to bytes. Printable bytes are written as themselves, the others as U+0100 and on: a
-# space is `Ġ`.
+# GPT-2's table from characters to bytes. Printable bytes are written as themselves, other bytes as the characters
+# from U+0100 on: a space is `Ġ`.
 _PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTING}
 _BYTE_LEVEL |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTING}))}
@@ -94,7 +95,7 @@ class Spelling:
         return "replace" if self.form == "byte_level" else "lce.replace_each_byte"
 
     def bytes_of(self, token: str, first: bool) -> bytes:
-        """Return the bytes that `token` adds to the text. In a byte-level vocabulary `Ġé` adds b' \\xe9'."""
+        """Return the bytes that `token` adds to a text, as its `first` token or not. Byte-level `Ġé` adds b' \\xe9'."""
         if not first:
             token = self.separator + token
         elif self.first_drops:
@@ -109,11 +110,11 @@ class Spelling:
 
 
 def check_steps(chain: object, what: str) -> None:
-    """Raise ModelError for a "decoder", "normalizer" or "pretokenizer" that could write gigabytes, or match for hours.
+    """Raise ModelError if a chain of steps could write gigabytes of text, or match a regular expression for hours.
 
-    The chain is not trusted. A malformed step is left to the library, which refuses it. The library limits how often a
-    regular expression is tried, but not the time of one try: with a reference to an earlier match, a text of 20,000
-    letters may take hours.
+    The chain is a tokenizer's "decoder", "normalizer" or "pretokenizer", as `what` says. It is not trusted. A malformed
+    step is left to the tokenizers library, which refuses it. The library limits how often a regular expression is
+    tried, but not the time of one try: with a reference to an earlier match, a text of 20,000 letters may take hours.
     """
     times = 1.0
     for number, step in enumerate(_steps(chain, f"{what}s")):
@@ -122,7 +123,7 @@ def check_steps(chain: object, what: str) -> None:
         old, regex = pattern.get("String"), pattern.get("Regex")
         if step.get("type") == "Replace":
             times *= max(1.0, len(new) / len(old) if isinstance(old, str) and old else len(new) + 1.0)
-        if step.get("type") == "ByteLevel":  # writes a letter that is not ASCII as two or more letters
+        if step.get("type") == "ByteLevel":  # writes a non-ASCII letter as two or more letters
             times *= 2
         fault = ""
         if number == MOST_STEPS:
@@ -139,7 +140,7 @@ def check_steps(chain: object, what: str) -> None:
 
 
 def _steps(chain: object, inner: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a chain. A step of type Sequence is replaced by the steps in its list `inner`."""
+    """Yield the steps of a chain. A step of type Sequence is replaced by the steps listed under its key `inner`."""
     if isinstance(chain, dict) and chain.get("type") == "Sequence":
         parts = chain.get(inner)
         for part in parts if isinstance(parts, list) else []:

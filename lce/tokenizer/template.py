@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_MESSAGE = 400  # The most characters of an error.
+MAX_MESSAGE = 400  # The most characters of an error message.
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ class _RefusedMessages(TemplateError):
 
 
 class _GenerationBlocks(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks text for training and changes no text."""
+    """The Jinja block `{% generation %}...{% endgeneration %}`, which marks text for training and changes no text."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's own interface
 
@@ -110,7 +110,7 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Write JSON without the HTML escapes of Jinja's own filter."""
+    """Return a value as JSON, without the HTML escapes of Jinja's own filter `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, in one piece or as a stream.
+"""Converts text to token ids, and token ids to text, at once or as a stream.
 
 A `Tokenizer` reads a checkpoint's tokenizer.json, or its tokenizer.model if there is no JSON, and the small files that
 name the special tokens. A `Detokenizer` turns a stream of ids into text; `decode` uses one for all its ids. A token is
@@ -26,12 +26,12 @@ from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
 LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
-BYTES_A_TOKEN = 1024  # The most bytes of such a file for each token. Published files have about 130.
+BYTES_A_TOKEN = 1024  # The most bytes of such a file per token of the vocabulary. Published files have about 130.
 _REMEDY = "use the tokenizer files that came with this checkpoint"
 
 
 class Detokenizer:
-    """The text of a growing list of ids. `Tokenizer.stream` makes one."""
+    """A decoder of a growing list of ids, which returns the text piece by piece. `Tokenizer.stream` makes one."""
 
     def __init__(self, spell: Callable[[int, bool], bytes | None], spelling: Spelling) -> None:
         self._spell = spell
@@ -40,7 +40,7 @@ class Detokenizer:
         self._strip, self._strip_left = spelling.strip, spelling.strip_count
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes: '' within a character, and for a special token."""
+        """Return the text that this token completes: '' for an unfinished character or a skipped special token."""
         spelled = self._spell(token_id, self._first)
         if spelled is None:
             return ""
@@ -107,7 +107,7 @@ class Tokenizer:
         return cls(vocabulary, config, path, vocab_size)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
-        """Return the string and id of a special token: `name` in the config, or else the vocabulary's `default`."""
+        """Return a special token's string and id: those of `name`, or, if `name` is None, those of the id `default`."""
         if name is None:
             return (None if default is None else self._vocabulary.token(default)), default
         token_id = self._vocabulary.id_of(name)
@@ -130,7 +130,7 @@ class Tokenizer:
         return _with_or_without(self._prefix, self.bos_id, bos, at_end=False) + content + self._suffix
 
     def _encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone. Raises DataError if `text` is not Unicode text."""
+        """Return the ids of `text` without added special tokens. Raises DataError if `text` is not Unicode text."""
         if not isinstance(text, str):
             raise DataError(f"a text to encode is a str, not {type(text).__name__}; decode bytes as UTF-8 first")
         try:
@@ -150,7 +150,7 @@ class Tokenizer:
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return a new stream. Its pieces, joined, are exactly `decode` of the same ids."""
+        """Return a new `Detokenizer`. Its pieces of text, joined, are exactly `decode` of the same ids."""
 
         def spell(token_id: int, first: bool) -> bytes | None:
             try:
@@ -235,12 +235,15 @@ class NoTokenizer(Tokenizer):
     encode = decode = require_chat = _refuse
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return a stream of empty text."""
+        """Return a `Detokenizer` that decodes every id to an empty text."""
         return Detokenizer(lambda token_id, first: None, Spelling())
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:
-    """Return the ids before or after a text, with or without `token_id` at the outer end; None changes nothing."""
+    """Return `ids`, the special ids before or after a text, with `token_id` added or removed as `wanted` says.
+
+    True adds a missing `token_id` at the beginning, or `at_end`. False removes it. None returns `ids` unchanged.
+    """
     if wanted is None or token_id is None or wanted == (token_id in ids):
         return list(ids)
     if not wanted:

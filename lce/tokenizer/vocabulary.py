@@ -3,8 +3,8 @@
 `JsonVocabulary` is tokenizer.json, read by the tokenizers library. `SentencePieceVocabulary` is tokenizer.model, read
 by sentencepiece. Both encode a text with special tokens in it. `token` maps an id to the token's string (None for an id
 that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `special` are the ids that decoding
-skips, `prefix` and `suffix` are the ids that the file puts before and after every text. An error of a library becomes
-an error of one line.
+skips, `prefix` and `suffix` are the ids that the file puts before and after every text. An error of either library is
+raised as an error of lce with one line of text.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lce.errors import DataError, LceError, ModelError, shown
 from lce.files import named, parse_json
 from lce.tokenizer.spelling import MOST_STEPS, Spelling, check_steps
 
-# The protobuf field normalizer_spec.add_dummy_prefix = 0. Appended to a model, it overrides the field in the model.
+# The protobuf field normalizer_spec.add_dummy_prefix = 0. Appended to a model's bytes, it overrides the model's field.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
-# Matches the type of a step that can make a text longer, and any value with an escape, which may spell such a type.
+# Matches the JSON type of a step that can make a text longer, and any value with an escape, which may be such a type.
 _LENGTHENS = re.compile(rb':\s*"(?:Replace"|Prepend"|[^"\\]*\\u)')
 MOST_BYTE_LEVEL = 6  # The most ByteLevel steps, each of which may double a text. Published files have three.
 MOST_WORD = 1000  # The most characters of a word for WordPiece, which takes quadratic time. Published files say 100.
-MOST_VALUES = 8_000_000  # The most values in a tokenizer.json. A vocabulary of 256,000 tokens has 2 million.
-MOST_AROUND = 64  # The most ids that a post-processor may add. Published ones add up to three.
+MOST_VALUES = 8_000_000  # The most JSON values in a tokenizer.json. A vocabulary of 256,000 tokens has 2 million.
+MOST_AROUND = 64  # The most ids that a post-processor may add to a text. Published ones add up to three.
 
 
 @contextmanager
 def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
-    """Turn every error of a library into an error `kind` of one line. A panic in Rust raises a BaseException."""
+    """Turn every error of a library into a `kind` with one line of text. A Rust panic raises a BaseException."""
     try:
         yield
     except (LceError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -77,9 +77,9 @@ class JsonVocabulary:
         self.eos_id = self.suffix[-1] if self.suffix else None
 
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor puts before and after a text, here around the token `probe`.
+        """Return the ids that the post-processor puts before and after a text, found by encoding the token `probe`.
 
-        Removes the post-processor, which has no other effect on ids.
+        Removes the post-processor, which must have no other effect on ids.
         """
         processor = self._library.post_processor
         if processor is None:
@@ -106,7 +106,7 @@ class JsonVocabulary:
 def _check_normalizer(raw: bytes) -> None:
     """Check the normalizer's steps before the library reads the file and applies them to the added tokens.
 
-    The file is parsed only if it may have steps that are refused, because parsing takes as long as the library does.
+    Parsing the file takes as long as the library does, so it is parsed only if it may have steps that are refused.
     """
     if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
         content = parse_json(raw, MOST_VALUES)
@@ -114,7 +114,7 @@ def _check_normalizer(raw: bytes) -> None:
 
 
 class SentencePieceVocabulary:
-    """The vocabulary in a tokenizer.model. Tokens of other files, `added`, take precedence over its own.
+    """The vocabulary in a tokenizer.model. The tokens `added` by other files take precedence over the model's own.
 
     Sentencepiece never finds a control token such as `<s>` in a text. So a text is split at special and added tokens
     first, and each stretch between these tokens is encoded alone. Llama 2 puts a space before every stretch. With

@@ -1,4 +1,4 @@
-"""Measures a model's prefill and decode, methods by lengths, beside the machine's ceilings.
+"""Measures the speed of prefill and decode for some methods and text lengths, beside the machine's limits.
 
     from lce.lab.bench import bench
     report = bench("demo", ["full", "longheads"], lengths=[512, 2048])

@@ -1,4 +1,4 @@
-"""Names the machine, and measures how fast it reads memory, copies memory and multiplies matrices."""
+"""Describes the machine, and measures how fast it reads memory, copies memory and multiplies matrices."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor
 from lce.system import free_memory
 
 CPUINFO = Path("/proc/cpuinfo")
-MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # The bounds of the size of a tensor to read: far more than the caches.
-Shape = tuple[int, int]  # The inputs and outputs of a matrix.
+MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # Bounds of the size of the tensor to read: far larger than CPU caches.
+Shape = tuple[int, int]  # The number of inputs and of outputs of a weight matrix.
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The machine's best measured rates.
+    """The machine's best measured rates, which bound the speed of a model.
 
-    `reading` and `copying` memory are in bytes a second, of which a copied byte counts as two. `product` is in
-    floating-point operations a second, of products of `rows` rows with every matrix of a layer.
+    `reading` and `copying` are memory rates in bytes per second; a copied byte counts as two. `product` is the rate of
+    matrix products in floating-point operations per second, for `rows` rows times every weight matrix of a layer.
     """
 
     reading: float
@@ -35,7 +35,7 @@ class Ceilings:
     rows: int
 
     def best(self, other: Ceilings) -> Ceilings:
-        """Return the higher of each rate of two measurements with the same rows."""
+        """Return the higher value of each rate in `self` and `other`, two measurements with the same `rows`."""
         return Ceilings(*map(max, astuple(self), astuple(other)))
 
 
@@ -54,7 +54,10 @@ def machine() -> str:
 
 
 def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Measure the machine with torch's current threads. Takes 1 to 2 s, and 2 GiB or a quarter of free memory."""
+    """Measure the machine with torch's current threads. Takes 1 to 2 s, and up to 2 GiB or a quarter of free memory.
+
+    `shapes` are those of the weight matrices to multiply; `rows` is the number of input rows.
+    """
     free = free_memory(device) or 8 * MOST_BYTES
     n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // torch.float32.itemsize
     numbers, other = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
@@ -86,7 +89,7 @@ def products(dtype: torch.dtype, device: torch.device) -> list[Callable[[Tensor,
 
 
 def shortest(work: Callable[[], object], device: torch.device, runs: int = 5) -> float:
-    """Return the seconds of the shortest of several runs, after an untimed run."""
+    """Return the seconds of the fastest of `runs` calls of `work`, after an untimed call."""
 
     def now() -> float:
         if device.type == "cuda":

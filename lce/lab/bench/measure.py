@@ -1,13 +1,13 @@
-"""Runs the measurements: the methods take turns at each length, so that slow moments of the machine affect all alike.
+"""Runs a benchmark. Methods take turns at each length, so that slow moments of the machine affect all methods alike.
 
 A run prefills a text of random tokens into a new context, draws the first token, then decodes. The first decode step
 fills caches and is not timed. For each method and length, an untimed first run compiles kernels and counts what a step
 reads and computes.
 
-A decode step must read each weight once, one row of the embedding, the keys and values that it attends (a chunk once
-for each KV head that chose it), and the summaries or low-dim keys that it compares. A prefill must compute two
-operations for each weight of a layer and token, two for each weight of the head in each block, and four times the head
-dimension for each attended pair of query and key. The scores of a selection do not count.
+These bytes and operations are counted. A decode step reads each weight once, one row of the embedding, the keys and
+values that it attends (a chunk once for each KV head that chose it), and the summaries or low-dim keys that it scores.
+A prefill computes two operations per token for each weight of a layer, two per block for each weight of the output
+head, and four times the head dimension for each attended pair of query and key. Scores of chunks are not counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lce.lab.bench.ceilings import Ceilings, ceilings, machine
 from lce.progress import Progress, reported
 from lce.sizes import count
 
-OTHER = "Python and other"  # The name in a profile of the time that no part of the engine took.
+OTHER = "Python and other"  # In a profile, the name of the time outside all measured parts.
 OF_PLANS = ("device", "dtype", "weights", "block", "window")  # The options of `lce.load` that change operation counts.
-MOST_ROWS = 1024  # The largest number of rows of the products that set the ceiling.
+MOST_ROWS = 1024  # The most rows of the matrix products that measure the machine.
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one length. `prefill` and `decode` are tokens a second, `first_token` seconds.
+    """The results of one method at one length. `prefill` and `decode` are tokens per second, `first_token` seconds.
 
     A decode step reads `weight_bytes` of weights, and `cache_bytes` of keys, values and what a method scores. A prefill
-    computes `prefill_flops`. `prefill_share` and `decode_share` are the medians divided by the machine's ceilings, of
-    products and of reading. `warning` says that the text is longer than the method can read.
+    computes `prefill_flops`. `prefill_share` is the median prefill speed divided by what the machine's rate of matrix
+    products allows, `decode_share` the median decode speed divided by what its rate of reading memory allows.
+    `warning` says that the text is longer than the method can read, and is None otherwise.
     """
 
     method: str
@@ -68,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The seconds that the parts of one step take, by name, after a text of `length` tokens.
+    """The seconds that each part of one step takes, by the part's name, after a text of `length` tokens.
 
     `step` is `decode`, of one token, or `prefill`, of a block of `tokens` tokens.
     """
@@ -86,7 +87,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a benchmark: its setting, the machine's ceilings, a row for each method and length, step times."""
+    """The results of a benchmark: its setting, the machine's rates, a row per method and length, and step times."""
 
     model: str
     machine: str
@@ -107,7 +108,8 @@ class Report:
 class Measured:
     """The measurements of one method at one length.
 
-    The first three fields are counted. `prefill` and `decode` are tokens a second of each run, `first_token` seconds.
+    The first three fields are counts. The lists have an entry per timed run: `prefill` and `decode` in tokens per
+    second, `first_token` in seconds.
     """
 
     weight_bytes: int
@@ -119,33 +121,33 @@ class Measured:
 
 
 class Subject:
-    """One measured engine. `ids` makes the token ids of a text from its length, by default random ones."""
+    """An engine to measure. `ids` returns the token ids of a text of a given length, by default random ids."""
 
     def __init__(self, engine: lce.Engine, ids: Callable[[int], list[int]] | None = None) -> None:
         self.engine, self.ids = engine, ids or random_text(engine)
 
     def prefill(self, length: int, more: int) -> tuple[lce.Context, lce.Generation]:
-        """Prefill `length` tokens into a new context with space for `more`, and draw the first token."""
+        """Prefill `length` tokens into a new context with space for `more` tokens, and draw the first token."""
         context = self.engine.new_context(length + more)
         return context, self.engine.generate(self.ids(length), context=context, max_tokens=1)
 
     def decode(self, context: lce.Context, n_tokens: int, first: lce.Generation) -> float:
-        """Return the tokens a second over `n_tokens` decode steps, after an untimed step.
+        """Return the tokens per second over `n_tokens` decode steps, after an untimed step.
 
-        If the model ends its text, the text continues with a prompt of one token, whose step is not timed.
+        If the model draws an end token, the text continues with a prompt of one token, whose step is not timed.
         """
         seconds, left, last = 0.0, n_tokens, first
         while left > 0:
             prompt = self.ids(1) if last.finish_reason == "stop" else []
             last = self.engine.generate(prompt, context=context, max_tokens=left + 1)
-            # The step that draws an end token is timed too, and the first token of each call is not.
+            # Timed steps: one per generated token but the first, and one for an end token, which is not in the count.
             left -= last.stats.generated_tokens - (last.finish_reason != "stop")
             seconds += last.stats.decode_s
         return n_tokens / seconds if seconds else 0.0
 
 
 def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]:
-    """Return a function from a length to random token ids. A shorter text is the beginning of a longer text."""
+    """Return a function from a length to that many random token ids. A shorter text is a prefix of a longer text."""
 
     def ids(length: int) -> list[int]:
         rng = random.Random(seed)
@@ -206,12 +208,12 @@ class Bench:
         return self.report
 
     def _most(self, length: int) -> int:
-        """Return how many tokens a context of any method may get at a length."""
+        """Return the most tokens of a context at a length: the text, new tokens, and a block if steps are profiled."""
         blocks = max(subject.engine.block for subject in self.subjects.values()) if self.profile else 0
         return length + 2 * self.new_tokens + 8 + blocks
 
     def _measure_machine(self) -> None:
-        """Measure the ceilings with the shapes of a layer's matrices, and keep the best of all calls."""
+        """Measure the machine's rates with the shapes of a layer's matrices, and keep the best rates of all calls."""
         c = self.engine.model.config
         query, key, hidden = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size
         shapes = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
@@ -220,7 +222,7 @@ class Bench:
         self.ceilings = found.best(self.ceilings)
 
     def _counted(self, subject: Subject, length: int) -> Measured:
-        """Make the untimed run, and count what a prefill computes and a decode step reads."""
+        """Make the untimed run. Count the operations of a prefill and the bytes that a decode step reads."""
         with lce.profiled(subject.engine) as prefill:
             context, first = subject.prefill(length, self._most(length) - length)
         with context:
@@ -229,7 +231,7 @@ class Bench:
                 subject.engine.prefill(subject.ids(1), context=fork)
         work = lce.operations(self.model, subject.engine.method, tokens=length, **self._planning)
         products = 2.0 * (work.prefill.projections + work.prefill.mlp + work.prefill.head)
-        weights = work.decode.weight_bytes // work.decode.tokens  # bytes that one step reads
+        weights = work.decode.weight_bytes // work.decode.tokens  # bytes of weights that one step reads
         return Measured(weights, step.read_bytes, products + prefill.attention_flops)
 
     def _time(self, name: str, subject: Subject, length: int, *, profile: bool) -> None:
@@ -283,7 +285,7 @@ def bench(
     model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
     progress: Progress | bool | None = None, **options: Any,
 ) -> Report:  # fmt: skip
-    """Measure a model with some methods at some lengths; takes the options of `Bench`."""
+    """Measure a model with some methods at some lengths, and return the report. Takes the options of `Bench`."""
     return Bench(model, methods, **options).run(progress)
 
 

@@ -1,17 +1,18 @@
-"""Measures what a method does with positions: which keys each query attends, and at which distances.
+"""Measures which keys each query attends under a method, and at which distances.
 
 This file knows no method by name. It runs any method with `lce.methods.run` on random queries and keys. The values are
-one-hot, one dimension a token, so that an output is the row of attention weights; a key of weight 0 is not attended.
+one-hot vectors, one dimension per token, so an output is a row of attention weights. A key of weight 0 is not attended.
 
-Distances are measured by a small signal. In a first run all frequencies of RoPE are zero, so nothing rotates and
-content alone decides which keys are chosen. In each further run one pair of dimensions has the same vector in all
-tokens and rotates by `w` a position. This adds `A cos(w d - phase)` to the logit of a key seen at distance d, so a
-query's log-weights change by this term and a constant for the whole row. Phases 0 and 90° together give `exp(i w d)` up
-to the constant. Several frequencies together give d, as digits give a number. Content and biases cancel. A method's
-factor on a query's logits is measured likewise, with vectors that do not rotate and have a known phase for each key.
+A small signal measures the distances. In the first run all frequencies of RoPE are zero, so nothing rotates and content
+alone decides which keys are chosen. In each further run, one pair of dimensions has the same vector in all tokens and
+rotates by `w` radians per position. This adds `A cos(w d - phase)` to the logit of a key at distance d. A query's
+log-weights change by this term, plus one constant per row. Two runs, with phases 0 and 90°, give `exp(i w d)` up to
+that constant. Runs at several frequencies `w` together give d, as digits give a number. Content and biases cancel,
+because the log-weights of the first run are subtracted. The factor by which a method multiplies a query's logits is
+measured in the same way, with vectors that do not rotate and have a known phase for each key.
 
-The signal can change a choice between nearly equal scores. A row counts only if it attends the same keys as in the
-first run; otherwise it is measured again with the signal reversed, then weaker.
+The signal can change which of two nearly equal scores is chosen. So a row is used only if it attends the same keys as
+in the first run. Otherwise the row is measured again with the signal reversed, then with a weaker signal.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from lce.sizes import count
 
 HEADS, KV_HEADS = 4, 2
 MOST_TOKENS = 512
-SIGNAL = 2**-9  # The rotating pair adds at most this to a logit: a thousand times float32's rounding error.
+SIGNAL = 2**-9  # The most that the rotating pair of dimensions adds to a logit: 1,000 float32 rounding errors.
 SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # The signal is multiplied by these factors in turn until no choice changes.
-# No frequency is a whole multiple of another, so that a distance beyond REACH is not mistaken for a shorter one.
+# `FREQUENCIES`, in radians per position: none is a multiple of another, so that no distance beyond REACH reads as a
+# shorter one.
 FREQUENCIES = tuple(8.7**-n for n in range(5))
-REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # The largest measurable distance is below half of the slowest period.
-PATTERNS = 4  # The number of sets of phases: no two keys have similar phases in all sets.
-TOLERANCE = 0.02  # The largest error of `exp(i w d)`: rounding makes 0.001, a wrong distance 0.06 or more.
+REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # The largest measurable distance: 0.9 of half the longest period.
+PATTERNS = 4  # The number of sets of random phases, one phase per key. No two keys have similar phases in all sets.
+TOLERANCE = 0.02  # The largest accepted error of `exp(i w d)`: rounding causes 0.001, a wrong distance 0.06 or more.
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Explanation:
     """Measurements of a method on N tokens.
 
     `attended [N, N]` is True where query i attends key j. `distance [N, N]` is the distance at which query i sees key
-    j, and -1 where it does not. `factor [N]` is the method's factor on each query's logits.
+    j, and -1 where it does not. `factor [N]` is the factor by which the method multiplies each query's logits.
     """
 
     method: Method
@@ -66,7 +68,7 @@ class Explanation:
 
     @property
     def setting(self) -> str:
-        """The options of the run as text."""
+        """The window, text length, block size and head of the measurement, as text."""
         return f"window {self.window}, {self.tokens} tokens, block {self.block}, head {self.head}"
 
     def rows(self) -> list[list[int | None]]:
@@ -79,14 +81,15 @@ def explain(
     method: str | Method, *, knobs: Mapping[str, Any] | None = None, tokens: int = 24, window: int | None = None,
     block: int | None = None, head: int = 0, seed: int = 0,
 ) -> Explanation:  # fmt: skip
-    """Measure `method`, a name or an instance, on `tokens` random tokens, as in the first layer of a model.
+    """Measure which keys a method attends, and at which distances, on `tokens` random tokens.
 
-    The model has a window of `window` positions and 4 query heads over 2 KV heads, of which query head `head` is
-    measured. A name stands for the method's `example` if no window is given, and else for its defaults; `knobs`
-    override either. `block` is the number of queries prefilled in one step, by default the example's or the engine's.
-    Another `seed` makes other vectors, for which a method may choose other keys. If all keys of a query are at one
-    distance, the output is the same for any distance, and the nearest key is reported at its distance in the text.
-    Raises `UsageError` for a method whose weights depend on positions other than by whole distances.
+    The method, a name or an instance, runs as in the first layer of a model with a window of `window` positions and 4
+    query heads over 2 KV heads. Query head `head` is measured. A method given by name has the knobs of its `example` if
+    no window is given, else its defaults; `knobs` override both. `block` is the number of queries prefilled per step,
+    by default the example's or the method's. Another `seed` makes other vectors, for which a method may choose other
+    keys. If a query sees all its keys at one distance, its output is the same for any distance, so its nearest key is
+    reported at that key's distance in the text. Raises `UsageError` for a method whose weights depend on positions in
+    any way but through whole distances.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
     tokens, window = count(tokens, "tokens", 1, MOST_TOKENS), count(window, "window", 1, REACH)
@@ -102,7 +105,7 @@ def explain(
 def _setting(
     method: str | Method, knobs: object, window: int | None, block: int | None
 ) -> tuple[Method, int, int | None]:
-    """Return the method, window and block; the method's example supplies what is missing."""
+    """Return the method, window and block. What is not given comes from the method's example."""
     if not isinstance(knobs, Mapping):
         raise UsageError(f"knobs is {shown(knobs)}; expected a mapping of names to values, such as {{'chunk_size': 4}}")
     if isinstance(method, Method):
@@ -112,12 +115,12 @@ def _setting(
     if window is not None:
         return make(method, knobs), window, block
     example = find(method).example
-    under = {} if "preset" in knobs else example.knobs  # a preset sets all knobs itself
+    under = {} if "preset" in knobs else example.knobs  # a preset replaces the example's knobs
     return make(method, {**under, **knobs}), example.window, example.block if block is None else block
 
 
 def vectors(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random `q [H, N, D]` and `k [G, N, D]` with zeros in the rotating pair, and one-hot `v [G, N, D]`."""
+    """Return random `q [H, N, D]` and `k [G, N, D]` with zeros in the first RoPE pair, and one-hot `v [G, N, D]`."""
     random = torch.Generator().manual_seed(seed)
     dim = max(32, tokens + tokens % 2)
     q, k = (torch.randn(heads, tokens, dim, generator=random) for heads in (HEADS, KV_HEADS))
@@ -132,7 +135,7 @@ def _pair(x: Tensor) -> Tensor:
 
 
 class _Probe:
-    """A resolved method, its input vectors, and its log-weights without rotation, `rest [N, N]`."""
+    """A method to measure, and its input vectors. `rest [N, N]` are its log-weights in a run without rotation."""
 
     def __init__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, window: int, block: int, head: int) -> None:
         self.method, self.window, self.block, self.head = method, window, block, head
@@ -154,10 +157,10 @@ class _Probe:
         return weights[:, : q.shape[1]].log()
 
     def turning(self, frequency: float, phase: Tensor) -> Tensor:
-        """Return how much a pair that rotates by w = `frequency` a position changes the log-weights, `[N, N]`.
+        """Return the change of the log-weights, `[N, N]`, if the first RoPE pair rotates by `frequency` per position.
 
-        The change is `factor cos(w d - phase)` up to a constant for each row, with the `phase [N]` of each key. Keys
-        that are not attended have 0.
+        The change, divided by the signal, is `factor cos(w d - phase)` plus one constant per row: w is `frequency`, d
+        the distance, and `phase [N]` has a phase for each key. Keys that are not attended have 0.
         """
         length = math.sqrt(SIGNAL * math.sqrt(self.q.shape[-1]))
         q, k, answer = self.q.clone(), self.k.clone(), torch.zeros_like(self.rest)
@@ -175,7 +178,7 @@ class _Probe:
         raise self.refusal(f"query {row} attends other keys at the slightest change; its choice is random, or a tie")
 
     def factor(self) -> Tensor:
-        """Return the method's factor on each query's logits, `[N]`; 1 where a query attends only one key."""
+        """Return the factor by which the method multiplies each query's logits, `[N]`; 1 if a query attends one key."""
         n = len(self.attended)
         phases = 2 * math.pi * torch.rand(PATTERNS, n, generator=torch.Generator().manual_seed(0))
         expected = torch.stack([self.centred(phase.double().cos().expand(n, n)) for phase in phases])
@@ -187,7 +190,7 @@ class _Probe:
         return factor
 
     def centred(self, x: Tensor) -> Tensor:
-        """Return `x [N, N]` less each row's mean over its attended keys; other keys get 0."""
+        """Return `x [N, N]` minus each row's mean over the keys that the row attends; other keys get 0."""
         n_seen = self.attended.sum(dim=-1, keepdim=True).clamp(min=1)
         return (x - (x * self.attended).sum(dim=-1, keepdim=True) / n_seen) * self.attended
 
@@ -199,12 +202,12 @@ def _distances(probe: _Probe, factor: Tensor) -> Tensor:
     """Return the distance at which each query sees each attended key, `[N, N]`; -1 at other keys."""
     phase = torch.zeros(len(factor))
     turns = [torch.complex(probe.turning(w, phase), probe.turning(w, phase + math.pi / 2)) for w in FREQUENCIES]
-    turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), up to a constant for each row
+    turned = torch.stack(turns, dim=-1) / factor[:, None, None]  # exp(i w d), plus one constant per row
     i = torch.arange(len(turned))
     nearest = (probe.attended * i).argmax(dim=-1)
     turned = (turned - turned[i, nearest][:, None]).masked_fill(~probe.attended[..., None], 0.0)
     distance = torch.full(turned.shape[:2], -1)
-    anchor = i - nearest  # the distance at which each query is taken to see its nearest key: at first that in the text
+    anchor = i - nearest  # the assumed distance of each query's nearest key: at first its distance in the text
     unread = torch.ones_like(i, dtype=torch.bool)
     while unread.any():
         found, miss = _read(turned + _code(anchor)[:, None])
@@ -220,9 +223,9 @@ def _distances(probe: _Probe, factor: Tensor) -> Tensor:
 
 
 def _anchor(turned: Tensor) -> int | None:
-    """Return the distance of the nearest key with which all distances of a query are whole; None if there is none.
+    """Return the distance of a query's nearest key that makes the distances of all its keys whole; None if none does.
 
-    `turned [N, R]` are the codes of the N keys relative to that of the nearest key.
+    `turned [N, frequencies]` are the codes of the N keys (see `_code`) minus the code of the nearest key.
     """
     tried = torch.arange(-REACH, REACH + 1)
     farthest = turned[turned.abs().sum(dim=-1).argmax()]
@@ -234,13 +237,13 @@ def _anchor(turned: Tensor) -> int | None:
 
 
 def _code(distance: Tensor) -> Tensor:
-    """Return the code `exp(i w d)` of distances d `[...]` for each of the R frequencies w: `[..., R]`."""
+    """Return the code of each distance d `[...]`: `exp(i w d)` for every w of `FREQUENCIES`, `[..., frequencies]`."""
     angle = distance.double()[..., None] * torch.tensor(FREQUENCIES, dtype=torch.float64)
     return torch.polar(torch.ones_like(angle), angle)
 
 
 def _read(code: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distances of codes `[..., R]`, read from the slowest frequency on, and their errors: `[...]` each."""
+    """Decode codes `[..., frequencies]`, lowest frequency first. Return whole distances and their errors, `[...]`."""
     distance = torch.zeros(code.shape[:-1], dtype=torch.float64)
     for n, w in reversed(list(enumerate(FREQUENCIES))):
         behind = torch.polar(torch.ones_like(distance), -w * distance)

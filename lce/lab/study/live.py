@@ -1,6 +1,6 @@
-"""Runs the requests of a page, one prompt at a time, in a thread that can be cancelled at any time.
+"""Runs the prompts that the page of `lce inspect --live` sends, one at a time, in a thread that can be cancelled.
 
-`lce.lab.study.live_server` is the HTTP side. No content of a request is trusted: all is checked and bounded.
+`lce.lab.study.live_server` is the HTTP side. Requests are not trusted: every value is checked and bounded.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from lce.lab.study.recording import Recorder, Recording, RecordingRequest, check
 from lce.lab.study.web_page import script, split
 from lce.methods import Method, available, find, make
 
-MOST_NEW = 256  # The largest number of tokens that a request may ask for.
-LIVE_BYTES = 512 << 20  # The largest size of a run's choices.
-STOP_S = 5.0  # The longest wait for the end of a run when the server closes.
+MOST_NEW = 256  # The most tokens that a request may generate.
+LIVE_BYTES = 512 << 20  # The most bytes that the recorded choices of a run may take.
+STOP_S = 5.0  # The most seconds that a closing server waits for the current run to end.
 
 
 class Busy(LceError):
-    """Another run is under way."""
+    """The error for a request that comes while another run is under way."""
 
 
 class Cancelled(Exception):
-    """Ends a run that was cancelled."""
+    """The exception that ends a cancelled run."""
 
 
 def requested(body: Any) -> tuple[RecordingRequest, Method]:
-    """Return the request and the method of a page's JSON. Raises `UsageError` for anything invalid.
+    """Parse the JSON of a page's request into a recording request and a method. Raises `UsageError` if it is invalid.
 
-    What needs the model is not checked: the length of the prompt, the places of the marks, and the heads.
+    What needs the model is not checked: the prompt's length, and whether the marks and the heads exist.
     """
     if not isinstance(body, dict):
         raise UsageError(f"the request is {shown(body)}; expected an object")
@@ -62,9 +62,9 @@ def _is_pair(pair: Any) -> bool:
 
 
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return the knobs that a page can set: name, default, help, and the choices of a knob that has some.
+    """Return the knobs that a page can set: the name, default, help and, if there is a fixed set, choices of each.
 
-    Knobs of free text, such as the names of files, are left out.
+    Knobs that take free text, such as file names, are left out.
     """
     hints, found = typing.get_type_hints(cls), []
     for field in dataclasses.fields(cls):
@@ -80,9 +80,9 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
 
 
 class Live:
-    """One model and a page's runs, one at a time. Any thread may call any method.
+    """A loaded model that runs the requests of a page, one at a time. Its methods are thread-safe.
 
-    A prompt may have `most_prompt` tokens. `loading` are options of `lce.load`.
+    A prompt may have up to `most_prompt` tokens. `loading` are options of `lce.load`.
     """
 
     def __init__(self, model: str | Path, most_prompt: int = 64 << 10, **loading: Any) -> None:
@@ -92,24 +92,24 @@ class Live:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._state: dict[str, Any] = {"state": "idle", "id": 0}
-        # The number of the last finished run, the random key in the paths of its segments, and its recording.
+        # The last finished run: its number, the random key in the paths of its segments, and its recording.
         self._done: tuple[int, str, Recording] = 0, "", {}
 
     def about(self) -> dict[str, Any]:
-        """Return what a page can ask for: the model, the methods with their knobs, and the most new tokens."""
+        """Return what a page can ask for: the model, the methods with their knobs, and the largest `max_tokens`."""
         methods = []
         for name in available():
             try:
                 cls = find(name)
             except LceError:
-                continue  # a broken method of one package hides no other method
+                continue  # a package's broken method must not hide the other methods
             about = next(iter((cls.__doc__ or "").strip().splitlines()), "")
             methods.append({"name": name, "about": about, "knobs": knobs_of(cls)})
         model = facts(self._recorder.engine, str(self._recorder.model))
         return {"model": model, "methods": methods, "max_tokens": MOST_NEW}
 
     def start(self, body: Any) -> int:
-        """Start the run of a request and return its number. Raises `Busy`, or `UsageError` for an invalid request."""
+        """Start a run of the request `body` and return the run's number. Raises `Busy`, or `UsageError` if invalid."""
         request, method = requested(body)
         n_tokens = len(prompt_ids(self._recorder.engine, request.prompt))
         if n_tokens > self.most_prompt:
@@ -126,7 +126,7 @@ class Live:
         return number
 
     def _run(self, request: RecordingRequest, method: Method, number: int) -> None:
-        """Make the recording of a request, and set the state to done, failed or cancelled."""
+        """Record a request, in the run's thread, and set the state to done, failed or cancelled."""
 
         def tell(stage: str, done: int, total: int) -> None:
             self._state = {"state": "running", "id": number, "stage": stage, "done": done, "total": total}
@@ -153,19 +153,19 @@ class Live:
             self._state = end
 
     def cancel(self) -> int:
-        """End the current run, if any, and return its number."""
+        """Tell the current run, if any, to end. Return the number of the last run that was started."""
         self._stop.set()
         return int(self._state["id"])
 
     def state(self, known: int | None = None) -> dict[str, Any]:
-        """Return the state. If a run is done whose number is not `known`, its recording is in the state."""
+        """Return the state of the last run, with the recording if the run is done and its number is not `known`."""
         state, (number, key, recording) = self._state, self._done
         if state["state"] == "done" and number == state["id"] != known:
             return {**state, "recording": split(recording, f"data/{key}")}
         return state
 
     def script(self, key: str, run: int, segment: int) -> str | None:
-        """Return the script of a segment of the last recording; None for an unknown segment."""
+        """Return the JavaScript of one segment of the last recording; None for an unknown key, run or segment."""
         _, right, recording = self._done
         runs = recording.get("runs", [])
         if key != right or run >= len(runs) or segment >= len(runs[run]["segments"]):
@@ -173,7 +173,7 @@ class Live:
         return script(run, segment, runs[run]["segments"][segment])
 
     def close(self) -> None:
-        """End the current run."""
+        """End the current run, and wait up to `STOP_S` seconds for its thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_S)

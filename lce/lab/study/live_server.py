@@ -6,8 +6,8 @@ an answer. Requests are bounded in size, and a silent connection is closed. An i
 one line of JSON, `{"error": "…"}`.
 
     GET  /TOKEN/                    the page
-    GET  /TOKEN/about               the model, the methods and their knobs, the most new tokens
-    GET  /TOKEN/state?known=ID      progress; the finished recording, unless known
+    GET  /TOKEN/about               the model, the methods and their knobs, the largest number of new tokens
+    GET  /TOKEN/state?known=ID      the run's progress, or its recording, unless ID is its number
     GET  /TOKEN/data/KEY/R-S.js     segment S of run R
     POST /TOKEN/run, /TOKEN/cancel
 """
@@ -34,16 +34,16 @@ HOST = "127.0.0.1"
 TOKEN_BYTES = 24
 MOST_BODY = 4 << 20  # The largest number of bytes of a request's body.
 MOST_VALUES = 1 << 20  # The largest number of JSON values in a body.
-SILENT_S = 10.0  # A connection that sends nothing for so many seconds is closed.
-ANSWER_S = 60.0  # A client may take so many seconds to receive an answer.
-DRAIN_S = 1.0  # Bytes that arrive after an answer are read for so many seconds.
+SILENT_S = 10.0  # Seconds of silence after which a connection is closed.
+ANSWER_S = 60.0  # Seconds that a client may take to receive an answer.
+DRAIN_S = 1.0  # Seconds for which bytes that arrive after an answer are still read.
 
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
 _KNOWN = re.compile(r"known=(\d{1,15})")
 
 
 class LiveServer(ThreadingTCPServer):
-    """A server of a `Live`'s page on loopback; `address` is for the browser. `close` ends the server."""
+    """An HTTP server, on loopback, for the page of a `Live`. `address` opens the page in a browser."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -63,17 +63,17 @@ class LiveServer(ThreadingTCPServer):
         """Ignore broken connections."""
 
     def close(self) -> None:
-        """End the current run and free the port."""
+        """End the current run and the server, and free the port."""
         self.live.close()
         self.server_close()
 
 
 class _Refused(Exception):
-    """Ends a request. The two arguments are the status and the line of the answer."""
+    """The exception that refuses a request. Its two arguments are the HTTP status and the error message."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request, after which the connection closes."""
+    """The handler of one HTTP request. The connection closes after the answer."""
 
     server: LiveServer
     timeout = SILENT_S
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     nonce = ""
 
     def finish(self) -> None:
-        """Read what the client still sends for a moment: an earlier close would reset the connection (RST)."""
+        """Read what the client still sends, for up to `DRAIN_S` seconds: closing at once would send a reset (RST)."""
         with suppress(OSError):
             super().finish()
             self.connection.shutdown(socket.SHUT_WR)
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
                     break
 
     def do_GET(self) -> None:
-        """Check the request, GET or POST, then answer it."""
+        """Check a GET or POST request, then answer it."""
         try:
             self._answer(*self._checked_path())
         except _Refused as refused:
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         return values[0].strip() if len(values) == 1 else ""
 
     def _checked_path(self) -> tuple[str, str]:
-        """Return the path behind the token, and the query. Refuse other addresses and hosts."""
+        """Return the URL's path after the token, and its query. Refuse a wrong token or Host header."""
         if self._header("Host").lower() not in self.server.names:
             raise _Refused(403, f"the Host header must be {self.server.names[0]}")
         path, _, query = self.path.partition("?")
@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(202, {"id": live.start(body) if path == "run" else live.cancel()})
 
     def _body(self) -> Any:
-        """Return the JSON value of a POST by the page. Refuse other origins, and bodies of unknown or large size."""
+        """Return the JSON body of a POST. Refuse origins other than the page, and bodies of unknown or large size."""
         if self._header("Origin") not in [f"http://{name}" for name in self.server.names]:
             raise _Refused(403, "the Origin header must be that of the page")
         if self._header("Content-Type").partition(";")[0].strip().lower() != "application/json":
@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.close_connection = True
         self.connection.settimeout(ANSWER_S)
-        self.request_version = "HTTP/1.0"  # http.server sends no status and headers to older versions
+        self.request_version = "HTTP/1.0"  # for HTTP/0.9, http.server would send no status and no headers
         self.send_response(status)
         for name, value in {**self._HEADERS, "Content-Security-Policy": policy, "Content-Type": kind}.items():
             self.send_header(name, value)
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer requests that http.server refuses: a broken or too long request line or header, another method."""
+        """Answer requests that http.server refuses: a broken or too long request line or header, an unknown method."""
         with suppress(ConnectionError, TimeoutError):
             status = {501: 405, 505: 400}.get(int(code), int(code))
             self._send_json(status, {"error": message or "the request cannot be read"})

@@ -1,8 +1,9 @@
-"""Compares the choices of some queries with their true attention, and says why a head misses: the looks of a recording.
+"""Computes the looks of a recording: how a query's choices compare with its true attention, and why a head misses.
 
-A choice is what a method selects: a chunk, page, block or token. True attention is full attention, and a head's own
-attention is that of the method. Looks are computed after the run, when the cache has the keys of the whole text, and in
-slices of queries, which bounds the memory of their weights over all keys.
+A choice is what a method selects: a chunk, page, block or token. True attention is the weights of full attention, and a
+head's own attention is its weights under the method. A head misses if it does not attend keys that have much true
+attention. Looks are computed after the run, when the cache has the keys of the whole text. A few queries are computed
+at a time, which bounds the memory of their weights over all keys.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from lce.lab.study.run_observer import RunObserver, SeenLayer, SeenQuery
 from lce.methods import rotate
 from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 
-BEST = 8  # This many choices with the most true attention are listed for each head.
-ENOUGH = 0.9  # A head that attends this share of its true attention misses nothing.
-MOVED = 0.5  # A head with more than this share of its own attention on wrong tokens is misled by the distances.
-MOST_TOKENS = 1 << 14  # Own attention is not computed for a head that attends more tokens.
+BEST = 8  # How many choices with the most true attention are listed for each head.
+ENOUGH = 0.9  # A head that attends keys with this share of its true attention misses nothing.
+MOVED = 0.5  # A head misses by `placement` if own and true attention have a larger total variation distance.
+MOST_TOKENS = 1 << 14  # Own attention is not computed for a query whose heads attend more tokens than this.
 COMPARED = 16  # Own attention is computed for this many last tokens of the prompt, and for generated tokens.
 
-Mark = tuple[int, int]  # A mark is on the tokens start..stop-1.
-Look = dict[str, Any]  # The format of a look is in docs/inspect.md.
+Mark = tuple[int, int]  # (start, stop): the marked tokens are start..stop-1.
+Look = dict[str, Any]  # docs/inspect.md describes the fields of a look.
 
 
 @torch.inference_mode()
@@ -36,7 +37,7 @@ def looks_of(
     run: RunObserver, choices: tuple[int, int], marks: Sequence[Mark] = (), judge: Judge = "constant",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Look]:  # fmt: skip
-    """Return the looks at the queries that a run's observer kept, by index in the text.
+    """Return a look at each query that the observer of a run kept, by the query's index in the text.
 
     `choices` is `Method.choices`: the first token of choice 0, and the number of tokens of a choice.
     """
@@ -54,7 +55,7 @@ def looks_of(
 
 
 def _judged(seen: SeenLayer, judge: Judge) -> Iterator[tuple[SeenQuery, Tensor]]:
-    """Yield each kept query of a layer in order, and its true attention to the tokens up to the query, `[H, n]`."""
+    """Yield each kept query of a layer in order, with its true attention `[H, n]` to the n tokens up to the query."""
     queries = [query for _, query in sorted(seen.queries.items())]
     n_heads = len(queries[0].q) if queries else 1
     for some in TrueMass(seen.method, seen.cache, seen.step, judge).slices(len(queries), n_heads):
@@ -69,8 +70,9 @@ def _judged(seen: SeenLayer, judge: Judge) -> Iterator[tuple[SeenQuery, Tensor]]
 class _Row:
     """One query in one layer: its choices, and its true attention `weights [H, n]` to the n tokens up to the query.
 
-    Choice c begins at token `first + c size`. `masses [H, M]` is the true attention to every choice, `mass [H, K]` to
-    the query's own choices. `always [n]` and `attended [H, n]` are True for always attended and for attended tokens.
+    Choice c begins at token `first + c·size`. `masses [H, M]` is the true attention to every choice, `mass [H, K]` to
+    the query's own choices. `always [n]` is True for tokens that are attended whatever is chosen, `attended [H, n]` for
+    all tokens that a head attends.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class _Row:
         (self.n_heads, n), n_chosen_from = weights.shape, max(0, weights.shape[1] - self.first)
         size = min(self.size, max(1, n_chosen_from))  # a choice may be far longer than the text
         self.masses = pad(weights[:, self.first :], (0, -n_chosen_from % size)).unflatten(1, (-1, size)).sum(-1)
-        self.chosen, self.taken = seen.chosen, seen.chosen >= 0  # [H, K]
+        self.chosen, self.taken = seen.chosen, seen.chosen >= 0  # [H, K] each; `taken` is False for an empty slot
         slots = torch.where(self.taken, self.chosen, self.masses.shape[1])
         self.mass = pad(self.masses, (0, 1)).gather(1, slots)
         self.scores, self.ranks = self._scores_and_ranks()
@@ -91,7 +93,7 @@ class _Row:
         self.attended = attended_tokens(self.always[None], self.chosen[:, None], *choices, self.n_heads)[:, 0]
 
     def _scores_and_ranks(self) -> tuple[Tensor, Tensor]:
-        """Return the scores and ranks of all choices, `[H, M]`; NaN and -1 for choices without a score."""
+        """Return the scores and ranks of all choices, `[H, M]` each: rank 0 is the best, NaN and -1 mean no score."""
         scores, m = self.seen.scores, self.masses.shape[1]
         if scores is None:
             scores = self.masses.new_empty(self.n_heads, 0)
@@ -103,9 +105,9 @@ class _Row:
         return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add this layer to a look at the query. The heads are `choosers` groups that each choose together.
+        """Add this layer's part to `look`. The heads form `choosers` groups, each of which chooses together.
 
-        If `compares`, the method's own attention is computed and compared with the true attention.
+        If `compares`, the heads' own attention is computed and compared with their true attention.
         """
         seen, layer = self.seen, Look()
         layer["always"] = None if seen.spans is None else _number_of(look["always"], [list(x) for x in seen.pieces])
@@ -120,7 +122,7 @@ class _Row:
         self._count_bytes(look["bytes"])
 
     def _heads(self, look: Look, *, compares: bool) -> list[Look]:
-        """Return each head's part of the look."""
+        """Return the part of the look for each head of this layer."""
         recalls, bests, mass = self._recalls(), self._bests(), rounded(self.mass)
         given, moved = self._own() if compares and self.taken.any() else (None, None)
         marks = [self._mark(n, *mark) for n, mark in enumerate(self.marks) if mark[0] < self.weights.shape[1]]
@@ -138,7 +140,10 @@ class _Row:
         return heads
 
     def _own(self) -> tuple[Any, Tensor | None]:
-        """Return own attention to each choice `[H][K]`, and its total variation from true attention `[H]`, or Nones."""
+        """Return own attention to each choice `[H][K]`, and its total variation from true attention `[H]`.
+
+        Both are None if own attention is unknown.
+        """
         found = own_attention(self.layer, self.seen, self.first, self.size)
         if found is None:
             return None, None
@@ -150,14 +155,17 @@ class _Row:
         return rounded(own[:, :n]), distance
 
     def _bests(self) -> list[list[list[Any]]]:
-        """Return each head's choices with the most true attention: `[choice, mass, rank or -1, 1 if chosen]` each."""
+        """Return per head the choices with most true attention: `[choice, attention, rank or -1, 1 if chosen]` each."""
         masses, best = self.masses.topk(min(BEST, self.masses.shape[1]))
         chosen = (best[:, :, None] == self.chosen[:, None]).any(-1).int()
         rows = zip(best.tolist(), rounded(masses), self.ranks.gather(1, best).tolist(), chosen.tolist(), strict=True)
         return [[list(one) for one in zip(*row, strict=True)] for row in rows]
 
     def _recalls(self) -> list[Look]:
-        """Return each head's attended share of true attention, the share with the best choices, and why it misses."""
+        """Return per head which share of true attention is attended, and why the head misses the rest, if much.
+
+        The shares are `recall`, `always_mass` (attended whatever is chosen) and `reachable` (by the best choices).
+        """
         if self.seen.spans is None:
             return [{"recall": None, "always_mass": None, "reachable": None, "why": None}] * self.n_heads
         always, recall = (self.weights * self.always).sum(-1), (self.weights * self.attended).sum(-1)
@@ -174,7 +182,7 @@ class _Row:
         return found
 
     def _mark(self, number: int, start: int, stop: int) -> list[list[Any]]:
-        """Return `[number, true attention, best rank, attended share]` of the mark start..stop-1 for each head."""
+        """Return `[number, true attention, best rank, share of its tokens attended]` of mark start..stop-1 per head."""
         stop, best = min(stop, self.weights.shape[1]), torch.full((self.n_heads,), -1)
         a, b = max(0, (start - self.first) // self.size), max(0, (stop - 1 - self.first) // self.size + 1)
         if b > a:
@@ -185,7 +193,11 @@ class _Row:
         return [[number, *rest] for rest in zip(rounded(mass), best.tolist(), rounded(attended), strict=True)]
 
     def _count_bytes(self, counts: dict[str, float]) -> None:
-        """Add the bytes of keys and values that the query reads in this layer; heads that share keys read them once."""
+        """Add the bytes that the query reads in this layer to `counts`.
+
+        `read` are attended keys and values, once per KV head. `scored` is what the method scores. `full` are the keys
+        and values that full attention reads.
+        """
         seen, layer, n = self.seen, self.layer, self.weights.shape[1]
         full = n * layer.step.n_kv_heads
         attended = int(self.attended.unflatten(0, (layer.step.n_kv_heads, -1)).any(1).sum())
@@ -198,8 +210,8 @@ class _Row:
 def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor] | None:
     """Return a query's own attention: a softmax over the attended tokens at the distances at which it sees them.
 
-    The result is the attended tokens `[H, n]`, those of the choices before those of the pieces, and their weights
-    `[H, n]`, 0 for a missing choice. Choice c begins at token `first + c size`. A method's factor on logits is left
+    The result is the attended tokens `[H, n]`, first those of the choices, then those always attended, and their
+    weights `[H, n]`, 0 in an empty slot. Choice c begins at token `first + c·size`. A method's factor on logits is left
     out, since no method that chooses has one. Return None if a distance is unknown or too many tokens are attended.
     """
     chosen = seen.chosen
@@ -208,7 +220,7 @@ def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> t
     if seen.spans is None or not known or (chosen.shape[1] and seen.distances is None):
         return None
     offset = torch.arange(size)
-    tokens = (first + chosen.clamp(min=0)[..., None] * size + offset).flatten(1)  # [H, K size]
+    tokens = (first + chosen.clamp(min=0)[..., None] * size + offset).flatten(1)  # [H, K·size]
     near, far = (torch.zeros_like(chosen),) * 2 if seen.distances is None else seen.distances.unbind(-1)
     distance = (far[..., None] - offset * (far > near)[..., None]).flatten(1)
     there = (chosen >= 0).repeat_interleave(size, 1) & (tokens <= seen.query)
@@ -227,7 +239,7 @@ def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> t
 def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor) -> Tensor:
     """Return a query's logits with the keys of `tokens [H, n]` at `distance [H, n]`: `[H, n]`, float32, on the CPU.
 
-    The query is rotated to position p + d to see a key that is cached at position p at distance d.
+    For a key that is cached at position p and seen at distance d, the query is rotated to position p + d.
     """
     rope, q = layer.step.rope, seen.q.float()
     keys = layer.cache.span(0, seen.query + 1)[0]  # [G, N, D]
@@ -236,9 +248,9 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
     positions = distance if placed is None else placed.cpu()[tokens] + distance
     different, which = positions.unique(return_inverse=True)
     turn = rope.turn(different.to(q.device), torch.float64)
-    scale = rope.scale if placed is None else 1.0  # YaRN's factor, which unrotated keys lack
+    scale = rope.scale if placed is None else 1.0  # YaRN scales what it rotates; unrotated keys lack this factor
     turn = type(turn)((turn.cos * scale).float(), (turn.sin * scale).float())
-    turned = rotate(q[:, None].expand(-1, len(different), -1), turn)  # [H, U, D]
+    turned = rotate(q[:, None].expand(-1, len(different), -1), turn)  # [H, different positions, D]
     heads = torch.arange(len(q), device=q.device)[:, None]
     group = heads * len(keys) // len(q)
     there = keys[group, tokens.to(q.device)].float()  # [H, n, D]
@@ -246,19 +258,19 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
 
 
 def _with_choice(values: list[Any], taken: Tensor) -> list[Any]:
-    """Return the values of the slots that have a choice."""
+    """Return the values of the slots that hold a choice, where `taken` is True."""
     return [x for x, there in zip(values, taken.tolist(), strict=True) if there]
 
 
 def _number_of(patterns: list[Any], pattern: Any) -> int:
-    """Return the index of `pattern` in `patterns`, to which a new pattern is appended."""
+    """Return the index of `pattern` in `patterns`; append the pattern first if it is new."""
     if pattern not in patterns:
         patterns.append(pattern)
     return patterns.index(pattern)
 
 
 def rounded(values: Tensor, *, digits: int | None = None) -> Any:
-    """Return numbers for JSON with 4 decimals, or `digits` digits of the largest; None for NaN."""
+    """Round numbers for JSON to 4 decimals, or so that the largest keeps `digits` digits; NaN becomes None."""
     x = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(x)
     most = float(np.abs(x[finite]).max()) if digits and finite.any() else 0.0

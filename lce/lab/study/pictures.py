@@ -1,4 +1,4 @@
-"""Draws pictures: the distances of an explanation, and the choices of some queries of a recorded run."""
+"""Draws pictures: the distances of an `Explanation`, and the choices of some queries in a recorded run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = (".pdf", ".png", ".svg")
-NUMBERED = 32  # With this many tokens or fewer, the distances stand in the cells as numbers.
-BEYOND = "crimson"  # The colour of distances that the model was not trained on.
-MOST_PANELS = 4  # The largest number of queries whose choices are drawn.
-MISSED, MARKED = "#D55E00", "#E69F00"  # Okabe and Ito's vermilion and orange
+NUMBERED = 32  # With this many tokens or fewer, each cell shows its distance as a number.
+BEYOND = "crimson"  # The colour of distances beyond the window, on which the model was not trained.
+MOST_PANELS = 4  # The most queries in a picture of choices, one panel each.
+MISSED, MARKED = "#D55E00", "#E69F00"  # vermilion and orange of Okabe and Ito's colour-blind-safe palette
 
 
 def drawable(path: str | Path) -> Path:
-    """Return a picture's path. Raises `UsageError` for an unknown suffix, or without matplotlib."""
+    """Check a picture's path, and return it. Raises `UsageError` for an unknown suffix, or without matplotlib."""
     path = Path(path)
     if path.suffix.lower() not in KINDS:
         raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
@@ -45,7 +45,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def draw_distances(explanation: Explanation, path: str | Path) -> None:
-    """Draw distances as colours, a row for each query and a column for each key, to a PNG, SVG or PDF file.
+    """Draw distances as colours, with a row per query and a column per key, to a PNG, SVG or PDF file.
 
     Keys that are not attended are white, and distances beyond the window have a colour of their own. The format is that
     of the file's suffix. Needs matplotlib, but no display. The file appears whole or not at all.
@@ -80,12 +80,13 @@ def draw_distances(explanation: Explanation, path: str | Path) -> None:
 
 
 def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
-    """Draw the last looked-at queries of a recording's first run, a row a head, a column a chunk (LongHeads' Figure 5).
+    """Draw the choices of the last looked-at queries in a recording's first run, as in LongHeads' Figure 5.
 
-    A filled cell is a chunk that a head chose, darker with more true attention. A ring is a chunk that was not attended
-    although it is among the head's three chunks with the most true attention, and has a fiftieth of all or more. Bands
-    are the marked places. The label of a head is the attended share of its true attention. The file appears whole or
-    not at all. Raises `UsageError` without matplotlib, or if nothing is chosen.
+    Each query has a panel with one row per head and one column per chunk. A filled cell is a chunk that the head chose,
+    darker with more true attention. A ring is a chunk that was not attended although it is among the head's three
+    chunks with the most true attention, and has 2% or more of all. Coloured bands are the marked places. A head's label
+    is the share of its true attention that is attended. The file appears whole or not at all. Raises `UsageError`
+    without matplotlib, or if nothing is chosen.
     """
     path, run = drawable(path), recording["runs"][0]
     if not run["choosing"]:
@@ -104,7 +105,7 @@ def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
 
 
 def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, Any]) -> None:
-    """Draw the choices of all heads for one query."""
+    """Draw the choices of all heads for one query into `axes`."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -125,7 +126,7 @@ def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, An
                 attended = is_chosen or any(a < start + size and start < b for a, b, *_ in always)
                 if mass >= 0.02 and not attended:
                     rings.append((c, row))
-    blues = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 64)))  # a chosen chunk of mass 0 is visible too
+    blues = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 64)))  # pale blue, not white, for attention 0
     axes.imshow(cells, aspect="auto", interpolation="nearest", cmap=blues, vmin=0, vmax=0.2)
     if rings:
         across, down = zip(*rings, strict=True)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from lce import Engine, Generation, Method
 
 FORMAT = 1
-TOP = 5  # This many likeliest tokens are listed with each generated token.
+TOP = 5  # How many of the likeliest tokens are listed with each generated token.
 MOST_GENERATED = 4096
 MOST_MARKS = 32  # The largest number of marked places in a text.
-UNITS = 32  # If a method chooses nothing, true attention is counted by pieces: this many make a window.
+UNITS = 32  # If a method chooses nothing, true attention is summed over pieces: this many per window.
 
 Recording = dict[str, Any]
 
@@ -40,10 +40,10 @@ Recording = dict[str, Any]
 class RecordingRequest:
     """A prompt to record, and which of its queries to look at closely.
 
-    `marks` are texts whose places are marked, for example the answer in a document; the prompt must contain each. `off`
-    has pairs of a layer and a head to switch off. A recording has looks at the queries of the generated tokens, of the
-    last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. `judge` says which full
-    attention is the truth, as in `lce.methods.mass`.
+    `marks` are texts to mark wherever they occur in the prompt, for example the answer; the prompt must contain each.
+    `off` has pairs of a layer and a head to switch off. A recording looks closely at the queries of the generated
+    tokens, of the last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. `judge` says at
+    which distances full attention is the truth: at the true ones, or ("constant") at no more than half the window.
     """
 
     prompt: str | Sequence[int]
@@ -58,13 +58,13 @@ class RecordingRequest:
         count(self.max_tokens, "max_tokens", 0, MOST_GENERATED)
 
     def looked(self, n_tokens: int) -> list[int]:
-        """Return the queries of a prompt of `n_tokens` tokens to look at, by index."""
+        """Return the indices of the queries to look at closely in a prompt of `n_tokens` tokens."""
         tail = max(0, n_tokens - self.last)
         return sorted({tail * i // self.spread for i in range(self.spread)} | set(range(tail, n_tokens)))
 
 
 class Recorder:
-    """A recorder of one model's runs, which share the weights. `loading` are options of `lce.load`.
+    """A recorder of runs of one model; all runs share its weights. `loading` are options of `lce.load`.
 
     A run whose choices and scores take more than `most_bytes` ends with a `CapacityError`.
     """
@@ -78,7 +78,7 @@ class Recorder:
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         check: Callable[[], None] = lambda: None,
     ) -> Recording:  # fmt: skip
-        """Run the prompt with each method. `check` is called often, and an error from it ends the call.
+        """Record the request's prompt under each method. `check` is called often; an error raised by it ends the call.
 
         Raises `UsageError` for an invalid request, and `CapacityError` if the choices take too much memory.
         """
@@ -170,20 +170,20 @@ def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[
 
 
 def facts(engine: Engine, name: str) -> dict[str, Any]:
-    """Return what a recording says about a model."""
+    """Return what a recording says about its model: name, numbers of layers and heads, and window."""
     c = engine.model.config
     return {"name": name, "layers": c.n_layers, "heads": c.n_heads, "kv_heads": c.n_kv_heads, "window": c.window}
 
 
 def label_of(method: Method) -> str:
-    """Return a method with the knobs that are not at their defaults, such as `longheads(chunk_size=16)`."""
+    """Return a method's label with the knobs that differ from their defaults, such as `longheads(chunk_size=16)`."""
     changed = [each.name for each in fields(method) if _plain(getattr(method, each.name)) != _plain(each.default)]
     knobs = ", ".join(f"{name}={_plain(getattr(method, name))}" for name in changed)
     return f"{method.label}({knobs})" if knobs else method.label
 
 
 def _plain(knob: Any) -> Any:
-    """Return a knob for JSON: None for anything but a number or text."""
+    """Return a knob's value for JSON: the value if it is a bool, a number or text, else None."""
     return knob if isinstance(knob, bool | int | float | str) else None
 
 
@@ -196,7 +196,7 @@ def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:
 
 
 def check_heads(off: Sequence[tuple[int, int]], engine: Engine) -> None:
-    """Raise `UsageError` for heads that the model does not have."""
+    """Raise `UsageError` if the model lacks a head of `off`, which has pairs of a layer and a head."""
     layers, heads = engine.model.config.n_layers, engine.model.config.n_heads
     for layer, head in off:
         if not (0 <= layer < layers and 0 <= head < heads):
@@ -213,7 +213,7 @@ def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
 
 
 def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return every place of each mark in the text of some tokens: `(start, stop, mark)`, sorted.
+    """Find every occurrence of each mark in the tokens' joined texts. Return `(start, stop, mark)` for each, sorted.
 
     The tokens start..stop-1 contain the mark. Raises `UsageError` for a mark that is not in the text.
     """

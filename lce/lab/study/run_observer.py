@@ -15,26 +15,26 @@ from torch import Tensor
 from lce.lab.study.segments import MOST_BYTES, RunChoices, Spans
 from lce.methods import LayerCache, Method, Observation, Step, distances
 
-Piece = tuple[int, int, int | None, int | None]  # The start and stop of some tokens, their least and largest distance.
-MOST_PIECES = 128  # The largest number of pieces of a span.
+Piece = tuple[int, int, int | None, int | None]  # Start and stop of a run of tokens, least and largest distance.
+MOST_PIECES = 128  # The most pieces into which a span of tokens is cut.
 
 
 @dataclass
 class SeenQuery:
-    """One query in one layer, as it was when the method ran."""
+    """One query in one layer, as recorded while the method ran."""
 
     query: int
     q: Tensor  # [H, D], unrotated
-    chosen: Tensor  # [H, K], -1 for none
+    chosen: Tensor  # [H, K], -1 for no choice
     scores: Tensor | None  # [C, M], of all choices; -inf for choices that the query does not have
-    spans: Spans | None  # the always attended tokens; None if the method does not tell them
+    spans: Spans | None  # the tokens attended whatever is chosen; None if the method does not tell
     pieces: list[Piece]  # the spans, cut where the distances jump
     distances: Tensor | None  # [H, K, 2], the least and the largest distance of each choice
 
 
 @dataclass
 class SeenLayer:
-    """The looked-at queries of a layer, with the layer's method, cache and last step to read its keys after the run."""
+    """The looked-at queries of one layer. Its method, cache and last step are kept to read its keys after the run."""
 
     method: Method
     cache: LayerCache
@@ -46,7 +46,7 @@ class RunObserver:
     """An observer of one run over a prompt of `n_prompt` tokens. After the run, `layers` and `choices` are complete.
 
     The queries in `looked` and those of generated tokens are looked at closely. The heads in `off`, pairs of a layer
-    and a head, are switched off. `check` is called often, and an error from it ends the run.
+    and a head, are switched off. `check` is called often, and an error that it raises ends the run.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class RunObserver:
         self.n_prompt, self.looked, self.off, self.check = n_prompt, sorted(looked), tuple(off), check
         self.choices = RunChoices(most_bytes)
         self.layers: dict[int, SeenLayer] = {}
-        self._pieces: dict[Any, list[Piece]] = {}  # of each query and spans: layers with the same spans share them
+        self._pieces: dict[Any, list[Piece]] = {}  # by query and its spans; layers with the same spans share an entry
 
     def rows(self, step: Step) -> Tensor:
-        """Return the looked-at queries of the step's block, counted from the block's first query."""
+        """Return which queries of the step's block are looked at, counted from the block's first query."""
         self.check()
         block = range(step.start, step.stop)
         some = block if step.start >= self.n_prompt else [i for i in self.looked if i in block]
         return torch.tensor([i - step.start for i in some], dtype=torch.int64)
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Keep a layer's choices, and return its output `out [H, T, D]` with zeros for heads that are off."""
+        """Keep a layer's choices. Return its output `out [H, T, D]` with zeros for heads that are switched off."""
         layer, step = seen.layer, seen.step
         if layer == 0:
             self.choices.begin(step.start, step.stop)
@@ -80,7 +80,7 @@ class RunObserver:
         return out.index_fill(0, torch.tensor(off, device=out.device), 0.0) if off else out
 
     def _queries(self, seen: Observation, spans: list[Spans] | None) -> dict[int, SeenQuery]:
-        """Return the block's looked-at queries by index."""
+        """Return the block's looked-at queries by their index in the text."""
         q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, seen.distances()
         if picked is None:
             picked = q.new_empty(len(q), len(rows), 0, dtype=torch.int64)
@@ -105,7 +105,7 @@ class RunObserver:
 def _pieces(seen: Observation, query: int, start: int, stop: int) -> list[Piece]:
     """Cut a span into pieces in each of which the distance falls by 1 from token to token, or is constant.
 
-    If these are more than `MOST_PIECES`, the span is cut into that many equal parts instead.
+    A span that would have more than `MOST_PIECES` pieces is cut into that many equal parts instead.
     """
     distance = distances.distance(seen.method, seen.layer, torch.tensor([query]), torch.arange(start, stop), seen.step)
     if distance is None:
@@ -115,14 +115,14 @@ def _pieces(seen: Observation, query: int, start: int, stop: int) -> list[Piece]
 
 
 def _cuts(distance: Tensor) -> list[tuple[int, int]]:
-    """Return the pieces `(start, stop)` of a span with some distances: 5 4 3 9 8 8 8 becomes 5 4 3, 9 8 and 8 8."""
+    """Return the pieces `(start, stop)` of a span, given its distances: 5 4 3 9 8 8 8 becomes 5 4 3, 9 8 and 8 8."""
     n, (steps, counts) = len(distance), distance.diff().unique_consecutive(return_counts=True)
     edges, end = [0], 0
     if len(steps) <= 4 * MOST_PIECES:
         for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
             if step not in (0, -1):
                 edges += range(end + 1, end + 1 + count)
-            elif edges[-1] != end:  # the token before the step is in another piece
+            elif edges[-1] != end:  # token `end` belongs to the previous piece already
                 edges.append(end + 1)
             end += count
     if len(steps) > 4 * MOST_PIECES or len(edges) > MOST_PIECES:

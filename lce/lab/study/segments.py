@@ -1,7 +1,8 @@
-"""Stores every query's choices and always attended tokens in few bytes.
+"""Stores compactly what every query of a run chose, and which tokens it attended whatever it chose.
 
-A choice takes 16 bits. If all queries of a block, or heads that choose together, make the same choices, these are
-stored once. Always attended tokens are stored as runs of queries whose spans move by 0 or 1 tokens from query to query.
+A choice takes 16 bits, or 32 if its number is large. Choices that all queries of a block make, or all heads that choose
+together, are stored once. The always attended tokens are spans. They are stored for runs of consecutive queries, over
+which each end of a span stays in place or moves by one token per query.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from lce.errors import CapacityError
 from lce.sizes import size_text
 
 Numbers = npt.NDArray[Any]
-Spans = list[list[int]]  # The [start, stop] of each span of tokens that a query attends.
-SEGMENT_BYTES = 400_000  # The largest size of a segment's choices: a browser decodes them in a few milliseconds.
-MOST_BYTES = 2 << 30  # The largest size of a run's choices.
+Spans = list[list[int]]  # The [start, stop] of each span of tokens that one query always attends.
+SEGMENT_BYTES = 400_000  # The most bytes of choices in a segment: a browser decodes them in a few milliseconds.
+MOST_BYTES = 2 << 30  # The most bytes that the recorded choices of a run may take, by default.
 
 
 @dataclass
 class Block:
-    """The choices and spans of queries `start..stop-1`, by layer.
+    """The choices and always attended spans of queries `start..stop-1`, by layer.
 
-    `choices[layer]` is `[rows, choosers, K]`, with one row if all queries made the same choices. `spans[layer]` has the
-    always attended spans of each query; None if the method does not tell them.
+    `choices[layer]` is `[queries, choosers, K]`, or `[1, choosers, K]` if all queries made the same choices; a chooser
+    is a head, or heads that choose together. `spans[layer]` has each query's spans; None if the method does not tell.
     """
 
     start: int
@@ -39,7 +40,7 @@ class Block:
 
 
 class RunChoices:
-    """The choices of all queries of a run. Call `begin` for a block, `add` for each layer, `segments` at the end."""
+    """The choices of all queries of a run. Call `begin` for each block, `add` for each layer, then `segments`."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
@@ -47,13 +48,13 @@ class RunChoices:
         self.n_bytes = 0
 
     def begin(self, start: int, stop: int) -> None:
-        """Begin the block of queries start..stop-1, which replaces earlier blocks that it overlaps."""
+        """Begin the block of queries start..stop-1. Drop earlier blocks that overlap the new block."""
         while self.blocks and self.blocks[-1].stop > start:
             self.blocks.pop()
         self.blocks.append(Block(start, stop))
 
     def add(self, layer: int, chosen: Tensor | None, spans: list[Spans] | None, n_kv_heads: int = 1) -> None:
-        """Add a layer's choices in the current block, `[H, T, K]` with -1 for none, and its always attended spans."""
+        """Add a layer's choices in the current block, `chosen [H, T, K]` (-1: none), and its always attended spans."""
         block = self.blocks[-1]
         block.spans[layer] = next((known for known in block.spans.values() if known == spans), spans)
         if chosen is not None and chosen.shape[-1]:
@@ -61,7 +62,7 @@ class RunChoices:
             self.count(block.choices[layer].nbytes)
 
     def count(self, n_bytes: int) -> None:
-        """Count bytes that are kept of the run. Raises `CapacityError` for more than `most_bytes` in all."""
+        """Add to the count of bytes recorded in this run. Raises `CapacityError` above `most_bytes` in all."""
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
             raise CapacityError(
@@ -71,23 +72,23 @@ class RunChoices:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that choose."""
+        """The layers in which some query has a choice, ascending."""
         return sorted({layer for block in self.blocks for layer in block.choices})
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return the number of choosers C, the largest number of choices of a query, and the bits of a stored number.
+        """Return the number of choosers C, the most choices of a query per chooser, and the bits of a stored choice.
 
-        All heads choose on their own, or the heads of each KV head choose together, or all heads do (C is 1).
+        C is H if each head chooses on its own, G if the heads of each KV head choose together, 1 if all heads do.
         """
         sizes = [(*x.shape[1:], 8 * x.itemsize) for block in self.blocks for x in block.choices.values()]
         choosers, most, bits = map(max, zip((1, 0, 16), *sizes, strict=True))
         return choosers, most, bits
 
     def segments(self) -> Iterator[tuple[int, int, Numbers]]:
-        """Yield `(start, stop, choices)` in order, the choices of queries start..stop-1 `[rows, layers, choosers, K]`.
+        """Yield `(start, stop, choices)` in order: what queries start..stop-1 chose, `[rows, layers, choosers, K]`.
 
-        There is one row if all these queries made the same choices. Blocks of one query are joined, and blocks whose
-        choices take more than `SEGMENT_BYTES` are split.
+        A row is one query, or all these queries if they made the same choices. Blocks of one query are joined, and
+        blocks whose choices take more than `SEGMENT_BYTES` are split.
         """
         layers, (choosers, k, bits) = self.layers, self.sizes()
         kind, shape = np.dtype(f"<u{bits // 8}"), (choosers, k)
@@ -104,11 +105,11 @@ class RunChoices:
                         yield start + row, min(start + row + most, stop), choices[row : row + most]
 
     def always(self) -> list[dict[str, Any]]:
-        """Return the always attended spans of all queries as runs, one entry for layers with the same spans.
+        """Return the always attended spans as `span_runs` does, with one entry for all layers that have the same spans.
 
         Layers whose spans the method does not tell are left out.
         """
-        # Layers by the identities of their blocks' spans: `add` stores equal spans of a block once.
+        # Layers by the `id` of their spans in every block: in a block, layers with equal spans share one list.
         alike: dict[tuple[int, ...], list[int]] = {}
         for layer in self.blocks[0].spans if self.blocks else ():
             if all(block.spans[layer] is not None for block in self.blocks):
@@ -120,7 +121,7 @@ class RunChoices:
 
 
 def _packed(chosen: Tensor, n_kv_heads: int) -> Numbers:
-    """Return choices `[H, T, K]` as `[T, C, K]`: one row if all queries chose alike, one chooser if all heads did."""
+    """Pack choices `[H, T, K]` into `[T, C, K]`: T becomes 1 if all queries chose alike, C is 1 if all heads did."""
     if bool((chosen == chosen[:, :1]).all()):
         chosen = chosen[:, :1]
     groups = chosen.unflatten(0, (n_kv_heads, -1))
@@ -129,11 +130,11 @@ def _packed(chosen: Tensor, n_kv_heads: int) -> Numbers:
     elif bool((groups == groups[:, :1]).all()):
         chosen = groups[:, 0]
     numbers = chosen.transpose(0, 1).cpu().numpy()
-    return numbers.astype(np.uint16 if numbers.max() < 0xFFFF else np.uint32)  # -1 becomes the largest number
+    return numbers.astype(np.uint16 if numbers.max() < 0xFFFF else np.uint32)  # -1 becomes the type's largest number
 
 
 def _spread(block: Block, layers: list[int], shape: tuple[int, int], kind: np.dtype[Any]) -> Numbers:
-    """Return a block's choices `[rows, layers, *shape]`, little-endian; the largest number stands for no choice."""
+    """Expand a block's choices to `[rows, layers, *shape]`, little-endian; the largest number means no choice."""
     rows = max((len(x) for x in block.choices.values()), default=1)
     none = np.iinfo(kind).max
     found = np.full((rows, len(layers), *shape), none, dtype=kind)
@@ -146,10 +147,11 @@ def _spread(block: Block, layers: list[int], shape: tuple[int, int], kind: np.dt
 
 
 def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
-    """Return the spans of consecutive queries as runs `[q0, q1, [[a, da, b, db], …]]`.
+    """Compress the spans of consecutive queries into runs `[q0, q1, [[a, da, b, db], …]]`, one inner list per span.
 
-    Query q of a run attends `a + da (q - q0)` to `b + db (q - q0) - 1` for each span: queries 4 to 7 that attend their
-    own chunk of 4 tokens are `[4, 8, [[4, 0, 5, 1]]]`. `blocks` has each block's first query and its queries' spans.
+    Query q, from q0 to q1 - 1, attends the tokens from `a + da (q - q0)` to `b + db (q - q0) - 1`. Example: if queries
+    4 to 7 attend their own chunk of 4 tokens up to themselves, the run is `[4, 8, [[4, 0, 5, 1]]]`. `blocks` has each
+    block's first query and its queries' spans.
     """
     runs: list[list[Any]] = []
     for start, block in blocks:
@@ -160,7 +162,7 @@ def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
 
 
 def _continues(run: list[Any], query: int, spans: Spans) -> bool:
-    """Add a query to a run if it continues the run; return whether it does. The second query says how spans move."""
+    """Add a query to a run if its spans continue the run's; return whether they do. The second query sets da, db."""
     n, moving = query - run[0], run[2]
     if len(spans) != len(moving):
         return False

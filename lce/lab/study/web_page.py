@@ -31,13 +31,13 @@ Recording = dict[str, Any]
 
 
 def json_text(value: Any) -> str:
-    """Return ASCII JSON for a script element, with escapes for the signs of tags, comments and entities."""
+    """Return a value as ASCII JSON for a script element, with `<`, `>` and `&` escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
-    """Return the page with a recording's JSON. `live` is what a live page needs to reach its engine.
+    """Return the page's HTML with a recording's JSON `data`. `live` is what a live page needs to reach its engine.
 
     Scripts and styles get the `nonce` of a Content-Security-Policy.
     """
@@ -58,7 +58,7 @@ def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
 
 @cache
 def _part(name: str) -> str:
-    """Return the text of a file of `WEB`."""
+    """Return the text of the file `name` in the folder `WEB`."""
     try:
         return (WEB / name).read_text(encoding="utf-8")
     except OSError as error:
@@ -66,7 +66,7 @@ def _part(name: str) -> str:
 
 
 def store_of(path: str | Path) -> Path:
-    """Return the folder `NAME.data` beside a page. Raises an error if the page or the folder cannot be written."""
+    """Return the path of the data folder `NAME.data` beside a page. Raises an error if either cannot be written."""
     path = Path(path)
     check_target(path)
     store = path.with_name(f"{path.stem}.data")
@@ -80,8 +80,8 @@ def store_of(path: str | Path) -> Path:
 def write_page(recording: Recording, path: str | Path) -> int:
     """Write a recording as a page, with large data in the folder `NAME.data` beside the page. Return the bytes written.
 
-    The page appears whole or not at all, after its data. Then data that the page does not use, of older pages of this
-    name or of failed calls, are removed from the folder.
+    The page appears whole or not at all, after its data. At the end, data that the page does not use is removed from
+    the folder: data of an older page of this name, or of a failed call.
     """
     path, n_bytes = Path(path), 0
     store = store_of(path)
@@ -106,7 +106,7 @@ def write_page(recording: Recording, path: str | Path) -> int:
 
 
 def split(recording: Recording, folder: str) -> Recording:
-    """Return a recording whose segments only name their scripts in a folder, `RUN-SEGMENT.js`."""
+    """Return a copy of a recording whose segments have, in place of data, a script's path `folder/RUN-SEGMENT.js`."""
     runs = []
     for number, run in enumerate(recording["runs"]):
         bare = [{key: segment[key] for key in ("start", "stop", "rows")} for segment in run["segments"]]
@@ -116,12 +116,12 @@ def split(recording: Recording, folder: str) -> Recording:
 
 
 def script(run: int, number: int, segment: dict[str, Any]) -> str:
-    """Return the script that hands segment `number` of a run to the page."""
+    """Return the JavaScript that hands segment `number` of run `run` to the page."""
     return f'lceSegment({run},{number},"{segment["data"]}",{json_text(segment["looks"])});\n'
 
 
 def _sweep(store: Path, path: Path) -> None:
-    """Remove the folders of data that the page does not use. Folders with other names or files are left alone."""
+    """Remove the data folders in `store` that the page does not use. Leave folders with other names or files alone."""
     with suppress(OSError):
         used = path.read_bytes() if path.exists() else b""
         for folder in store.iterdir():
@@ -129,4 +129,4 @@ def _sweep(store: Path, path: Path) -> None:
             ours = ours and all(_SCRIPT.fullmatch(file.name) for file in folder.iterdir())
             if ours and folder.name.encode() not in used:
                 shutil.rmtree(folder, ignore_errors=True)
-        store.rmdir()  # fails unless the folder is empty, which is ignored
+        store.rmdir()  # fails if the folder is not empty; the error is ignored
