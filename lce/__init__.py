@@ -4,7 +4,7 @@
     engine = lce.load("path/to/model", method="longheads")
     print(engine.generate("long prompt ...", max_tokens=64).text)
 
-Nothing heavy is imported before it is used.
+`import lce` does not import torch: each public name is imported on first use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-if not TYPE_CHECKING:  # so that a type checker reports unknown names
+if not TYPE_CHECKING:  # a type checker that saw this function would accept any name
 
     def __getattr__(name: str) -> Any:
         if name == "methods":

@@ -1,4 +1,4 @@
-"""`python -m lce`."""
+"""The command line, run as `python -m lce`."""
 
 from lce.cli import main
 

@@ -1,13 +1,13 @@
-"""Every error that lce raises on purpose.
+"""All errors that lce raises on purpose, with their exit codes.
 
     LceError                 1   something failed
     ├── UsageError           2   an option, name or value that cannot be used
     ├── ModelError           3   a checkpoint, config or tokenizer that is missing, damaged or unsupported
-    ├── DataError            3   a text, context or map file that cannot be used
+    ├── DataError            3   a text, a context file or a file of learned maps that cannot be used
     └── CapacityError        4   not enough memory or disk
 
-The number is the exit code of the command line. A message is one line: what was wrong, what was expected, what to
-do. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130. `WindowWarning` is the only warning.
+The number is the exit code of the command line. A message is one line that says what was wrong, what was expected and
+what to do. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130. `WindowWarning` is the only warning.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ class LceError(Exception):
 
 
 class UsageError(LceError):
-    """An option, name or value that cannot be used."""
+    """The error for an option, a name or a value that cannot be used."""
 
     exit_code = 2
 
 
 class ModelError(LceError):
-    """A checkpoint, config or tokenizer that is missing, damaged or unsupported."""
+    """The error for a checkpoint, config or tokenizer that is missing, damaged or unsupported."""
 
     exit_code = 3
 
 
 class DataError(LceError):
-    """A text, context or map file that cannot be used."""
+    """The error for a text, a context file or a file of learned maps that cannot be used."""
 
     exit_code = 3
 
 
 class CapacityError(LceError):
-    """Not enough memory or disk for the request."""
+    """The error for a request that needs more memory or disk space than is available."""
 
     exit_code = 4
 
 
 class WindowWarning(UserWarning):
-    """A text is longer than the method can read of the model: the answer is probably wrong."""
+    """The warning that a text is longer than the method can read with this model, so answers are probably wrong."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return the end of a message about the unknown name `name`: `did you mean 'x'? valid: a, b, x`."""
+    """Return the hint that ends an error message about an unknown `name`: `did you mean 'x'? valid: a, b, x`."""
     names = sorted(valid)
     known, wrong = {x.lower(): x for x in names}, name[:64].lower()
     begun = [x for x in known if x.startswith(wrong)] if len(wrong) >= 3 else []
@@ -62,7 +62,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object, most: int = 120) -> str:
-    """Return a value of a file or a caller as messages show it: one escaped line of about `most` characters at most."""
+    """Return `repr(value)` for an error message: one printable line, shortened to about `most` characters."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = most
     short.maxlevel = 2

@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all, and the small files of a checkpoint, which are not trusted.
+"""Atomic writes of files, and checked reads of a checkpoint's small files, which are not trusted.
 
-A file is written under a temporary name beside its target, locked meanwhile, and renamed when it is complete. A
+A file is written under a temporary name beside its target, locked while it is written, and renamed when complete. A
 temporary file that no process has locked was left by a crash; the next write to the same target removes it.
 """
 
@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, shown
 
-MAX_FILE_BYTES = 16 << 20  # the most bytes of a checkpoint's small file; published ones have up to 2 MiB
-MAX_JSON_VALUES = 1_000_000  # the most values in such a file; a token in added_tokens_decoder takes 12
+MAX_FILE_BYTES = 16 << 20  # the largest config or tokenizer file that is read; published files have up to 2 MiB
+MAX_JSON_VALUES = 1_000_000  # the most JSON values in such a file; one token in added_tokens_decoder takes 12
 
 
 def path_of(path: object, what: str = "the path") -> Path:
-    """Return a user's value as a path. Raises `UsageError` for a path that no file can have."""
+    """Convert a user's value to a `Path`. Raises `UsageError`, naming it `what`, if no file can have this name."""
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
     text = os.fspath(path)
@@ -39,9 +39,9 @@ def path_of(path: object, what: str = "the path") -> Path:
 
 
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
-    """Open a regular file for reading and return the descriptor. Never waits.
+    """Open a regular file for reading without blocking, and return the descriptor.
 
-    Raises `error` for a file that cannot be opened, for folders, FIFOs, devices, sockets, and links unless `follow`.
+    Raises `error` for a file that cannot be opened, a folder, FIFO, device or socket, and, unless `follow`, a symlink.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -54,7 +54,7 @@ def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow:
 
 
 def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
-    """Raise `error` if the path of a file to be written exists already and is no regular file."""
+    """Raise `error` if something other than a regular file exists at `path`, where a file is to be written."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise an error if no file can be made beside `path`. Makes and removes one, as permissions do not tell."""
+    """Raise an error if no file can be created in the folder of `path`. Creates and removes one to find out."""
     draft = draft_path(Path(path).absolute())
     try:
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -107,7 +107,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which takes the name `path` at the end of `with`, but not after an error or a crash."""
+    """Yield a temporary file; rename it to `path` at the end of `with`. An error or crash leaves `path` as it was."""
     check_target(path)
     sweep(path)
     draft = draft_path(path)
@@ -126,7 +126,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def lock(descriptor: int, path: Path) -> None:
-    """Lock a file that is being written. Raises `DataError` if another process has locked the file."""
+    """Lock an open file for writing. Raises `DataError` if another process has locked the file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -169,12 +169,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(name: str | Path, error: OSError) -> CapacityError:
-    """Return the error for a file that cannot be written."""
+    """Return the `CapacityError` for a file that cannot be written because of `error`."""
     return CapacityError(f"cannot write {named(name)}: {error.strerror}; free some space or name another place")
 
 
 def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
-    """Return the bytes of a checkpoint's file, or None without the file. Raises `ModelError` above `most` bytes."""
+    """Return the bytes of a checkpoint's file, None if it does not exist. Raises `ModelError` above `most` bytes."""
     if not os.path.lexists(path):
         return None
     with open(open_regular(path, ModelError), "rb") as file:
@@ -188,7 +188,7 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
 
 
 def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return the object in a checkpoint's JSON file, or an empty one without the file. Raises `ModelError`."""
+    """Return the JSON object in a checkpoint's file, {} if there is no file. Raises `ModelError` for other contents."""
     raw = read_file(path, most)
     if raw is None:
         return {}
@@ -212,7 +212,7 @@ def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
     Refuses a text with more than `most` values and names before parsing it, because each takes up to about 100 bytes of
     memory. With `unique`, refuses an object that has a name twice.
     """
-    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # one of these precedes each value but the first
+    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # each value and name but the first follows one of these
     if n_values > most:
         raise JsonError(f"more than {most} JSON values; expected far fewer")
     try:
@@ -225,7 +225,7 @@ def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
         raise JsonError(f"not valid JSON: byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise JsonError("not valid JSON: nested too deeply") from None
-    except ValueError:  # Python's own limit on the digits of a number
+    except ValueError:  # Python limits the digits of an integer
         raise JsonError("not valid JSON: a number of thousands of digits") from None
 
 

@@ -1,7 +1,7 @@
-"""Marks on the functions that take a run's time, and profiles that add up the times of marked calls.
+"""A profiler: the decorator `timed` marks functions, and a `Profile` adds up the times of calls of marked functions.
 
-A mark costs one comparison while no profile is taken. The marks are not ranges of `torch.profiler`, which cost ten
-times as much and need seconds to start.
+While no profile is taken, a marked call costs one more comparison. The marks are not ranges of `torch.profiler`, which
+would cost ten times as much and need seconds to start.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CATEGORIES = ("products", "attention", "selection", "cache", "norms", "activatio
 
 @dataclass
 class Profile:
-    """The profile of a run. `seconds` has the time of each of `CATEGORIES`, `calls` the number of marked calls.
+    """The profile of a run. `seconds` has the time of each of `CATEGORIES`; `calls` counts calls of `timed` functions.
 
-    The time of a marked call inside another one counts for the inner category alone. `read_bytes` counts the keys and
-    values that attention was given, each chosen chunk once a KV head and call, and the summaries and low-dim keys that
-    a selection compared. `attention_flops` is 4 · D for each pair of a query and a key that the query sees, where D is
-    the head dimension. The scores of a selection are not counted.
+    The time of a `timed` call inside another one counts for the inner call's category alone. `read_bytes` counts
+    the keys and values given to attention, each chosen chunk once per KV head and call, and the summaries and low-dim
+    keys that a selection scores. `attention_flops` is 4 · D for each pair of a query and a key that the query sees,
+    where D is the head dimension. The products that score chunks or tokens in a selection are not counted.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
@@ -46,7 +46,7 @@ class Profile:
 
 
 class _Clock:
-    """The clock of a profile: books the time of one thread for the category that is current."""
+    """A stopwatch for one profile and one thread, which adds the elapsed time to the current category."""
 
     def __init__(self, profile: Profile, n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> None:
         self.profile, self.n_kv_heads, self.chunk_size, self.wait = profile, n_kv_heads, chunk_size, wait
@@ -54,7 +54,7 @@ class _Clock:
         self.change(OTHER)
 
     def change(self, category: str) -> str:
-        """Book the time until now, and return the category that was current."""
+        """Add the time since the last change to the current category, switch to `category`, and return the old one."""
         self.wait()
         now, before = time.perf_counter(), self.current
         if before in self.profile.seconds:
@@ -64,7 +64,7 @@ class _Clock:
 
     @contextmanager
     def section(self, category: str) -> Iterator[None]:
-        """Book the time inside `with` for `category`."""
+        """Add the time inside `with` to `category`."""
         before = self.change(category)
         try:
             yield
@@ -72,22 +72,22 @@ class _Clock:
             self.change(before)
 
 
-_clock: _Clock | None = None  # the clock of the profile that is being taken
-_COUNTING = "counting"  # a category whose time is not booked
+_clock: _Clock | None = None  # the clock of the profile that is being taken, if any
+_COUNTING = "counting"  # the category of the profile's own counting, whose time is dropped
 _NOTHING = nullcontext()
 
 
 def section(category: str) -> AbstractContextManager[None]:
-    """Book the time inside `with` for `category`, if this thread is taking a profile."""
+    """Add the time inside `with` to `category` of the profile, if this thread is taking one."""
     clock = _clock
     return _NOTHING if clock is None or clock.thread != threading.get_ident() else clock.section(category)
 
 
-Count = Callable[..., None]  # a function of a clock, a marked function's result, and its arguments
+Count = Callable[..., None]  # takes the clock, a marked function's result, and that function's arguments
 
 
 def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a function: while a profile is taken, book its time for `category`, and count its work by `count`."""
+    """Return a decorator that adds a function's time to `category`, and its work by `count`, during a profile."""
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -110,7 +110,7 @@ def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]
 
 @contextmanager
 def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Iterator[Profile]:
-    """Profile this thread's work inside `with`; an outer profile pauses. `wait` waits for the devices."""
+    """Profile this thread's work inside `with`; an outer profile pauses. `wait` waits until all devices are idle."""
     global _clock
     profile, outer = Profile(), _clock
     _clock = clock = _Clock(profile, n_kv_heads, chunk_size, wait)
@@ -125,14 +125,14 @@ def count_dense(
     clock: _Clock, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None,
     turn: object = None,
 ) -> None:  # fmt: skip
-    """Count the reads and operations of a call of `Attention.dense`."""
+    """Add the bytes read and the FLOPs of a call of `Attention.dense` to the profile."""
     n_heads, n_queries, dim = q.shape
     clock.profile.read_bytes += k.nbytes + v.nbytes
     clock.profile.attention_flops += 4.0 * n_heads * dim * n_pairs(n_queries, k.shape[1], causal, window)
 
 
 def count_routed(clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, *_: Any) -> None:
-    """Count the reads and operations of a call of `Attention.routed`, which reads a chunk once a KV head."""
+    """Add the bytes read and the FLOPs of a call of `Attention.routed`, which reads a chosen chunk once per KV head."""
     chosen = chunk_ids.unflatten(0, (clock.n_kv_heads, -1)).flatten(1)  # [G, choices]
     n_different = sum(len(ids[ids >= 0].unique()) for ids in chosen)
     clock.profile.read_bytes += n_different * 2 * clock.chunk_size * q.shape[-1] * q.itemsize
@@ -140,12 +140,12 @@ def count_routed(clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, ch
 
 
 def count_compared(clock: _Clock, out: Tensor, *_: Any) -> None:
-    """Count the bytes of the method's state that a call returned."""
+    """Add the bytes of the method's state that a call returned, such as summaries, to the bytes read."""
     clock.profile.read_bytes += out.nbytes
 
 
 def n_pairs(n_queries: int, n_keys: int, causal: bool, window: int | None = None) -> int:
-    """Return the number of pairs of a query and a key that the query sees. The last query is at the last key.
+    """Return the number of pairs of a query and a key that the query sees. The last query and key are the same token's.
 
     Example: 2 queries over 5 keys have 10 pairs; 9 pairs if causal, and 6 with a window of 3.
     """

@@ -1,4 +1,4 @@
-"""Progress of long calls: a callback, or a bar on stderr."""
+"""Reports of the progress of long calls, to a callback or as a bar on stderr."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import NoReturn
 
 from lce.errors import UsageError, shown
 
-Progress = Callable[[int, int], None]  # takes the tokens done and all tokens; an exception in it ends the call
-StageProgress = Callable[[str, int, int], None]  # takes the stage, the units done and all units
+Progress = Callable[[int, int], None]  # called with the tokens done and the total; an exception in it ends the call
+StageProgress = Callable[[str, int, int], None]  # called with the stage's name, the units done and the total
 
 _silent = False
 
 
 def silence(silent: bool = True) -> None:
-    """Print no notices from now on; with `silent` False, print them again."""
+    """Make `notice` print nothing from now on; with `silent` False, make it print again."""
     global _silent
     _silent = silent
 
 
 def notice(text: str) -> None:
-    """Print one line on stderr that says what takes time."""
+    """Print on stderr a line that tells the user what takes time."""
     if not _silent:
         print(f"lce: {text}", file=sys.stderr)
 
 
 @contextmanager
 def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -> Iterator[Progress]:
-    """Yield the callback for a user's `progress=`. For True it draws a bar on stderr, in Jupyter a widget."""
+    """Yield the callback for a user's option `progress`. For True it draws a bar on stderr, or in Jupyter a widget."""
     check_progress(progress)
     if progress is not True:
         yield progress or (lambda done, total: None)
@@ -43,13 +43,13 @@ def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -
             drawn.update(done - drawn.n)
             if done >= total:
                 drawn.refresh()
-                drawn.close()  # later output starts on a new line
+                drawn.close()  # so that later output starts on a new line
 
         yield advance
 
 
 def stages(progress: StageProgress | bool | None) -> StageProgress:
-    """Return the callback for a user's `progress=` of work in stages. For True it draws a bar for each stage."""
+    """Return the callback for the option `progress` of a call with stages. For True it draws one bar per stage."""
     check_progress(progress)
     if progress is not True:
         return progress or (lambda stage, done, total: None)

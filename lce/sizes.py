@@ -15,7 +15,7 @@ MOST = 1 << 60  # larger counts are refused as mistakes
 
 
 def in_bytes(size: object, what: str) -> int:
-    """Read a size in bytes: `8 << 30`, "8GiB", "8GB" and "8G" are equal. A `UsageError` calls the size `what`."""
+    """Parse a size in bytes: `8 << 30`, "8GiB", "8GB" and "8G" are equal. Raises `UsageError`, naming it `what`."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(Fraction(match[1]) * _factor(match[2]))
@@ -26,7 +26,7 @@ def in_bytes(size: object, what: str) -> int:
 
 
 def count(value: object, what: str, least: int = 1, most: int = MOST) -> int:
-    """Read a number from `least` to `most`: `4096`, "4096" and "4k" are equal. A `UsageError` calls it `what`."""
+    """Parse a number from `least` to `most`: 4096, "4096" and "4k" are equal. Raises `UsageError`, naming it `what`."""
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
     number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
     if number is None:
@@ -44,7 +44,7 @@ def _factor(letter: str | None) -> int:
 
 
 def _whole(value: object) -> int | None:
-    """Return a whole number of any type, such as NumPy's, as an int. Return None for a truth value or another value."""
+    """Convert a whole number of any type, such as NumPy's, to an int. Return None for a bool or any other value."""
     if isinstance(value, bool | str):
         return None
     try:
@@ -60,7 +60,7 @@ def size_text(n_bytes: int) -> str:
 
 
 def enough_text(n_bytes: int) -> str:
-    """Return a size for an option, rounded up to a tenth of its unit: `enough_text(1537)` is "1.6KiB"."""
+    """Return a size as users type it in options, rounded up to a tenth of its unit: `enough_text(1537)` is "1.6KiB"."""
     power = _power(n_bytes)
     tenths = -(-10 * n_bytes // 1024**power)
     if tenths == 10 * 1024 and power + 1 < len(UNITS):
@@ -69,5 +69,5 @@ def enough_text(n_bytes: int) -> str:
 
 
 def _power(n_bytes: int) -> int:
-    """Return the index in `UNITS` of the largest unit up to `n_bytes`: 1, for KiB, from 1024 on."""
+    """Return the index in `UNITS` of the largest unit that is at most `n_bytes`. Example: 1 (KiB) for 1024 bytes."""
     return min(max(0, n_bytes.bit_length() - 1) // 10, len(UNITS) - 1)

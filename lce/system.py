@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # a larger limit is none: version 1 of control groups writes about 2^63 bytes for no limit
-_MEMORY_FILES = {  # by the version of control groups: files of limit and usage, and the prefix of names in memory.stat
+UNLIMITED = 1 << 60  # larger limits mean no limit, for which cgroup version 1 writes about 2^63 bytes
+_MEMORY_FILES = {  # by cgroup version: the file of the limit, the file of the usage, the prefix of names in memory.stat
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
@@ -35,12 +35,12 @@ MMAP_THRESHOLD = 32 << 20  # glibc gives a larger allocation its own mapping, an
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
-_threaded: set[int] = set()  # ids of those among this process and its ancestors that have used several threads
+_threaded: set[int] = set()  # the process ids of this process and its ancestors that have computed with several threads
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can be allocated on a device, with those that PyTorch holds unused; None if unknown."""
+    """Return the bytes that can be allocated on a device, including PyTorch's unused reserve; None if unknown."""
     if device.type == "cuda":
         import torch
 
@@ -50,7 +50,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def free_host_memory() -> int | None:
-    """Return the available bytes of memory, within the limits of control groups; None if unknown."""
+    """Return the available bytes of host memory, within the limits of this process' cgroups; None if unknown."""
     limits, available = [*_groups()], _numbers(MEMINFO).get("MemAvailable:")
     if available is not None:
         limits.append(available * 1024)
@@ -86,7 +86,7 @@ def memory_name(device: torch.device) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest parent that exists. Raises `OSError` if that is no folder."""
+    """Return the folder, or the nearest parent that exists. Raises `OSError` if what exists is no folder."""
     folder = folder.absolute()
     found = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     if not found.is_dir():
@@ -95,7 +95,7 @@ def _existing(folder: Path) -> Path:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process can use: those of its affinity, within the quotas of its control groups."""
+    """Return how many cores this process can use, by its CPU affinity and the quotas of its cgroups."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # only Linux has `sched_getaffinity`
@@ -104,7 +104,7 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int | None:
-    """Return a number of threads: torch's default, at most `usable_cores`; None if the environment sets a number."""
+    """Return the number of threads for torch: its default, at most `usable_cores`; None if the environment sets one."""
     if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         return None
     import torch
@@ -113,11 +113,11 @@ def default_threads() -> int | None:
 
 
 def wait_passively() -> None:
-    """Make threads that wait for others sleep soon instead of spinning. Call this before torch is loaded.
+    """Set the environment so that waiting OpenMP threads soon sleep instead of spinning. Call before torch is loaded.
 
-    OpenMP threads that wait for the slowest thread spin, on a busy machine even on the core that this thread needs.
-    They still spin for about 20 microseconds, because the kernels of a decode step follow each other faster than a
-    thread wakes up. Changes nothing if the environment has such a setting already.
+    By default, OpenMP threads that wait for the slowest thread spin, on a busy machine even on the core that it needs.
+    With the settings in `PASSIVE` they spin for about 20 microseconds: not less, because the kernels of a decode step
+    follow each other faster than a thread wakes up. If the environment has one of these settings, it stays as it is.
     """
     if not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
@@ -144,7 +144,7 @@ def uses_threads() -> None:
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the most bytes that this process has had in memory (`process`) and allocated on GPUs (`gpu`), if any."""
+    """Return the peak bytes of this process in memory (`process`) and, if it used GPUs, allocated on GPUs (`gpu`)."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     torch = sys.modules.get("torch")
@@ -154,7 +154,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def _groups() -> Iterator[int]:
-    """Yield the bytes of memory that each limit of this process' control groups leaves free."""
+    """Yield, for each memory limit of this process' cgroups, the bytes that the limit leaves free."""
     for folder, version in _folders("memory"):
         limit, usage, prefix = _MEMORY_FILES[version]
         bound, used = (_text(folder / name).strip() for name in (limit, usage))
@@ -165,18 +165,18 @@ def _groups() -> Iterator[int]:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the cores that each limit of this process' control groups allows, maybe a fraction."""
+    """Yield the number of cores, maybe a fraction, that each CPU quota of this process' cgroups allows."""
     for folder, version in _folders("cpu"):
         if version == 2:
             words = _text(folder / "cpu.max").split()
         else:
             words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-            yield int(words[0]) / int(words[1])  # "max" and -1, which stand for no limit, are no decimals
+            yield int(words[0]) / int(words[1])  # "max" and "-1" mean no quota; `isdecimal` is false for both
 
 
 def _folders(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folders, parents too, with a controller's limits for this process, and the control groups' version."""
+    """Yield each folder, parents too, with a cgroup controller's limits for this process, and the cgroup version."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
@@ -188,7 +188,7 @@ def _folders(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return by name the numbers in a file whose lines are a name and a number."""
+    """Return the numbers, by name, in a file with lines such as `MemAvailable: 123 kB`."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -214,7 +214,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what `keep_freed_memory` made glibc keep. Does nothing without glibc."""
+    """Return to the system the freed memory that `keep_freed_memory` made glibc keep. Does nothing without glibc."""
     malloc_trim = _glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

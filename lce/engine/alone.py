@@ -1,4 +1,4 @@
-"""The loop over one context: prefills in blocks, then decodes token by token, in passes of one lane."""
+"""The generation loop of one context: prefills the prompt in blocks, then decodes token by token."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Cancelled(Exception):
 
 @dataclass(eq=False)
 class Alone:
-    """Prefills and decodes one context at a time. The caller has reserved the context. Holds no state.
+    """A runner without state that prefills and decodes one context at a time. The caller holds the context's lock.
 
-    `device` is the first layer's. `tape` makes a recorder of decode steps; None records nothing.
+    `device` is the first layer's device. `tape` makes a recorder of CUDA graphs; if it is None, no step is recorded.
     """
 
     model: Model
@@ -41,14 +41,14 @@ class Alone:
     tape: Callable[[torch.device], CudaTape] | None
 
     def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
-        """Return the lane that appends `ids` to a context. The steps of a given `driver` are not recorded."""
+        """Return the `Lane`, a context's part in a pass, that appends `ids`. With `driver`, no step is recorded."""
         if self.tape is not None and context.graph is None:
             context.graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
         recorder = context.graph if driver is None else None
         return Lane(driver or self.driver, context.cache, context.rope, ids, recorder, ahead)
 
     def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None, ahead: bool = False) -> Lane:
-        """Append a block of tokens to a context, which keeps the logits after the block.
+        """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
 
         After an error or an interruption the cache has all tokens of the block or none.
         """
@@ -65,7 +65,7 @@ class Alone:
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
-        """Prefill the context's uncached tokens. If there are none and no logits, read the last token again."""
+        """Prefill the uncached tokens. If all are cached but the last token's logits are unknown, prefill it again."""
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for ids in blocks(context.uncached, self.block, progress):
@@ -76,11 +76,11 @@ class Alone:
     ) -> Iterator[Piece]:
         """Prefill the prompt `ids` after a context's tokens, then yield the answer's text until `flag` is set.
 
-        If prefill does not complete, the context is as before. If decode fails, the context keeps the answer's tokens
-        so far, which are those of `result`; with `undo` it is as before.
+        If prefill does not complete, the context goes back to its state before the call. If decode fails, the context
+        keeps the answer's tokens so far, which `result` has too; with `undo` the context goes back.
         """
         stats, started, mark = result.stats, time.perf_counter(), context.mark()
-        said: int | None = None  # the number of tokens before the answer
+        said: int | None = None  # the number of the context's tokens before the answer; None during prefill
         try:
             stats.prompt_tokens, stats.read_before = len(ids), len(context)
             context.token_ids.extend(ids)
@@ -117,7 +117,7 @@ class Alone:
 
 
 def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
-    """Yield `ids` in blocks, and call `progress` after each. `done` tokens before the first block count as read."""
+    """Yield `ids` in blocks, and call `progress` after each. Progress counts from `done`, the tokens read before."""
     for start in range(0, len(ids), block):
         part = ids[start : start + block]
         yield part

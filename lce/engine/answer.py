@@ -1,4 +1,4 @@
-"""From logits to the tokens and the text of an answer. A piece of text is final when it is returned."""
+"""Turns logits into the tokens and the text of an answer. Later tokens never change text that was returned."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lce.tokenizer.tokenizer import Tokenizer
 
 @dataclass
 class Stats:
-    """The figures of one call.
+    """The token counts, times and memory of one call that generates or prefills.
 
     `prompt_tokens` counts the tokens of the call's prompt, `read_before` those that the context had before the call.
     `first_token_s` is the time from the beginning of the call to the first token, `decode_s` the time after that token.
-    `memory` has the cache's bytes by tier, `traffic` what its tiers have copied so far.
+    `memory` has the cache's bytes by tier (device, host, disk), `traffic` each tier's hits, misses and copied bytes.
     """
 
     prompt_tokens: int = 0
@@ -34,18 +34,18 @@ class Stats:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """The prompt tokens a second; 0 if nothing was prefilled."""
+        """The prompt tokens per second; 0 if nothing was prefilled."""
         return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """The generated tokens a second after the first token; 0 for fewer than two tokens."""
+        """The generated tokens per second after the first token; 0 for fewer than two tokens."""
         return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probabilities of a drawn token and of the `top` likeliest tokens, at temperature 1 and before filters."""
+    """A drawn token's log-probability, and `top`: `(id, logprob)` of the likeliest, before temperature and filters."""
 
     token_id: int
     logprob: float
@@ -56,7 +56,7 @@ class TokenLogprobs:
 class Generation:
     """A generated `text`, its `token_ids`, and the figures in `stats`.
 
-    `finish_reason` says why the text ended: `stop` for an end token or a stop string, `length` for `max_tokens`,
+    `finish_reason` says why the text ended: `stop` for an end token or the option `stop`, `length` for `max_tokens`,
     `cancelled` for a stream that was ended early. It is empty until the text ends. `logprobs`, if requested, has an
     entry for each token. `warning` says that the text became longer than the method can read.
     """
@@ -103,15 +103,15 @@ class Answer:
 
     @property
     def ahead(self) -> bool:
-        """Whether the step of the next token may be launched early: sampling is greedy, and a step will follow."""
+        """Whether the next step may be launched before the host knows its token: sampling is greedy, a step follows."""
         options = self.options
         plain = options.sampling.temperature == 0 and options.logprobs is None
         return plain and len(self.result.token_ids) + 1 < options.max_tokens
 
     def take(self, logits: Tensor, likeliest: int | None = None) -> str:
-        """Draw a token under `logits [vocab]`, and return the text that is now final.
+        """Draw a token from `logits [vocab]`, and return the new text that later tokens cannot change.
 
-        `likeliest` is the token with the largest of the logits, if known. A call that fails changes nothing.
+        `likeliest` is the argmax of the logits, if known. A call that fails changes nothing.
         """
         options, result, stats, stop = self.options, self.result, self.result.stats, self.options.sampling.stop
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
@@ -160,7 +160,7 @@ def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
 class StopWatch:
     """A filter that holds back text which may begin a stop string, and ends the text at the first complete one.
 
-    The first stop string is the one whose last character comes first; of several, the longest. So the result does not
+    The first stop string is the one that ends first; of several that end there, the longest. So the result does not
     depend on how the text is cut into tokens. Example: with stops `abc` and `b`, the text `abc` ends before its `b`.
     """
 
@@ -188,5 +188,5 @@ class StopWatch:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`, but not all of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

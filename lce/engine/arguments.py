@@ -1,4 +1,4 @@
-"""Checks of callers' arguments. Each check returns a value of one type, or raises `UsageError` with one line."""
+"""Checks of users' arguments. A check returns a value of one type, or raises `UsageError` with a one-line message."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class GenerationOptions(TypedDict, total=False):
 
     max_tokens: int | str  # the most tokens to generate: 256 by default; "1k" is 1024
     context: Context | None  # the context to continue; None: a new context
-    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; the six knobs below override its knobs
+    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; `temperature` to `stop` below override its fields
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int | None
     stop: str | Sequence[str] | Callable[[str], object] | None
-    logprobs: int | None  # the number of likeliest tokens whose log-probabilities are recorded beside each token's own
-    progress: Progress | bool | None  # True for a bar of the prefill, or a function of the tokens done and of all
+    logprobs: int | None  # record log-probabilities: each token's own, and those of this many likeliest tokens
+    progress: Progress | bool | None  # of prefill: True for a bar, or a function of the tokens done and the total
 
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
@@ -55,7 +55,7 @@ SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 @dataclass(frozen=True)
 class Options:
-    """`GenerationOptions` after their checks, except that of the context, which only its engine can check."""
+    """Checked `GenerationOptions`. Only `context` is not checked yet, because its check needs the engine."""
 
     max_tokens: int = 256
     context: Context | None = None
@@ -78,14 +78,14 @@ def generation_options(given: Mapping[str, Any]) -> Options:
 
 
 def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> None:
-    """Raise `UsageError` if a name in `given` is not among the `valid` names of `what`."""
+    """Raise `UsageError` if a key of `given` is not in `valid`. `what` tells in the message what a key is."""
     unknown = next((name for name in given if name not in valid), None)
     if unknown is not None:
         raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}")
 
 
 def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
-    """Return `sampling` (a `Sampling`, a mapping, or None for the default) with `knobs` changed."""
+    """Return a `Sampling` from a user's `sampling` (a `Sampling`, a mapping, or None: greedy), changed by `knobs`."""
     if isinstance(sampling, Mapping):
         check_names(sampling, SAMPLING, "knob of sampling")
         sampling = Sampling(**sampling)
@@ -102,7 +102,7 @@ def are_many(prompt: object) -> bool:
 
 
 def ids_of(prompt: object, vocab_size: int) -> list[int]:
-    """Return a prompt of token ids: integers in a sequence, an array or a tensor. Refuses ids beyond the vocabulary."""
+    """Convert a sequence, an array or a tensor of token ids to a list. Refuses ids that are not in the vocabulary."""
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise UsageError("the prompt is bytes; expected text or token ids: decode it, as prompt.decode() does")
     if isinstance(prompt, Tensor | np.ndarray):
@@ -122,12 +122,12 @@ def ids_of(prompt: object, vocab_size: int) -> list[int]:
 
 
 def sized(value: object, what: str, least: int) -> int | None:
-    """Return `value` as a number of tokens, or None. Raises `UsageError` below `least`."""
+    """Return a user's number of tokens as an int, or None for None. Raises `UsageError` below `least`."""
     return None if value is None else count(value, what, least)
 
 
 def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str | Path | None) -> Budgets:
-    """Return budgets from a user's sizes. Raises `UsageError` for text that is no size."""
+    """Return the cache's memory budgets from a user's sizes. Raises `UsageError` for text that is no size."""
     return Budgets(
         None if device is None else in_bytes(device, "kv_device_budget"),
         None if host is None else in_bytes(host, "kv_host_budget"),
@@ -136,7 +136,7 @@ def budgets_of(device: int | str | None, host: int | str | None, spill_dir: str 
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
-    """Return the dtype that a user names; for "auto" call `own`, which returns the checkpoint's."""
+    """Return the dtype that a user names. For "auto" or None, return `own()`, the checkpoint's dtype."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return own()
     if isinstance(name, torch.dtype) and name in DTYPES.values():

@@ -1,4 +1,4 @@
-"""Conversations with a model. A context holds the history, so each turn reads only new tokens."""
+"""Conversations with a model. A context holds the history, so each turn prefills only new tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lce.tokenizer.chat import ChatText
 if TYPE_CHECKING:
     from lce.engine.engine import Engine
 
-_SAID = "This is what was said before."  # a message that stands for tokens of a context whose messages are unknown
+_SAID = "This is what was said before."  # stands for the text of a given context, whose messages are unknown
 
 
 @dataclass(frozen=True)
 class _Turn:
     """A turn of a conversation: the new messages `asked`, and the answer's `stream`.
 
-    `chat` is the template's text up to the answer, which takes `n_asked` tokens of the context.
+    `chat` is the chat template's text of all messages up to the answer: the first `n_asked` tokens of the context.
     """
 
     asked: list[dict[str, str]]
@@ -44,10 +44,10 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Past:
-    """The history that a conversation's context holds. A conversation replaces the whole object, so Ctrl-C is harmless.
+    """The history of a conversation. It is replaced as a whole, so that Ctrl-C cannot leave it half changed.
 
-    `text` is the template's text of the `messages`. Each of `marks` pairs a number of characters of `text` with the
-    number of the context's tokens up to there. `turn` is the last turn, until its messages are among `messages`.
+    `text` is the chat template's text of `messages`. Each of `marks` pairs a number of characters at the beginning of
+    `text` with the number of context tokens that hold them. `turn` is the last turn, until `messages` has its messages.
     """
 
     messages: Sequence[dict[str, str]]
@@ -57,22 +57,22 @@ class _Past:
 
 
 class Conversation(Unique):
-    """A chat with a model. The history is a context, so a turn reads only the new messages.
+    """A chat with a model. The history is a context, so a turn prefills only the new messages.
 
         conversation = engine.conversation(system="Be brief.")
         print(conversation.ask("What is a llama?").text)
         for piece in conversation.stream("And an alpaca?"):
             print(piece.text, end="")
 
-    For every turn the template writes all messages anew. If the new text differs from the text of the turn before
-    (Qwen3's template leaves out earlier thoughts), the context is truncated to where the two texts agree, or to the
-    nearest earlier token to which the method's state can go back, and the rest is read. `tokens_read` says how many
-    tokens the last turn had to read. The white space around an answer stays as the model wrote it.
+    For every turn the chat template formats all messages again. If the new text does not continue the old text (Qwen3's
+    template leaves out earlier thoughts), the context is truncated to the common prefix of the two texts, or to the
+    nearest earlier token to which the method's state can go back, and the rest is prefilled. `tokens_read` says how
+    many tokens the last turn prefilled. The white space around an answer stays as the model wrote it.
 
-    With `context` the conversation continues a context, such as a saved chat or a document: the template writes the new
-    messages as if they followed an answer.
+    With `context` the conversation continues a context, such as a saved chat or a document: the chat template formats
+    the new messages as if they followed an answer.
 
-    One call at a time may use a conversation. A new turn ends an open stream of the last turn, whose text so far stays.
+    One call at a time may use a conversation. A new turn ends the last turn's stream, if open; its text so far stays.
     """
 
     instead = "save it, or make another one and give it the messages"
@@ -85,7 +85,7 @@ class Conversation(Unique):
         self.context = context  # None before the first turn
         self.tokens_read = 0
         self._length = count(length, "length", least=0)
-        self._before = [] if context is None else list(context.token_ids)  # tokens that no message stands for
+        self._before = [] if context is None else list(context.token_ids)  # the tokens of the given context
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
         engine.tokenizer.require_chat()
@@ -99,7 +99,7 @@ class Conversation(Unique):
         return [dict(message) for message in (*self._past.messages, *(turn.messages if turn else ()))]
 
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
-        """Answer a user's message, or several messages. Takes the options of `Engine.generate` except `context`."""
+        """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`."""
         return self.stream(message, **options).finish()
 
     def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
@@ -131,7 +131,7 @@ class Conversation(Unique):
             self.context = None
 
     def save(self, path: str | Path) -> None:
-        """Save the context; `engine.conversation(context=engine.open_context(path))` continues it."""
+        """Save the context; `engine.conversation(context=engine.open_context(path))` continues the chat."""
         self._settle()
         if self.context is None or not len(self.context):
             raise UsageError("the conversation is empty; ask something before it is saved")
@@ -146,16 +146,16 @@ class Conversation(Unique):
         assert self.context is not None
         said, result = turn.messages, turn.stream.result
         if not said:
-            self._past = replace(past, turn=None)  # `_fit` finds out which of the new messages the context holds
+            self._past = replace(past, turn=None)  # `_fit` finds out which of the new tokens the context holds
             return
         text, marks = turn.chat.text + result.text, [*past.marks, (len(turn.chat.text), turn.n_asked)]
-        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # else a stop string was cut off
+        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # False if a stop string was cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
         self._past = _Past([*past.messages, *said], text, marks)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
-        """Return the template's text of the messages, which follows the tokens that no message stands for."""
+        """Return the chat template's text of the messages, as a continuation of the context given at first, if any."""
         tokenizer = self.engine.tokenizer
         if not self._before:
             return tokenizer.render_chat(messages)
@@ -170,14 +170,14 @@ class Conversation(Unique):
         return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
 
     def _fit(self, chat: ChatText) -> list[int]:
-        """Truncate the context to the tokens that agree with `chat`; return the ids that are to be read next."""
+        """Truncate the context to the tokens that agree with the text `chat`; return the ids to prefill after them."""
         past = self._past
         n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
         marks = [mark for mark in past.marks if mark[0] <= n_same and mark[1] <= n_held]
         marks += self._mark_of_answer(chat.text, n_same)
         n_chars, n_tokens = marks[-1] if marks else (0, 0)
         ids = self.engine.tokenizer.encode_parts(chat, n_chars)
-        if not marks:  # the context lacks even the tokens that it began with
+        if not marks:  # the context lost even the tokens of the context given at first
             ids = [*self._before, *ids]
         self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))])
         if self.context is None:
@@ -191,7 +191,7 @@ class Conversation(Unique):
         return wanted[n_kept:]
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
-        """Return the mark after the last answer if `text` has that answer with other white space around it."""
+        """Return the mark at the end of the last answer if `text` has this answer with other white space around it."""
         past = self._past
         if self.context is None or len(past.marks) < 3 or past.marks[-1][1] != len(self.context):
             return []
@@ -203,7 +203,7 @@ class Conversation(Unique):
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the longest common beginning of two sequences."""
+    """Return the length of the longest common prefix of two sequences."""
     n = min(len(one), len(other))
     same = one[:n] == other[:n]  # one comparison of slices is faster than one for each item
     return n if same else next(i for i in range(n) if one[i] != other[i])

@@ -40,12 +40,13 @@ class Unique:
 
 
 class Context(Unique):
-    """A prefilled sequence that can be asked, forked and saved.
+    """A prefilled sequence of tokens that can be continued, forked and saved.
 
     `token_ids` is the whole sequence; the cache may lack the last token of an answer, which is prefilled with the next
-    tokens. Asking a context adds the question and the answer; ask a `fork` to leave the context as it is. One call at a
-    time may use a context; different contexts of one engine may be used from different threads. `announced` is the
-    announced number of tokens; some RoPE scalings depend on it. `source` names the file that was opened.
+    tokens. `Engine.generate` appends prompt and answer to a given `context`: give a `fork` to keep the original.
+    One call at a time may use a context; different contexts of one engine may be used from different threads.
+    `announced` is the final number of tokens that `length` announced; some RoPE scalings depend on it. `source` names
+    the file from which the context was opened.
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.
@@ -62,7 +63,7 @@ class Context(Unique):
         self.token_ids = list(data.token_ids)
         self.announced = data.announced
         self.source = data.source
-        self._last = data.cache.length, data.logits  # a cache length, and the logits after its last token
+        self._last = data.cache.length, data.logits  # a number of cached tokens, and the logits after them
         self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
         self._lock = Lock()  # the call or stream that uses the context holds this lock
 
@@ -77,7 +78,7 @@ class Context(Unique):
 
     @property
     def cache(self) -> KVCache:
-        """The keys and values. Raises `UsageError` for a context that was closed."""
+        """The cache of keys and values. Raises `UsageError` for a context that was closed."""
         if self._cache is None:
             raise UsageError("this context was closed; prefill its text again, or open its file")
         return self._cache
@@ -89,7 +90,7 @@ class Context(Unique):
         return logits if length == self.cache.length else None
 
     def keep(self, lane: Lane) -> None:
-        """Take over the logits of a lane if it ends at the last token in the cache."""
+        """Store the logits of a lane, this context's part in a pass, if the cache ends with the lane's last token."""
         if lane.logits is not None and lane.stop == self.cache.length:
             self._last = (lane.stop, lane.logits)
 
@@ -100,7 +101,7 @@ class Context(Unique):
 
     @property
     def data(self) -> ContextData:
-        """The parts of the context, for a file or a fork."""
+        """The parts from which a file or a fork of the context is made."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
     def hold(self) -> Lock:
@@ -119,11 +120,11 @@ class Context(Unique):
             return Context(replace(self.data, cache=self.cache.fork()), self.rope, self.identity)
 
     def truncate(self, n_tokens: int) -> None:
-        """Go back to the first `n_tokens` tokens. Raises `UsageError` for more than there are.
+        """Drop all tokens after the first `n_tokens`. Raises `UsageError` if the context has fewer.
 
-        The next call that uses the context reads its last token again, because the logits after it were not kept. More
-        tokens are read again if the method's state cannot go back to exactly `n_tokens`: at most those of an open
-        chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`, in other blocks than at first.
+        The next call prefills the last remaining token again, because the logits after it were not kept. More tokens
+        are prefilled again if the method's state cannot go back to exactly `n_tokens`: at most those of an incomplete
+        chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. Blocks may begin at other tokens.
         """
         with self.hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
@@ -131,7 +132,7 @@ class Context(Unique):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
-            del self.token_ids[n_tokens:]  # last, because tokens that the cache lacks are read again
+            del self.token_ids[n_tokens:]  # last: after an interruption before this line, tokens are read again
 
     def close(self) -> None:
         """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""

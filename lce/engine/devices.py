@@ -1,7 +1,7 @@
-"""The devices that a user names, and the layers of a model that each of several GPUs gets.
+"""The devices that a user names, and the division of a model's layers among several GPUs.
 
-Each device has consecutive layers, so that hidden states move once between two devices. The embedding is on the first
-layer's device, the head on the last layer's. Several devices hold more than one, but work one after the other.
+Each GPU has consecutive layers, so that hidden states move once from one GPU to the next. The embedding is on the first
+layer's GPU, the head on the last layer's. Several GPUs have more memory than one, but compute one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lce import system
 from lce.errors import UsageError, shown
 
 EXPECTED = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
-Borders = tuple[tuple[int, torch.device], ...]  # the first layer of each further device, with the device
+Borders = tuple[tuple[int, torch.device], ...]  # (first layer, device) of each device except the first
 
 
 def devices_of(name: object) -> tuple[torch.device, ...]:
@@ -58,9 +58,9 @@ def device_of(name: object) -> torch.device:
 
 
 def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
-    """Return the borders of `n_layers` layers on several devices, by their free memory: see `counts_of`.
+    """Divide `n_layers` layers among devices by their free memory (see `counts_of`), and return the borders.
 
-    One device has no borders. `sizes` are the weights' bytes, by our names. A tied head has a copy on the last device.
+    One device has no borders. `sizes` are the weights' bytes by lce's names. A tied head is copied to the last device.
     """
     if len(devices) == 1:
         return ()
@@ -74,10 +74,10 @@ def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[st
 
 
 def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
-    """Return how many layers each device gets, one or more, by its free bytes.
+    """Return how many layers each device gets, one or more, given the `free` bytes of each device.
 
-    The smallest memory per layer bounds the length of contexts, and is made as large as possible: each next layer goes
-    to the device that would then have the most memory per layer. Example: 7 layers on 40, 40 and 20 GiB are 3, 3 and 1.
+    The least memory per layer on any device bounds the length of contexts, so it is maximised: each next layer goes to
+    the device that would then have the most memory per layer. Example: 40, 40 and 20 GiB get 3, 3 and 1 of 7 layers.
     """
     counts = [1] * len(free)
     for _ in range(n_layers - len(free)):

@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 
 class Engine(Unique):
-    """A model with a method: prefills and generates. Never changes: all state is in contexts.
+    """A model with an attention method. An engine prefills and generates, and never changes: all state is in contexts.
 
-    `method` has every knob filled in. `window`, `rope`, `block`, `dtype` and `weights` (the scheme of rounded weights)
-    are options of `lce.load`. `device` is the first layer's device. `tokenizer` turns text into token ids and back.
+    `method` has every knob filled in. `window`, `rope`, `block`, `dtype` and `weights` (a quantisation scheme or None)
+    follow from `lce.load`'s options. `device` is the first layer's device. `tokenizer` turns text into ids and back.
     """
 
     instead = "load the model again in the other process, and hand over contexts as files"
@@ -104,12 +104,12 @@ class Engine(Unique):
 
         Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords (`temperature`, `top_k`,
         `top_p`, `min_p`, `seed`, `stop`) or `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each
-        token and of the k likeliest, and `progress`: True for a bar, or a function of the tokens done and all tokens.
+        token and of the k likeliest, and `progress`: True for a bar, or a function of the tokens done and the total.
 
-        A list of prompts gives a list of results. The prompts are read one after the other, each on its own fork of
+        A list of prompts gives a list of results. The prompts are answered one after the other, each on its own fork of
         `context`, if given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError`
-        before any work if the prompt and `max_tokens` more tokens cannot fit. Warns by `WindowWarning` of a text that
-        the method cannot read. After any error or Ctrl-C, `context` is as it was before.
+        before any work if memory cannot hold the prompt and `max_tokens` more tokens. Warns by `WindowWarning` if the
+        text is longer than the method can read. After any error or Ctrl-C, `context` is as it was before.
         """
         checked, many = self._options(options), are_many(prompt)
         all_ids = [self._ids(each, checked.context) for each in (prompt if many else [prompt])]
@@ -122,11 +122,11 @@ class Engine(Unique):
         return found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
-        """Generate text piece by piece. Work starts at the first `next`; `.result` has the figures.
+        """Return a stream that generates text piece by piece from its first `next` on; `stream.result` has the figures.
 
-        If prefill fails, or is interrupted or cancelled, `context` is as it was before. After prefill, the answer so
-        far stays in `context`. No other call may use `context` until the stream ends. Any thread may end the stream
-        early: see `Stream.cancel` and `Stream.close`.
+        If prefill fails, or is interrupted or cancelled, `context` is as it was before. Once prefill is complete, the
+        answer so far stays in `context`. No other call may use `context` until the stream ends. Any thread may end the
+        stream early: see `Stream.cancel` and `Stream.close`.
         """
         checked = self._options(options)
         return self._stream(self._ids(prompt, checked.context), checked, CancelFlag())
@@ -148,7 +148,7 @@ class Engine(Unique):
     def _pieces(
         self, ids: list[int], options: Options, result: Generation, flag: CancelFlag, undo: bool
     ) -> Generator[Piece, None, None]:
-        """Yield the pieces of a generation. With `undo`, a generation that fails leaves nothing in the context."""
+        """Generate, and yield the text in pieces. With `undo`, a failed generation leaves nothing in the context."""
         n_new = len(ids) + options.max_tokens
         if flag.is_set:
             return
@@ -166,10 +166,10 @@ class Engine(Unique):
         self, document: Prompt, *, context: Context | None = None, length: int | str | None = None,
         progress: Progress | bool | None = None,
     ) -> Context:  # fmt: skip
-        """Prefill a document and return its context, by default a new one.
+        """Append a document to `context`, or to a new context, by prefilling the document; return the context.
 
         `length` announces how many tokens the context will have in the end. Raises `UsageError` for an unusable
-        document, and `CapacityError` before any work if it cannot fit. After an error `context` is as it was before.
+        document, and `CapacityError` before any work if memory is too small. After an error `context` is unchanged.
         """
         announced = 0 if length is None else count(length, "length", least=0)
         ids = self._ids(document, self._own(context))
@@ -183,7 +183,7 @@ class Engine(Unique):
         return self._appended(context, len(ids), announced, read)
 
     def _appended(self, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:
-        """Call `work`, which appends `n_new` tokens to a context, by default a new one. Undo all after an error."""
+        """Call `work`, which appends `n_new` tokens, on `context` or a new context. Undo all changes after an error."""
         held = self.new_context(max(n_new, announced)) if context is None else context
         with held.hold():
             self._warn(len(held) + n_new)
@@ -213,11 +213,11 @@ class Engine(Unique):
     ) -> TokenScores:  # fmt: skip
         """Return the log-probability of each token from `first` on, given all tokens before it.
 
-        The tokens are appended to `context`, if given. `first` is 1 by default, because nothing comes before the first
-        token, and 0 behind a `context`. Only a slice of the text has its logits in memory at a time, and tokens before
-        `first` cost no logits. After any error or Ctrl-C, `context` is as it was before.
+        The tokens are appended to `context`, if given. By default `first` is 0 after a `context` that has tokens, and
+        otherwise 1, because nothing precedes the first token. Logits are in memory for one slice of the text at a time,
+        and are not computed for tokens before `first`. After any error or Ctrl-C, `context` is as it was before.
 
-        Example: `engine.score(ids).logprobs.sum()` is the log-probability of a text whose first token is given.
+        Example: `engine.score(ids).logprobs.sum()` is the log-probability of a text, given its first token.
         """
         ids, before = self._ids(token_ids, self._own(context)), 0 if context is None else len(context)
         least = 0 if before else 1
@@ -243,9 +243,9 @@ class Engine(Unique):
 
     @torch.inference_mode()
     def trace(self, token_ids: Prompt, *, scores: bool = False) -> Trace:
-        """Return the chunks that each head of each layer chose for each token, with scores and ranks.
+        """Prefill a text; return the chunks that each head of each layer chose for each token, with scores and ranks.
 
-        With `scores`, the trace has the scores of all M chunks too: N · M numbers a layer and head for N tokens.
+        With `scores`, the trace also has the scores of all M chunks: N · M numbers per layer and head for N tokens.
         """
         if not isinstance(scores, bool):
             raise UsageError(f"scores is {shown(scores)}; expected True or False")
@@ -262,13 +262,13 @@ class Engine(Unique):
         self, document: Prompt, path: str | Path, *, context: Context | None = None, length: int | str | None = None,
         checkpoint_every: int | str | None = None, progress: Progress | bool | None = None,
     ) -> Stats:  # fmt: skip
-        """Prefill a document into a context file, after a copy of `context`; return the figures of this call.
+        """Prefill a document into the context file `path`, after a copy of `context` if given; return `Stats`.
 
         Keys and values beyond the memory budget go straight to the file and are written once. `checkpoint_every` is the
         number of tokens between checkpoints: an interrupted call that is repeated resumes at the last one. `length`
-        announces how many tokens the context will have in the end; with a `context`, that context's own announcement
-        counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Raises `DataError`
-        if `path` is the unfinished prefill of another text or engine, `CapacityError` if disk or memory is too small.
+        announces how many tokens the context will have in the end; with a `context`, the length announced for
+        `context` counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Raises
+        `DataError` if `path` is the unfinished prefill of another text or engine, `CapacityError` if space is short.
         """
         every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
         target, ids = path_of(path), self._ids(document, self._own(context))
@@ -316,7 +316,7 @@ class Engine(Unique):
         return Context(data, self.rope_of(data.announced), self.identity)
 
     def _reserve(self, cache: KVCache, length: int) -> None:
-        """Promise and reserve memory for `length` tokens of a cache. Raises `CapacityError` if they cannot fit."""
+        """Reserve memory for `length` tokens of a cache, if `ALLOWANCE` has enough. Raises `CapacityError` if not."""
         before = ALLOWANCE.promised(cache)
         ALLOWANCE.promise(cache, length)
         try:
@@ -326,7 +326,7 @@ class Engine(Unique):
             raise
 
     def rope_of(self, length: int) -> Rope:
-        """Return the rotation for a context that is announced to have `length` tokens in the end."""
+        """Return the RoPE of a context that is announced to have `length` tokens in the end."""
         return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
 
     def _hidden(self, context: Context, ids: Sequence[int]) -> Tensor:
@@ -343,7 +343,7 @@ class Engine(Unique):
         return options
 
     def _own(self, context: object) -> Context | None:
-        """Return a context of this engine, or None. Refuses others, whose keys may be rotated in another way."""
+        """Return a context of this engine, or None. Raises `UsageError` for another engine's context."""
         if context is None:
             return None
         if not isinstance(context, Context):
@@ -365,7 +365,7 @@ class Engine(Unique):
     def conversation(
         self, system: str | None = None, *, context: Context | None = None, length: int | str = 0
     ) -> Conversation:
-        """Begin a chat whose turns read only new tokens. `system` is the text of a system message.
+        """Begin a chat whose turns prefill only new tokens. `system` is the text of a system message.
 
         With `context` the chat continues that context. `length` announces how many tokens the chat will have in the
         end. Raises `ModelError` if the model has no chat template.
@@ -375,7 +375,7 @@ class Engine(Unique):
     def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
         """Answer a list of messages `{"role": ..., "content": ...}`, or one user's message given as a text.
 
-        Takes the options of `generate`. With `context` the template writes the messages as if they followed an answer.
+        Takes the options of `generate`. With `context`, the messages are formatted as if they followed an answer.
         Raises `ModelError` if the model has no chat template, and `DataError` for messages that the template refuses.
         """
         return self.chat_stream(messages, **options).finish()

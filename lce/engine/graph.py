@@ -1,9 +1,9 @@
-"""Decode on a GPU as one CUDA graph: the step of a token is recorded once and replayed for the tokens after it.
+"""Decode steps on a GPU as CUDA graphs: the step of one token is recorded once and replayed for later tokens.
 
-A step has some hundred kernels, and launching them one by one takes longer than running them; a graph is one launch.
+A step has hundreds of kernels, and launching them one by one takes longer than running them; a graph is one launch.
 Everything that changes from token to token is on the device: the token, its index, and what the method computes from
-the index (`lce.methods.step.DeviceStep`). The step is recorded anew when the cache memory that it reads and writes
-moves, and when the text passes the bound for which the step was recorded.
+the index (`lce.methods.step.DeviceStep`). The step is recorded again when the tensors of the cache are replaced by
+larger ones, and when the text exceeds the length (`bound`) for which the step was recorded.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
 after the committed tokens, so it can be dropped if the text ends or continues with another token.
@@ -32,7 +32,7 @@ from lce.models.rope import Rope
 
 Work = Callable[[], None]
 
-_pauses: set[object] = set()  # one object for each `one_by_one` that is active
+_pauses: set[object] = set()  # one object per active `one_by_one`; unless empty, nothing is recorded
 _capturing = Lock()  # held by the thread that records: one thread may record at a time
 _failed: list[object] = []  # graphs whose capture failed, kept because PyTorch's allocator may still refer to them
 
@@ -49,14 +49,14 @@ def one_by_one() -> Iterator[None]:
 
 
 class CudaTape:
-    """Records work on a device as CUDA graphs."""
+    """A recorder of work on a device as CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Work) -> None:
-        """Do the work once, so that all its kernels are compiled and loaded before the work is recorded."""
+        """Run `work` once, so that all its kernels are compiled and loaded before `work` is recorded."""
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
         try:
@@ -66,7 +66,7 @@ class CudaTape:
             here.wait_stream(self.stream)
 
     def record(self, work: Work) -> Work:
-        """Record the work without doing it; return a function that does it. Raises `RuntimeError` if this fails."""
+        """Record `work` without running it; return a function that replays it. Raises `RuntimeError` on failure."""
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
@@ -81,7 +81,7 @@ class CudaTape:
         return graph.replay
 
     def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Return a function that waits for the work launched so far, and returns the numbers that this work left."""
+        """Return a function that waits for the work launched so far, and then returns the contents of `numbers`."""
         held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         held.copy_(numbers, non_blocking=True)
         done = torch.cuda.Event()
@@ -97,10 +97,10 @@ class CudaTape:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launched step of the token at index `start`.
+    """A decode step that was launched, for the token at index `start`.
 
-    The step writes to `layers`, and gives `logits [vocab]` float32. `read` waits for the step, and returns the
-    likeliest next token and 1 if all logits are finite, else 0.
+    The step writes the cache's `layers`, and gives `logits [vocab]` float32. `read` waits for the step, and returns two
+    numbers: the likeliest next token, and 1 if all logits are finite, else 0.
     """
 
     start: int
@@ -111,9 +111,9 @@ class Launched:
 
 @dataclass(eq=False)
 class Recording:
-    """A step for texts up to `bound` tokens: `work` does the step, and so does `replay`, once recorded.
+    """A decode step for texts up to `bound` tokens: `work` runs it kernel by kernel, `replay` as a CUDA graph.
 
-    `memory` refers weakly to the tensors of the step, which a growing cache frees. `warm` says that `work` has run.
+    `memory` refers weakly to the step's cache tensors, which a growing cache frees. `warm` says that `work` has run.
     """
 
     bound: int
@@ -126,7 +126,7 @@ class Recording:
 class DecodeGraph:
     """The recorded decode steps of one context, which owns this object.
 
-    The graph's own memory holds the temporary tensors of one step. `refused` says why nothing is recorded, if so.
+    The graph's own memory holds the temporary tensors of one step. `refused` says why steps cannot be recorded, if so.
     """
 
     def __init__(self, model: Model, driver: Driver, device: torch.device, tape: CudaTape) -> None:
@@ -139,12 +139,12 @@ class DecodeGraph:
         self.refused = ""
         self.n_recorded = self.n_replayed = 0
         self._recording: Recording | None = None
-        self._early: tuple[Launched, int] | None = None  # the step launched early, and its token
+        self._early: tuple[Launched, int] | None = None  # the step launched early, if any, and its token
 
     def append(self, lane: Lane) -> bool:
-        """Append the lane's token by a recorded step, and set the lane's logits and likeliest next token.
+        """Append the token of `lane`, a context's part in a pass, by a recorded step; set its `logits` and `likeliest`.
 
-        Returns False, and appends nothing, if this pass must run kernel by kernel. If `lane.ahead`, the step of the
+        Returns False, and appends nothing, if this step must run kernel by kernel. If `lane.ahead`, the step of the
         likeliest next token is launched too. After an error or an interruption the cache is as before.
         """
         early, self._early = self._early, None  # an early step can serve the next pass only
@@ -185,19 +185,19 @@ class DecodeGraph:
         return True
 
     def _bound_of(self, cache: KVCache, start: int) -> int | None:
-        """Return the bound for which the step of the token at `start` is recorded; None: it runs kernel by kernel."""
+        """Return up to how many tokens of text the step of the token at `start` is recorded for; None: not recorded."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
-        """Return the current recording, or a new one if the bound differs or memory has moved."""
-        memory = [None if x is None else ref(x) for x in cache.memory]  # `ref` returns the same object for a tensor
+        """Return the current recording, or a new one if `bound` or the tensors of the cache have changed."""
+        memory = [None if x is None else ref(x) for x in cache.memory]  # `ref` returns one object per tensor
         found, layers = self._recording, cache.layers
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
             return found
         self._recording = None  # frees the memory of the graph
 
         def work() -> None:
-            """Do the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
+            """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
             hidden = self.model(self.token, self.index, self.driver.recorded(layers, rope, self.index, bound))
             logits = self.model.logits(hidden)[0]
             self.logits.copy_(logits)
@@ -207,7 +207,7 @@ class DecodeGraph:
         return self._recording
 
     def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
-        """Launch the step of the token at `start`. None stands for the likeliest token after the previous step.
+        """Launch the step of the token at `start`. If `token_id` is None, the token is the previous step's likeliest.
 
         The first launch of a recording runs kernel by kernel. The second one records the step and replays it.
         """

@@ -21,7 +21,7 @@ from lce.methods.lowdim import LowDimMaps
 from lce.methods.registry import spelled
 from lce.models.config import RopeConfig
 
-_MOST_SHOWN = 6  # the most knobs that one message lists
+_MOST_SHOWN = 6  # the most differing knobs that one error message lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +39,16 @@ class Identity:
     dtype: torch.dtype
     vocab_size: int
     kv_dtype: str = "auto"  # the format of keys and values in files
-    weights: str | None = None  # the scheme of rounded weights
+    weights: str | None = None  # the quantisation scheme of the weights, if any
 
     @cached_property
     def model(self) -> str:
-        """The fingerprint of the weights and the config."""
+        """The fingerprint of the weights, the config and the quantisation scheme, if any."""
         return model_identity(self.fingerprint(), self.weights)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The identity in JSON values, as a manifest holds it."""
+        """The identity as JSON values, for the header of a context file."""
         knobs = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
         return {
             "model": self.model,
@@ -62,19 +62,19 @@ class Identity:
         }
 
     def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
-        """Raise `DataError` if `found`, the identity in the file `path`, differs. The message says how."""
+        """Raise `DataError`, which says what differs, if `found`, the identity in the file `path`, is not this one."""
         theirs = found if isinstance(found, dict) else {}
         for difference, option in _differences(theirs, self.facts):
             raise DataError(f"{named(path)} was made with {difference:.280}: {option:.140}, or {remedy}")
 
 
 def model_identity(fingerprint: str, weights: str | None) -> str:
-    """Return a model's identity: with rounded weights it differs, because the keys and values differ."""
+    """Return a model's identity: the fingerprint, hashed with the quantisation scheme if the weights are quantised."""
     return fingerprint if weights is None else hashlib.sha256(f"{weights} of {fingerprint}".encode()).hexdigest()
 
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs in an identity's facts for `lce.methods.make`. Knobs that cannot be read again are left out."""
+    """Return the knobs in an identity's facts for `lce.methods.make`. Objects are given by their files, or left out."""
     knobs = facts.get("knobs")
     found = knobs.items() if isinstance(knobs, dict) else ()
     plain = {name: value for name, value in found if not isinstance(value, dict)}
@@ -82,7 +82,7 @@ def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(value: object) -> Any:
-    """Return a knob as JSON: a plain value, or a digest of the contents with the file that the knob was read from."""
+    """Return a knob's value as JSON. An object becomes a digest, with the file that it was read from, if any."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, LowDimMaps):
@@ -92,7 +92,7 @@ def _as_json(value: object) -> Any:
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each difference of two identities with its remedy; differences that need other weights come first."""
+    """Yield each difference of two identities and its remedy. Differences that need another model come first."""
     if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
         remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"
@@ -111,7 +111,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
         rope = theirs.get("rope")
         kind, factor = (_text(rope.get(key) if isinstance(rope, dict) else None) for key in ("kind", "factor"))
         factor = "" if kind == "none" else f" --rope-factor {factor}"
-        own = scaling.keys() - {"kind", "factor"}  # no option changes these
+        own = scaling.keys() - {"kind", "factor"}  # parameters of the scaling that no option changes
         yield (
             f"another rope, {made}; this engine has {here}",
             "load the model with the config.json of before" if own else f"give --rope {kind}{factor}",
@@ -123,7 +123,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
 
 
 def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of the first entries that differ. Knobs read from files differ by contents."""
+    """Yield the name and both values of the first entries that differ. Knobs from files are compared by contents."""
     found = theirs if isinstance(theirs, dict) else {}
     names = [*ours, *sorted(found.keys() - ours.keys())]
     differing = [name for name in names if _content(found.get(name)) != _content(ours.get(name))]
@@ -132,13 +132,13 @@ def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _content(value: Any) -> tuple[str, Any]:
-    """Return a value with its type's name, so that 1, 1.0 and true differ."""
+    """Return the value to compare, or its digest, with its type's name, so that 1, 1.0 and true differ."""
     compared = value.get("digest") if isinstance(value, dict) else value
     return type(compared).__name__, compared
 
 
 def _text(value: object) -> str:
-    """Return a manifest's value as a user would type it. The text is short and printable for any value."""
+    """Return a value of a file's manifest as a user would type it. The text is short and printable for any value."""
     if isinstance(value, dict):
         value = value.get("file") or value.get("digest")
     text = spelled(value) if isinstance(value, str | int | float | None) else ""

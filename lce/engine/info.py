@@ -29,10 +29,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 class ModelInfo:
     """The description of a checkpoint folder, from its config, its tokenizer and the headers of its weights.
 
-    `dtype` is the dtype of most stored weights, and `weights` the scheme of rounded ones. `fingerprint` identifies the
-    weights. `identity` identifies the weights and the config: a context file names its model by it. `tokenizer` names
-    the tokenizer's file. `methods` are the registered methods with their knobs derived for this model's window;
-    `refused` says why other methods cannot be used. A field is None if the folder lacks the file.
+    `dtype` is the dtype of most stored weights, `weights` their quantisation scheme, if any. `fingerprint` identifies
+    the weights. `identity` identifies the weights and the config; a context file stores it to name its model.
+    `tokenizer` names the tokenizer's file. `methods` are the registered methods with their knobs derived for this
+    model's window; `refused` says why other methods cannot be used. A field whose file is missing is None.
     """
 
     folder: Path
@@ -55,9 +55,9 @@ class ContextInfo:
     """The facts in a context file's header.
 
     `lce` is the version of lce that wrote the file. `model` is the model's `ModelInfo.identity`. The call
-    `lce.methods.make(method, knobs)` makes the method again. `kv_dtype` is the format of keys and values in the file:
-    "int8", or "auto" for `dtype`. `weights` is the scheme of rounded weights. A file that is not `complete` is an
-    unfinished prefill with `cached` tokens so far.
+    `lce.methods.make(method, knobs)` gives the method. `kv_dtype` is the format of keys and values in the file:
+    "int8", or "auto" for `dtype`. `weights` is the quantisation scheme of the model, if any. A file that is not
+    `complete` is an unfinished prefill with `cached` tokens so far.
     """
 
     path: Path
@@ -80,16 +80,16 @@ class ContextInfo:
 
 
 def info(path: str | Path) -> ModelInfo | ContextInfo:
-    """Describe the folder of a model, the embedded "demo", or a context file. Reads headers and small files only.
+    """Describe a model folder, the embedded model "demo", or a context file. Reads only headers and small files.
 
-    Example: `lce.info("document.lce").tokens`. Raises `ModelError` and `DataError` for other folders and other files.
+    Example: `lce.info("document.lce").tokens`. Raises `ModelError` for other folders and `DataError` for other files.
     """
     path = path_of(path, "path")
     if str(path) != "demo" and not path.is_dir():
         return describe(path)
     source = source_of(str(path))
     config = read_config(source)
-    shapes = dict(model_class(config).weights(config).values())  # tied weights have one name
+    shapes = dict(model_class(config).weights(config).values())  # by stored name, so that tied weights count once
     checkpoint = source.checkpoint if any(source.path.glob("*.safetensors")) else None
     manifest = checkpoint.manifest if checkpoint else None
     file = next((name for name in TOKENIZERS if source.file(name).is_file()), None)
@@ -121,7 +121,7 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
 
 
 def describe(path: str | Path) -> ContextInfo:
-    """Describe a context file, or an unfinished prefill for this path, by its header. Raises `DataError` for others."""
+    """Describe the context file `path`, or the unfinished prefill into `path`. Raises `DataError` for other files."""
     path = path_of(path)
     complete = os.path.lexists(path) or not os.path.lexists(state_of(path))
     file, part = path if complete else state_of(path), part_of(path)

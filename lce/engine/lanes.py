@@ -1,7 +1,8 @@
-"""A pass through the model: several contexts share its products, and each attends with its own method and cache.
+"""One pass through the model for several contexts. A lane is a context's part in the pass: the tokens that it adds.
 
-On a CPU the bits of a lane do not depend on its neighbours. Lanes of one token share products in groups of a few rows,
-and the kernel sums each row in the same order as for one row alone. A longer lane has its products to itself.
+Each lane attends with its own method and cache. Lanes of one token share matrix products in groups of a few rows, and
+the kernel sums each row in the same order as for one row alone. A longer lane has its products to itself. So on a CPU
+the bits of a lane's results do not depend on other lanes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Lane:
     `hidden [T, hidden]` are the last layer's states. After a failure the cache is as before, and `error` says why.
 
     `recorder` holds the context's recorded decode steps, if any. A recorded step sets `likeliest`, the likeliest next
-    token, instead of `hidden`. With `ahead` the step of that token may be launched early.
+    token, instead of `hidden`. With `ahead` the step of the token `likeliest` may be launched early.
     """
 
     driver: Driver
@@ -58,13 +59,13 @@ class Lane:
         return self.start + len(self.token_ids)
 
     def check(self) -> None:
-        """Raise the lane's error, if it failed."""
+        """Raise the lane's error, if any, and forget it."""
         error, self.error = self.error, None
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # the traceback refers to this frame: without `del` they form a cycle
+            del error  # the error's traceback refers to this frame: `del` breaks the cycle
 
     def replayed(self) -> bool:
         """Replay a recorded step if possible. Return True if the step was replayed or failed."""
@@ -75,7 +76,7 @@ class Lane:
             return True
 
     def begin(self) -> bool:
-        """Make space for the tokens; return whether the lane has not failed."""
+        """Begin the pass: make space in the cache for the lane's tokens. Return False if the lane has failed."""
         try:
             self._block = self.driver.begin(self.cache, self.rope, len(self.token_ids))
         except Exception as error:
@@ -83,7 +84,7 @@ class Lane:
         return self.error is None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend in a shared pass. If this lane fails, its output is zeros and the other lanes go on."""
+        """Return this lane's attention output in a layer; zeros if the lane fails, so that the other lanes go on."""
         if self.error is None:
             try:
                 return self._block.attend(layer, q, k, v)
@@ -92,7 +93,7 @@ class Lane:
         return torch.zeros_like(q)
 
     def finish(self, hidden: Tensor, logits: Tensor) -> None:
-        """Commit the block, unless the lane failed or its logits are not finite."""
+        """Commit the lane's tokens to the cache, unless the lane has failed or its logits are not finite."""
         try:
             if self.error is None:
                 check_logits(logits[None], self.stop - 1)
@@ -109,7 +110,7 @@ class Lane:
 
 
 def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
-    """Append each lane's tokens to its cache; return the logits after each lane's last token, `[B, vocab]` float32.
+    """Append each lane's tokens to its cache; return the logits after each of the B lanes, `[B, vocab]` float32.
 
     If a lane fails, its `error` says why, its logits are NaN, and the other lanes go on. After an interruption each
     cache has all tokens of its lane or none.
@@ -148,7 +149,7 @@ def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
 
 
 def _attend(lanes: Sequence[Lane], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend with several lanes: each has a slice of the T tokens of `q [H, T, D]`, `k v [G, T, D]`."""
+    """Compute the attention of several lanes, each on its slice of the T tokens of `q [H, T, D]`, `k v [G, T, D]`."""
     sizes = [len(lane.token_ids) for lane in lanes]
     parts = zip(lanes, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
     return torch.cat([lane.attend(layer, *part) for lane, *part in parts], dim=1)

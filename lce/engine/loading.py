@@ -1,4 +1,4 @@
-"""`load` and `plan`: from a model folder and a user's options to an engine, or to the memory that a context needs."""
+"""`load` makes an engine from a model folder and a user's options; `plan` computes the memory that a context needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lce.weights.packed import Scheme, all_schemes, scheme_of
 from lce.weights.safetensors_file import allocate
 from lce.weights.source import source_of
 
-MOST_THREADS = 1024  # the most that `threads` may be
+MOST_THREADS = 1024  # the largest value of the option `threads`
 Devices = str | torch.device | Sequence[str | torch.device] | None
 
 
@@ -46,23 +46,23 @@ def load(
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
     weights: str | None = "auto", sharing: Engine | None = None,
 ) -> Engine:  # fmt: skip
-    """Return an engine over the model folder `model`, or over the embedded "demo".
+    """Load the model folder `model`, or the embedded model "demo", and return an engine.
 
     - `method`: a method's name, or an instance with its knobs.
-    - `device`, `dtype`: names, or PyTorch's own objects. The `dtype` "auto" is the checkpoint's. Several GPUs share the
-      layers: "cuda:0,cuda:1", a list, or "cuda:all".
+    - `device`, `dtype`: names, or PyTorch's own objects. The `dtype` "auto" is the checkpoint's. "cuda:0,cuda:1", a
+      list, or "cuda:all" divides the layers among several GPUs.
     - `block`: the number of tokens prefilled in one step; by default the method's own.
-    - `window`: overrides the number of positions that the model can be trusted on.
+    - `window`: the number of positions that the model can be trusted on; by default the config's.
     - `attention`: the attention backend's name; "auto" takes the fastest on this machine.
     - `rope`, `rope_factor`: override the checkpoint's RoPE scaling.
-    - `kv_device_budget`, `kv_host_budget`: bound the keys and values of a context in each kind of memory, in bytes or
-      as "8GiB". On the CPU both are the same memory, and the smaller budget counts.
+    - `kv_device_budget`, `kv_host_budget`: the most bytes that a context's keys and values may take in device memory
+      and in host memory, such as "8GiB". On the CPU both are the same memory, and the smaller budget counts.
     - `spill_dir`: a folder for files with the keys and values beyond the budgets. A file is removed with its context.
-    - `kv_dtype`: "int8" rounds old keys and values to 8 bits in host memory beside a GPU, in the spill file and in
-      context files, which takes half the bytes of 16 bits.
-    - `weights`: "int8" and "int4" (CPUs only) round the matrices of a checkpoint on loading, to 0.5 and 0.3 of the
-      bytes in bfloat16; "auto" takes the matrices as they are stored.
-    - `threads`: the number of threads that the whole process computes with from now on; None changes nothing.
+    - `kv_dtype`: "int8" quantises old keys and values to 8 bits in the spill file, in context files and, with a GPU, in
+      host memory. They take half the bytes of 16 bits.
+    - `weights`: "int8" and "int4" (CPUs only) quantise the weight matrices on loading, to 0.5 and 0.3 of their bytes in
+      bfloat16; "auto" takes the matrices as they are stored.
+    - `threads`: the number of threads that the whole process computes with from now on; None keeps the present number.
     - `sharing`: an engine of the same model, device, dtype and weights; the new engine uses that engine's weights.
 
     Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
@@ -103,7 +103,7 @@ def load(
 
 
 def fitted(method: str | Method, model: ModelFacts) -> Method:
-    """Return a method with every knob filled in, some from files beside the model."""
+    """Return a method with every knob filled in for a model. Some knobs come from files in the model's folder."""
     return as_method(method).for_model(model).resolve(model.window)
 
 
@@ -111,7 +111,7 @@ def resolved(
     model: str | Path, method: str | Method, *, window: int | str | None = None, rope: str | None = None,
     rope_factor: float | None = None,
 ) -> Method:  # fmt: skip
-    """Return the method of an engine that `load` makes with these options. Loads no weights; raises as `load` does."""
+    """Return the method, knobs filled in, of the engine that `load` makes. Loads no weights; raises the same errors."""
     config = read_config(source := source_of(model))
     window = sized(window, "window", 2) or config.window
     return fitted(method, ModelFacts(source, config, window, scaled(config.rope, rope, rope_factor)))
@@ -120,7 +120,7 @@ def resolved(
 def _check_same(
     sharing: object, config: ModelConfig, checkpoint: Checkpoint, layout: CacheLayout, scheme: Scheme | None
 ) -> None:
-    """Raise `UsageError` unless the engine `sharing` has the weights of this model, dtype, devices and scheme."""
+    """Raise `UsageError` unless `sharing` is an engine of this model, dtype, devices and quantisation scheme."""
     if not isinstance(sharing, Engine):
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
     if sharing.model.config != config or sharing.fingerprint != checkpoint.fingerprint():
@@ -133,7 +133,7 @@ def _check_same(
 
 
 class SizeOptions(TypedDict, total=False):
-    """The options of `plan` and `operations`: those of `load` that sizes depend on."""
+    """The options of `plan` and `operations`: the options of `load` on which sizes in memory depend."""
 
     device: Devices
     dtype: str | torch.dtype | None
@@ -168,12 +168,12 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The sizes of an engine that is not loaded, for `plan` and `operations`."""
+    """The method, cache layout and weight sizes of an engine that is not loaded, for `plan` and `operations`."""
 
     config: ModelConfig
     method: Method  # with every knob filled in
     layout: CacheLayout
-    weight_bytes: Mapping[str, int]  # by our names of the weights
+    weight_bytes: Mapping[str, int]  # the bytes of each weight, by lce's names
 
 
 def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:
@@ -195,7 +195,7 @@ def _sizes(
     facts: ModelFacts, method: str | Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
     stored: Collection[str], block: int | None, budgets: Budgets, kv_dtype: object, borders: Borders | None = None,
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes. `stored` names the checkpoint's weights. Without `borders`, free memory sets them."""
+    """Return an engine's sizes. `stored` names the checkpoint's weights. Free memory sets missing `borders`."""
     config, chosen = facts.config, fitted(method, facts)
     family = model_class(config)
     schemes = family.schemes(config, scheme, stored) if scheme else {}
@@ -212,7 +212,7 @@ def _sizes(
 
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
-    """Return the scheme of the weights: the user's or the checkpoint's own. Raises `UsageError` if the two differ."""
+    """Return the weights' quantisation scheme: the user's or the checkpoint's. Raises `UsageError` if they differ."""
     scheme, manifest = scheme_of(weights), checkpoint.manifest
     own = all_schemes()[manifest.weights] if manifest else None
     if own and scheme and scheme != own:

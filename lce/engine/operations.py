@@ -1,8 +1,8 @@
-"""Counts what prefill and decode compute and read, from a model's config and a method's `cost`; nothing is run.
+"""Counts the operations and the bytes read of prefill and decode, from a model's config and a method's `cost` alone.
 
 An operation is a multiply-add of a matrix product: two floating-point operations (FLOPs). The bytes read are those of
-the weights, and in each layer those of the keys, the values and the method's own state that a block sees. Each byte
-counts once a block. Written bytes are not counted.
+the weights, and in each layer those of the keys, the values and the method's own state that a block of queries sees.
+Each byte counts once per block. Written bytes are not counted.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lce.models.registry import model_class
 from lce.sizes import count
 
 PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices for attention; its other matrices are the MLP's
-LONGEST = 1 << 24  # the most tokens: counting them takes a minute or more with the slowest methods
+LONGEST = 1 << 24  # the longest text, in tokens; the slowest methods take a minute or more to count it
 
 
 @dataclass(frozen=True)
 class OperationCount:
-    """The work for `tokens` tokens in all layers: multiply-adds, and bytes read. None: not counted.
+    """The work for `tokens` tokens in all layers: multiply-adds, and bytes read. A field that is not counted is None.
 
     `projections`, `mlp` and `head` are products with weights; the head runs only for each block's last token.
-    `attention`, `scores`, `summaries` and `low_dim` are the method's: see `lce.methods.Cost`. `causal` is the cost of
-    plain causal attention in the place of these four. `key_bytes` counts keys and values; it is an upper bound if heads
-    choose independently, because their choices may coincide.
+    `attention`, `scores`, `summaries` and `low_dim` are the method's: see `lce.methods.Cost`. Plain causal attention
+    would take `causal` multiply-adds instead of these four. `key_bytes` counts keys and values; it is an upper bound if
+    heads choose independently, because their choices may coincide.
     """
 
     tokens: int
@@ -78,8 +78,8 @@ class OperationCount:
 class Operations:
     """The work for a text of `tokens` tokens: `prefill` in blocks of `block` tokens, and `decode` of the last token.
 
-    For a method that selects chunks, `decode` counts as many of the last tokens as a chunk has, because one of them
-    makes a summary. `paper_figures` are the costs that the method's paper states, computed for this model.
+    For a method that selects chunks, `decode` counts the last L tokens, where L is the chunk size, because one in L
+    tokens makes a summary. `paper_figures` are the costs that the method's paper states, computed for this model.
     """
 
     tokens: int
@@ -96,8 +96,8 @@ def operations(
 ) -> Operations:
     """Count what prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
 
-    Reads config.json alone. A user's method is counted by its `Method.cost`; without this function only the products
-    with weights are counted. Takes tens of microseconds for each block and layer.
+    Reads config.json alone. A user's method is counted by its `Method.cost`; if the method declares no cost, only the
+    products with weights are counted. Takes tens of microseconds per block and layer.
     """
     n_tokens = count(tokens, "tokens")
     made = planned(model, method, options)
@@ -118,7 +118,7 @@ def operations(
 
 
 def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
-    """Count the work of blocks, each of the tokens `start` to `stop - 1`."""
+    """Count the work of blocks `(start, stop)`, each of the tokens `start` to `stop - 1`."""
     config, size, n = made.config, made.layout.dtype.itemsize, sum(stop - start for start, stop in blocks)
     cost, causal = Cost(0), 0
     for start, stop in blocks:

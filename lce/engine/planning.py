@@ -1,4 +1,4 @@
-"""Plans memory: the bytes that a context needs of each tier, and a refusal before any work if they are not available.
+"""Plans memory: computes the bytes that a context needs in each tier, and refuses a context that does not fit.
 
 A plan counts keys and values, the method's own state, and the weights of a model that is not loaded yet. It does not
 count the activations of a block, which do not grow with the text.
@@ -33,9 +33,9 @@ UNBOUNDED_TOKENS = 1 << 40  # a layout that fits this many tokens counts as unbo
 
 @dataclass(frozen=True)
 class Need:
-    """The bytes that a tier must hold: keys and values, bounded by the `budget`, if any; method state and row checks.
+    """The bytes that a tier must hold for a context. The `budget`, if any, bounds `keys_and_values`.
 
-    `available` is None if the machine does not say.
+    `besides` counts the method's state and the checksums of rows. `available` is None if the machine does not say.
     """
 
     keys_and_values: int
@@ -62,9 +62,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a context of `tokens` tokens.
+    """The memory that a context of `tokens` tokens needs.
 
-    `kv_dtype` is the format of keys and values below the device: "int8", or `dtype`. `device` joins several devices as
+    `kv_dtype` is the format of keys and values on host and disk: "int8", or `dtype`. `device` joins several devices as
     "cuda:0,cuda:1". `tiers` has the needs by tier: "device" (several devices by their own names), "host" and "disk".
     `longest` is the length of the longest context that fits; None: unbounded. `refusal` says why the context does not
     fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of several devices.
@@ -88,10 +88,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Computes the needs of contexts of one cache layout. `free_bytes` has the bytes available in each tier.
+    """A calculator of the memory for contexts of one cache layout. `free_bytes` has the bytes available in each tier.
 
-    The keys and values of the first `n_filed` tokens are in a context file; reading them takes `pool_bytes` of memory.
-    `weights` has the bytes of weights that are not loaded yet. Both `weights` and `pool_bytes` are by device.
+    The keys and values of the first `n_filed` tokens are in a context file; pools of `pool_bytes` hold the pages read
+    from the file. `weights` has the bytes of weights that are not loaded yet. `weights` and `pool_bytes` are by device.
     """
 
     layout: CacheLayout
@@ -101,14 +101,14 @@ class Planner:
     pool_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def bytes_needed(self, n_tokens: int) -> dict[str, int]:
-        """Return the bytes that `n_tokens` tokens need of each kind of memory."""
+        """Return the bytes that `n_tokens` tokens need, by the names of memories and disks that `kinds_of` gives."""
         kinds = kinds_of(self.layout)
         return {kinds[tier]: need.needed for tier, need in self.needs(n_tokens).items()}
 
     def bytes_used(self, cache: KVCache) -> dict[str, int]:
-        """Return the bytes of each kind of memory that a cache has taken from the free bytes.
+        """Return the bytes that a cache has taken from the free bytes, by the names that `kinds_of` gives.
 
-        Memory of a CPU is free until it is written, so only the cached tokens count; elsewhere allocations count.
+        On a CPU, memory counts as free until it is written, so the cached tokens count. On a GPU, allocations count.
         """
         kinds, used = kinds_of(self.layout), self.bytes_needed(cache.length)
         if not self.layout.on_cpu:
@@ -118,7 +118,7 @@ class Planner:
         return used | ({kinds[DISK]: cache.bytes_reserved} if DISK in kinds else {})
 
     def needs(self, n_tokens: int) -> dict[str, Need]:
-        """Return the need of each tier by its name, devices first."""
+        """Return what `n_tokens` tokens need in each tier, by the tier's name, devices first."""
         found: dict[str, Need] = {}
         n_new = max(0, n_tokens - self.n_filed)
         for part in self.layout.by_device:
@@ -127,7 +127,7 @@ class Planner:
             budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
             for tier, n_bytes in part.needs(n_new).items():
                 name = part.device_tier if tier == DEVICE else tier
-                before = found.get(name, Need(0))  # the need of the layers on other devices
+                before = found.get(name, Need(0))  # the need of the devices before, for a tier that they share
                 found[name] = Need(
                     before.keys_and_values + n_bytes + self.pool_bytes.get(name, 0),
                     before.besides + besides[tier],
@@ -138,7 +138,7 @@ class Planner:
         return dict(sorted(found.items(), key=lambda each: each[0] in (HOST, DISK)))
 
     def longest(self) -> int | None:
-        """Return the most tokens that fit; None: unbounded."""
+        """Return the length of the longest context that fits; None: unbounded."""
         lengths = range(1, UNBOUNDED_TOKENS + 1)
         found = bisect_left(lengths, True, key=lambda n: not all(need.fits for need in self.needs(n).values()))
         return None if found == len(lengths) else found
@@ -207,13 +207,13 @@ class Planner:
 
 
 def kinds_of(layout: CacheLayout) -> dict[str, str]:
-    """Return the name of each tier's memory or disk, which is the same in all layouts that share the memory."""
+    """Return the name of each tier's memory or disk. Layouts that share a memory or disk get the same name for it."""
     places = _places(layout).items()
     return {tier: system.disk_name(x) if isinstance(x, Path) else system.memory_name(x) for tier, x in places}
 
 
 def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the free bytes of each tier, less the bytes `taken` of its kind; None: the machine does not say."""
+    """Return the free bytes of each tier, less those `taken` of its memory or disk; None: the machine does not say."""
     kinds, found = kinds_of(layout), dict[str, int | None]()
     for tier, place in _places(layout).items():
         free = system.free_disk(place) if isinstance(place, Path) else system.free_memory(place)
@@ -222,7 +222,7 @@ def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | 
 
 
 def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
-    """Return the device or the folder in which each tier is."""
+    """Return the place of each tier: a device, or a folder on a disk."""
     places: dict[str, torch.device | Path] = {part.device_tier: part.device for part in layout.by_device}
     return places | {tier.name: tier.location(layout) for tier in layout.lower}
 
@@ -232,15 +232,15 @@ class Allowance:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # with promised tokens
+        self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # (planner, tokens)
         os.register_at_fork(
             after_in_child=lambda: setattr(self, "_lock", threading.Lock())
-        )  # a fork may find it locked
+        )  # a process may be forked while the lock is held
 
     def planner(
         self, layout: CacheLayout, weights: Mapping[str, int] = {}, into_file: bool = False, own: KVCache | None = None
     ) -> Planner:
-        """Return a planner for a new context, beside `weights` that are not loaded yet.
+        """Return a planner for a new context and for `weights`, bytes by device, that are not loaded yet.
 
         A context that is prefilled `into_file` reserves its own disk space. Promises to the cache `own` do not count.
         """
@@ -261,7 +261,7 @@ class Allowance:
     def _growing(self, cache: KVCache) -> Planner:
         """Return a planner for an existing context. Memory that the context uses or was promised counts as available.
 
-        If the context was opened from a file, old tokens stay in the file; new tokens and the pools need memory.
+        If the context was opened from a file, old tokens stay in the file. New tokens and pools of pages need memory.
         """
         held = self._promises.get(cache)
         promised = {} if held is None else held[0].bytes_needed(held[1])
@@ -292,7 +292,7 @@ class Allowance:
                 self._promises[cache] = held[0], n_tokens
 
     def _unused(self, own: KVCache | None) -> Counter[str]:
-        """Return the bytes that are promised to other caches than `own` and not used yet, by kind of memory."""
+        """Return the bytes, by the names of `kinds_of`, promised to other caches than `own` and not used yet."""
         total: Counter[str] = Counter()
         for cache, (planner, n_tokens) in list(self._promises.items()):
             if cache is not own:

@@ -20,8 +20,8 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         with lce.profiled(engine) as profile:
             engine.generate("...")
 
-    On a GPU every timed call waits for the device, so that its time includes its own work. Decode steps are not
-    recorded meanwhile, so they are slower. The profile adds about a microsecond to each timed call.
+    On a GPU every timed call waits for the device, so that its time includes its own kernels. Decode steps run without
+    CUDA graphs inside `with`, so they are slower. The profile adds about a microsecond to each timed call.
     """
     if not isinstance(engine, Engine):
         raise UsageError(f"engine is {shown(engine)}; expected what lce.load returns")

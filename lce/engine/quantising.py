@@ -1,4 +1,4 @@
-"""`quantize`: writes a checkpoint with matrices in 8 or 4 bits, so that loading need not round them."""
+"""`quantize` writes a checkpoint with matrices in 8 or 4 bits, so that loading need not quantise them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lce.weights.packed import scheme_of
 from lce.weights.saving import save_quantised
 from lce.weights.source import source_of
 
-LARGEST = 256 << 20  # the most bytes of a file that is copied
+LARGEST = 256 << 20  # the most bytes of a tokenizer or config file that is copied
 BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
@@ -24,11 +24,11 @@ BESIDE = (
 def quantize(
     model: str | Path, out: str | Path, weights: str = "int4", *, progress: bool | Progress | None = None
 ) -> Path:
-    """Write the folder `out`: the model's config and tokenizer, and its weights in "int8" or "int4".
+    """Write a quantised checkpoint to the folder `out`: config, tokenizer, and the weights in "int8" or "int4".
 
-    `lce.load(out)` computes the same as `lce.load(model, weights=…)`, and opens the same contexts. `out` must be a new
-    or an empty folder. Holds two copies of one matrix at a time. `progress` counts bytes. Raises `ModelError` for a
-    `model` that is invalid or quantised already, and `UsageError` for `weights` or an `out` that cannot be used.
+    `lce.load(out)` computes the same as `lce.load(model, weights=…)`, and opens the same context files. `out` must be a
+    new or an empty folder. Two copies of one matrix are held at a time. `progress` counts bytes. Raises `ModelError`
+    for a `model` that is invalid or quantised already, and `UsageError` for `weights` or an `out` that cannot be used.
     """
     source, target, scheme = source_of(model), path_of(out, "out"), scheme_of(weights)
     check_progress(progress)

@@ -1,4 +1,4 @@
-"""From logits to the next token, and to the log-probabilities of a text's tokens. Checks that logits are finite."""
+"""Samples the next token from logits, scores the tokens of a text, and checks that logits are finite."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Sampling:
     """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
 
     With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
-    keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens with
-    at least that share of the likeliest token's probability. 0, 1 and 0 switch these filters off. The same `seed` draws
-    the same tokens; None is a new seed each time. The text ends before the first of the `stop` strings. A function
-    `stop` is called with the text so far after each token, and ends the text by returning True.
+    keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
+    whose probability is at least `min_p` times that of the likeliest. 0, 1 and 0 switch these filters off. The same
+    `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the strings
+    `stop`; a function `stop` is called with the text so far after each token, and ends the text by returning True.
     """
 
     temperature: float = 0.0
@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", "a number, 0 or more", _number, lambda x: 0 <= x < math.inf),
-            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # raises TypeError for None
+            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # refuses None by a TypeError
             ("top_p", "more than 0 and at most 1", _number, lambda x: 0 < x <= 1),
             ("min_p", "0 (off) to 1", _number, lambda x: 0 <= x <= 1),
             ("seed", "a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),
@@ -86,7 +86,7 @@ def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
 
 
 class Sampler:
-    """Draws the tokens of one answer by a `Sampling`; holds the state of the random generator."""
+    """A sampler of the tokens of one answer, with a random generator of its own."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -98,7 +98,7 @@ class Sampler:
 
     @timed("sampling")
     def pick(self, logits: Tensor) -> int:
-        """Draw a token under logits `[vocab]`. Time: O(vocab), or O(vocab log vocab) if top_p keeps thousands."""
+        """Draw a token from logits `[vocab]`. Time: O(vocab), or O(vocab log vocab) if `top_p` keeps thousands."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         probabilities = probabilities_of(logits.float().cpu(), self.sampling)
@@ -119,10 +119,10 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
-    """Set to 0, in place, each of `probabilities [vocab]` whose likelier tokens already add up to `top_p`.
+    """Set to 0, in place, those `probabilities [vocab]` of tokens that `top_p` drops.
 
-    Of equally likely tokens the earlier count as likelier. Time: O(vocab) if some hundred tokens are kept. The
-    cumulative sums equal those of a full sort, bit by bit.
+    `top_p` drops a token if the likelier tokens add up to `top_p`. Of equally likely tokens the earlier count as
+    likelier. Time: O(vocab) if hundreds of tokens are kept. The cumulative sums equal those of a full sort bit by bit.
     """
     n_ranked = min(len(probabilities), 256)
     while True:
@@ -170,7 +170,7 @@ class TokenScores:
 
 
 class Scorer:
-    """Collects the scores of a text, block by block. `head` maps hidden states `[n, hidden]` to logits `[n, vocab]`.
+    """A collector of a text's scores, block by block. `head` maps hidden states `[n, hidden]` to logits `[n, vocab]`.
 
     Holds at most `LOGITS_AT_ONCE` logits, or those of one token, and 5 bytes for each token.
     """
@@ -186,7 +186,7 @@ class Scorer:
     def add(self, hidden: Tensor, start: int, before: int = 0) -> None:
         """Add the hidden states `[n, hidden]` of the text's tokens from `start` on.
 
-        `before` tokens of a context precede the text; messages of errors count them.
+        `before` tokens of a context precede the text; token numbers in error messages include them.
         """
         stop = min(start + len(hidden), len(self.token_ids) - 1)  # the last token has no next token to score
         for index in range(max(start, self.first - 1), stop, self.at_once):
@@ -196,7 +196,7 @@ class Scorer:
             self.note(logits, index + 1)
 
     def note(self, logits: Tensor, index: int) -> None:
-        """Record the scores of n tokens from `index` on, under the logits `[n, vocab]` before each."""
+        """Record the scores of n tokens from `index` on, given the logits `[n, vocab]` that predict them."""
         targets = torch.tensor(self.token_ids[index : index + len(logits)], device=logits.device)
         self._logprobs.append((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu())
         self._likeliest.append((logits.argmax(-1) == targets).cpu())

@@ -50,7 +50,7 @@ class ContextData:
             raise DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}") from error
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a file has besides keys and values."""
+        """Return the tensors, by name, that a context file has besides keys and values."""
         found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
         return found if self.logits is None else {**found, "logits": self.logits}
 
@@ -90,7 +90,7 @@ def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextDa
     """Read a context file for the engine of this layout and identity: see `Engine.open_context`."""
     sweep(path)
     if not os.path.lexists(part_of(path)):
-        remove_leftover(state_of(path))  # a process that was killed in `finish` left it
+        remove_leftover(state_of(path))  # left by a process that was killed in `PrefillJob.finish`
     check = partial(check_texts, path, identity.vocab_size, own=False)
     snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.identity), check)
     return data_of(path, layout, snapshot, identity.vocab_size, own=False)
@@ -105,9 +105,9 @@ def state_of(path: Path) -> Path:
 
 
 def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool) -> None:
-    """Remove token ids and logits from `small`. Raises `DataError` if they do not fit the manifest.
+    """Remove token ids and logits from the tensors `small` of a file. Raises `DataError` if they contradict `manifest`.
 
-    `own` says that the file is the unfinished one of a prefill job.
+    `own` says that the file is a prefill job's own unfinished file.
     """
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
     most = manifest.capacity if own else manifest.capacity + MOST_UNCACHED
@@ -124,7 +124,7 @@ def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str
 
 
 def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
-    """Return the context of a file. Its rows are read-only unless they are a prefill job's `own`."""
+    """Return the context of an opened file. The file's rows are read-only, unless the file is a prefill job's `own`."""
     manifest, tensors = snapshot.manifest, snapshot.small
     tokens, logits = tensors["tokens"], tensors["logits"]
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
@@ -153,7 +153,7 @@ def check_writable(path: Path) -> None:
 
 
 class PrefillJob:
-    """A prefill into the context file `path`, over one or more runs.
+    """A prefill into the context file `path`, which a later run can resume after an interruption.
 
     The file `path.part` takes keys and values as they are computed, and `path.part.state` holds the last checkpoint.
     Call `start`, prefill the tokens that the cache lacks, call `checkpoint` from time to time, and `finish` at the end.
@@ -165,7 +165,7 @@ class PrefillJob:
         sweep(path)
         self.path = path
         self.identity = identity
-        self.facts = identity.facts  # read now, so that an unreadable checkpoint fails before the work
+        self.facts = identity.facts  # read now, so that unreadable weights fail before the work
         self.part, self.state = part_of(path), state_of(path)
         for each in (self.part, self.state):
             check_target(each, UsageError)
@@ -197,7 +197,7 @@ class PrefillJob:
         return restored(self.layout.cache, draft.rows, before.cache.length, tensors, own=True), before.logits
 
     def _resume(self) -> tuple[KVCache, Tensor | None]:
-        """Return the cache and the logits of the last checkpoint, which is a context file without rows."""
+        """Return the cache and the logits of the last checkpoint: a context file without keys and values."""
         path, vocab_size = self.state, self.identity.vocab_size
         remedy = f"remove it and {named(self.part.name)}, or name another file"
         descriptor = open_regular(path, follow=False)
@@ -232,14 +232,14 @@ class PrefillJob:
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
-        """Write what is not in the file yet, and rename the file to `path`."""
+        """Write the keys and values that the file lacks, and rename the file to `path`."""
         assert self._draft is not None
         write_rows(data.cache, self._draft.rows, self.n_written)
         self._draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
         remove_leftover(self.state)
 
     def abandon(self, error: BaseException) -> None:
-        """End the job after an error. Files with a checkpoint stay, and `error` gets a note; others are removed.
+        """End the job after an error. With a checkpoint, the files stay and `error` gets a note; else they are removed.
 
         A traceback may keep this job alive, so the file is closed: a second try must find the file unlocked.
         """

@@ -23,7 +23,7 @@ class CancelFlag:
 
 
 class Stream(Unique):
-    """The pieces of a generation. `result` holds the text so far and is complete at the end.
+    """An iterator over the pieces of a generation. `result` holds the text so far and is complete at the end.
 
     `cancel` and `close` may be called from any thread, and the end of `with` closes the stream. The result of a stream
     that is ended early has the `finish_reason` "cancelled"; the context stays usable, as after an error.
@@ -51,7 +51,7 @@ class Stream(Unique):
                 raise
 
     def finish(self) -> Generation:
-        """Run to the end and return the result. An error closes the stream."""
+        """Generate to the end and return the result. An error closes the stream."""
         try:
             for _ in self:
                 pass
@@ -61,7 +61,7 @@ class Stream(Unique):
         return self.result
 
     def cancel(self) -> None:
-        """Request the end and return at once. The step that runs, of one block or one token, is the last."""
+        """Ask the generation to end, and return at once. The current step, of one block or one token, is the last."""
         self._flag.is_set = True
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Stream(Unique):
 
 
 class AsyncStream(Unique):
-    """The pieces of a generation for `async for`. The stream's own thread runs the steps, and ends with the stream.
+    """An async iterator over a generation's pieces. The stream's own thread runs the steps, and ends with the stream.
 
     Cancelling the task that waits for a piece cancels the generation after the current step. To leave the loop early,
     `await stream.aclose()` or use `async with`. A stream that is garbage-collected ends as well.
@@ -125,7 +125,7 @@ class AsyncStream(Unique):
         return next(self._stream, None)
 
     def cancel(self) -> None:
-        """Request the end and return at once. May be called from any thread."""
+        """Ask the generation to end, and return at once. May be called from any thread."""
         self._flag.is_set = True
 
     async def aclose(self) -> None:

@@ -14,15 +14,15 @@ from lce.methods.step import Step
 
 @dataclass(frozen=True)
 class Trace:
-    """The choices of a method for T queries: `chosen[layer]` `[H, T, K]`, ascending, -1 for none.
+    """The choices of a method for T queries: `chosen[layer]` `[H, T, K]` are chunk ids, ascending, -1 for none.
 
-    Choice c stands for the `chunk_size` tokens from `first + c · chunk_size` on. Tokens that each query attends without
+    Chunk id c stands for the `chunk_size` tokens from `first + c · chunk_size` on. Tokens that every query sees without
     a choice, such as those of its own chunk, are not listed. K is 0 for a method that chooses nothing.
 
     `scores[layer]` `[H, T, K]` are the scores of the choices, NaN for none. `ranks[layer]` `[H, T, K]` are their ranks
-    among all candidates of the query, 0 for the best, -1 for none; a choice that is always made has the rank of its
+    among all candidates of the query, 0 for the best, -1 for none; a chunk that is always chosen has the rank of its
     score. `all_scores[layer]` `[C, T, M]`, if requested, are the scores of all M candidates, -inf for those that a
-    query does not have. C is H, or less if heads choose together.
+    query cannot choose. C is H, or less if heads share their choices.
     """
 
     chunk_size: int
@@ -34,17 +34,17 @@ class Trace:
 
 
 class TraceObserver:
-    """Collects the choices of a prefill. With `keep_all`, it collects the scores of all candidates too."""
+    """A collector of the choices of a prefill. With `keep_all`, it collects the scores of all candidates too."""
 
     def __init__(self, *, keep_all: bool = False) -> None:
         self.keep_all = keep_all
-        self._parts: dict[int, list[tuple[Tensor, ...]]] = {}  # by layer, a tuple for each block
+        self._parts: dict[int, list[tuple[Tensor, ...]]] = {}  # by layer, one tuple of tensors per block of queries
 
     def rows(self, step: Step) -> None:
-        """Return None: all queries of the block are observed."""
+        """Return None, which means that all queries of the block are observed."""
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Record the choices of a layer in a block."""
+        """Record the choices of a layer for a block of queries; return `out` unchanged."""
         n_heads, n_tokens = seen.q.shape[:2]
         chosen = torch.empty(n_heads, n_tokens, 0, dtype=torch.int64) if seen.chosen is None else seen.chosen
         scores = chosen.new_empty(1, n_tokens, 0, dtype=torch.float32) if seen.scores is None else seen.scores
@@ -65,7 +65,7 @@ class TraceObserver:
 
 def ranks_of(scores: Tensor) -> Tensor:
     """Return the rank of each of `scores [C, T, M]` along M: 0 for the largest; equal scores rank in their order."""
-    if scores.shape[1] > 1 and scores.stride(1) == 0:  # one block of queries chose together
+    if scores.shape[1] > 1 and scores.stride(1) == 0:  # all queries of the block share one row of scores
         return ranks_of(scores[:, :1].clone()).expand(scores.shape)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
@@ -73,7 +73,7 @@ def ranks_of(scores: Tensor) -> Tensor:
 
 
 def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores and the ranks of choices, both `[H, T, K]`: NaN and -1 for none and for unknown scores."""
+    """Return the scores and the ranks of choices, both `[H, T, K]`: NaN and -1 where choice or score is missing."""
     none = chosen < 0
     if not scores.shape[-1]:
         return none.float().fill_(torch.nan), none.long().fill_(-1)
@@ -86,7 +86,7 @@ def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: list[Tensor], fill: float) -> Tensor:
-    """Join the parts `[H, T, K]` of several blocks along T. Pad K with `fill`; repeat parts of fewer heads."""
+    """Join the parts `[H, T, K]` of several blocks along T. Pads K with `fill`; repeats heads that share choices."""
     widest, most = max(part.shape[-1] for part in parts), max(len(part) for part in parts)
     same = (part.repeat_interleave(most // len(part), 0) for part in parts)
     return torch.cat([pad(part, (0, widest - part.shape[-1]), value=fill) for part in same], dim=1)

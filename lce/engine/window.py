@@ -1,4 +1,4 @@
-"""The longest text that a method can read of a model, and the warning for longer texts."""
+"""The longest text that a method can read with a model, and the warning for longer texts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FIRST = ("longheads", "dca", "esa")  # the methods that the warning names first,
 def reach(window: int, rope: RopeConfig) -> int:
     """Return how many positions a model can be trusted on with its RoPE scaling.
 
-    As in vLLM, a scaling multiplies the window before scaling by its factor. That window is `original_window` if the
-    config has one (YaRN, Llama 3), else `window`. The result is at least `window`: Llama 3.1 announces 131,072, which
-    is more than its factor 8 times 8,192.
+    As in vLLM, this is the factor of the scaling times the window before scaling: `original_window` if the config has
+    one (YaRN, Llama 3), else `window`. The result is at least `window`: Llama 3.1 announces 131,072 positions, which is
+    more than its factor 8 times 8,192.
     """
     scaled = 0 if rope.kind == "none" else int((rope.original_window or window) * rope.factor)
     return max(window, scaled)
@@ -46,7 +46,7 @@ def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n
 
 @functools.cache
 def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str, ...]:
-    """Return the names of the methods that by default read texts of any length with a model."""
+    """Return the names of the methods that, with default knobs, read texts of any length with a model."""
     found, facts = [], ModelFacts(Source(Path()), config, window, rope, plan_only=True)
     for name in registry.available():
         try:
@@ -59,7 +59,7 @@ def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str,
 
 
 def warn(line: str | None) -> str | None:
-    """Warn by `WindowWarning` at the user's line that called lce, unless `line` is None; return `line`."""
+    """Issue the text `line`, if any, as a `WindowWarning` at the user's code that called lce; return `line`."""
     if line is None:
         return None
     frame, level = sys._getframe(), 1
