@@ -111,7 +111,7 @@ def show_perplexities(
 ) -> None:  # fmt: skip
     """Measure each method's perplexity at each length over the texts of some files. Errors precede all output.
 
-    Windows of all lengths end at the same tokens: at the ends of windows of the largest length, or of `longest` tokens.
+    Windows of all lengths end at the same tokens: where windows of the largest length, or of `longest` tokens, end.
     """
     check(stride, scored)
     if min(lengths) < 2:

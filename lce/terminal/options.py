@@ -31,7 +31,7 @@ Decorator = Callable[[Command], Command]
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
-    """The click type of a count, such as `4096` or `4k`. With `several`, of a list of counts: `512,2k`."""
+    """The type of a count, such as `4096` or `4k`. With `several`, of a list of counts: `512,2k` is [512, 2048]."""
 
     name = "count"
 

@@ -99,7 +99,7 @@ class SuiteRun:
         self, task: Any, engines: Sequence[lce.Engine], made: Mapping[int, list[Sample]],
         ceiling: tuple[lce.Engine, int] | None,
     ) -> None:  # fmt: skip
-        """Measure the cells of a task, first `full` within the window, the ceiling, if `ceiling` is given."""
+        """Measure the cells of a task. With `ceiling`, full attention within the window is measured first."""
         top = self._cell(task, *ceiling, None, ceiling=True) if ceiling else None
         reason = fails(top) if top else None
         if reason:
