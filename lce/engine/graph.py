@@ -185,7 +185,7 @@ class DecodeGraph:
         return True
 
     def _bound_of(self, cache: KVCache, start: int) -> int | None:
-        """Return up to how many tokens of text the step of the token at `start` is recorded for; None: not recorded."""
+        """Return the length of text up to which the step of the token at `start` is recorded; None: not recorded."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:

@@ -195,7 +195,7 @@ def _sizes(
     facts: ModelFacts, method: str | Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
     stored: Collection[str], block: int | None, budgets: Budgets, kv_dtype: object, borders: Borders | None = None,
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes. `stored` names the checkpoint's weights. Free memory sets missing `borders`."""
+    """Return an engine's sizes. `stored` names the weights. `borders` puts layers on devices; None: by free memory."""
     config, chosen = facts.config, fitted(method, facts)
     family = model_class(config)
     schemes = family.schemes(config, scheme, stored) if scheme else {}
