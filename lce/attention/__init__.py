@@ -1,4 +1,4 @@
-"""Attention as a merge of parts, and choices by scores: the one door to the kernels. Its files are private."""
+"""Attention to sets of keys, merged by log-sum-exps, and choices by scores. Import from here, not from the files."""
 
 from lce.attention.attention import Attention
 from lce.attention.choices import best_chunks, best_runs, first_best, runs_of_chunks

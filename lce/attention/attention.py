@@ -1,7 +1,7 @@
-"""Attention: the functions that methods compose, over one set of kernels. Each backend is a subclass in its own file.
+"""`Attention`: the functions from which methods are composed. Each backend is a subclass in a file of its own.
 
-`dense`: all queries of a head see the same keys. `routed`: every query of every head has its own list of chunks.
-`merge`, in `lce.attention.merging`: the parts become one softmax over all of their keys, by their log-sum-exps.
+With `dense` all queries of a head see the same keys. With `routed` each query of each head has its own list of chunks.
+`lce.attention.merging.merge` merges their results into one softmax over all keys, by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lce.profiling import count_dense, count_routed, timed
 
 
 class Attention(ABC):
-    """Attention by one backend. A backend defines `attend`, and overrides the methods that its kernels do faster.
+    """A backend of attention. A subclass defines `attend`, and overrides the methods for which it has faster kernels.
 
     Every result is an output and its log-sum-exp: `out [H, T, D]`, `lse [H, T]` (float32, natural logarithm).
     """
@@ -63,11 +63,11 @@ class Attention(ABC):
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Attend the same keys by all T queries of a head.
+        """Compute attention where all T queries of a head see the same N keys.
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
-        with `window` no query sees a key `window` or more tokens before it. With `turn [T, D/2]` queries are rotated
-        first. Time: O(H · T · N · D). Keys are never repeated for the query heads that share them.
+        with `window` no query sees a key `window` or more tokens before it. With `turn [T, D/2]` the queries are
+        rotated first. Time: O(H · T · N · D). Keys are never repeated for the query heads that share them.
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -77,51 +77,51 @@ class Attention(ABC):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Attend as `dense` does, for at least one query and one key, and N ≥ T if causal."""
+        """Compute what `dense` returns, for at least one query and one key, and N ≥ T if causal."""
 
     @timed("attention", count_routed)
     def routed(
         self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Tensor | None = None
     ) -> Attended:
-        """Attend a separate list of whole chunks for each query of each head.
+        """Compute attention where each query of each head sees its own list of whole chunks.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of its list,
-        query t is rotated by `turns[t, s]`: `turns` is `[T, K, D/2]`, or `[T, 1, D/2]` if one turn serves all slots.
-        `tiles` hold the chunks, in one or more rounds. Returns `out [H, T, D]`, `lse [H, T]`.
+        query t is rotated by `turns[t, s]`: `turns` is `[T, K, D/2]`, or `[T, 1, D/2]` if one serves all slots.
+        `tiles` are the chunks' keys and values, in one or more rounds. Returns `out [H, T, D]`, `lse [H, T]`.
 
         As in a mixture-of-experts dispatch, with tiles as experts, all queries that chose a tile are gathered for one
-        call, so that a tile's keys are read once. Time: O(H · T · K · L · D) and a sort of H·T·K numbers. Bytes:
-        H·T·K·D numbers of partial results, not all rotated queries. Partial results are written to `memory`, if given:
-        a flat tensor, used again because new memory is slow.
+        call, so that a tile's keys are read once. Time: O(H · T · K · L · D) and a sort of H·T·K numbers. Memory:
+        H·T·K·D numbers of partial results, but not all rotated queries. Partial results are written to `memory`, if
+        given: a flat tensor, used for all layers because new memory is slow.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries: SlotQueries | None = None
         out = q.new_empty(chunk_ids.numel(), q.shape[-1]) if memory is None else memory.view(-1, q.shape[-1])
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
-        for some in tiles:  # every choice is served in exactly one round
+        for some in tiles:  # every chosen chunk is in exactly one round
             queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))
             self.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return whether a kernel can `decode` such keys; plain operators would copy all keys for every query head."""
+        """Return whether a kernel can `decode` such keys. Plain operators would copy the keys for each query head."""
         return type(self).decode is not Attention.decode
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """Attend runs of tokens by the query of a decode step; only the device knows the runs' bounds.
+        """Compute the attention of one token's query to runs of cached tokens, whose bounds are tensors on the device.
 
-        `q [H, 1, D]`, unrotated, and `k v [G, N, D]`, the rows that runs may name, to `out [H, 1, D]`, `lse [H, 1]`.
-        By default plain operators of fixed shapes copy the keys for every query head, in time and bytes of
-        O(H · S · most · D).
+        `q [H, 1, D]` is unrotated. Runs are rows of `k v [G, N, D]`. Returns `out [H, 1, D]`, `lse [H, 1]`. This
+        default uses plain operators of fixed shapes, which copy the keys of all n runs for every query head: time and
+        memory are O(H · n · most · D).
         """
         (n_heads, _, dim), n_kv_heads, n_runs = q.shape, len(k), runs.first.shape[-1]
         offset = torch.arange(runs.most, device=q.device)
-        rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, S, most]
+        rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, n, most]
         seen = offset < runs.count[..., None]
         rows, seen = (x.repeat_interleave(n_heads // len(x), 0) for x in (rows, seen))
         heads = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)
-        keys, values = (x[heads[:, None, None], rows].float() for x in (k, v))  # [H, S, most, D]
-        turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, S, D]
+        keys, values = (x[heads[:, None, None], rows].float() for x in (k, v))  # [H, n, most, D]
+        turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, n, D]
         scores = (keys @ turned[..., None]).squeeze(-1) / math.sqrt(dim)
         scores = scores.masked_fill(~seen, -math.inf).view(n_heads, n_runs * runs.most)
         lse = scores.logsumexp(-1, keepdim=True)
@@ -130,18 +130,18 @@ class Attention(ABC):
         return (weights[:, None] @ values).to(q.dtype), lse
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
-        """Merge the partial results of K slots: `out [H, T, K, D]`, anything where `lse [H, T, K]` is -inf."""
+        """Merge the results of K slots, `out [H, T, K, D]` and `lse [H, T, K]`; where lse is -inf, out is ignored."""
         out.masked_fill_(lse[..., None] == -torch.inf, 0.0)
         total = lse.logsumexp(-1)
         weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
         return (weights[..., None, :].to(out.dtype) @ out).squeeze(-2), total
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Attend tile number `tile[a]` of `k v [E, L, D]` by row a of the queries; `tile [A]` is -1 for none.
+        """Compute the attention of each query row a to tile `tile[a]` of `k v [E, L, D]`; -1 in `tile [A]` is no tile.
 
-        The result of a row is written to the same row of `into`: `out [A, D]`, `lse [A]`. Others stay unchanged.
+        Results are written to the same rows of `into`: `out [A, D]`, `lse [A]`. Rows without a tile stay unchanged.
         """
-        # A stable sort: the order of a tile's rows does not depend on where the tile's keys are.
+        # A stable sort keeps the rows of a tile in order, wherever the tile's keys are stored.
         sorted_tiles, order = tile.masked_fill(tile < 0, len(k)).sort(stable=True)
         counts = torch.zeros(len(k) + 1, dtype=torch.int64, device=k.device)
         counts = counts.scatter_add_(0, sorted_tiles, torch.ones_like(sorted_tiles))[:-1]
@@ -150,22 +150,22 @@ class Attention(ABC):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """Attend each tile by its own number of rows: `order [A]` are rows by tile, `counts [E]` how many a tile has.
+        """Compute `dispatch` for rows sorted by tile, `order [A]`, and each tile's number of rows, `counts [E]`.
 
         Rows without a tile come last in `order`. Tiles with similar numbers of rows share a batched call, padded by a
-        quarter at most, so that some dozen calls attend all tiles and each tile is read once. Time: O(A · L · D).
-        Bytes: some `AT_ONCE` bytes of queries and keys.
+        quarter at most, so that about a dozen calls suffice and each tile is read once. Time: O(A · L · D). Memory:
+        about `AT_ONCE` bytes of queries and keys.
         """
         (out, lse), starts = into, counts.cumsum(0) - counts
         step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
-        load = -(-counts // step) * step  # rounded up to 1, 1.25, 1.5 or 1.75 times a power of two; up to 4 exact
+        load = -(-counts // step) * step  # rounded up to 1, 1.25, 1.5 or 1.75 times a power of two
         for size in load.unique().tolist():
             if not size:
                 continue
             columns = torch.arange(size, device=k.device)
             at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * k.element_size()))
             for some in (load == size).nonzero().squeeze(1).split(at_once):
-                # Padding repeats a tile's last row, whose result is written to its place more than once.
+                # Padding repeats the last row of a tile; the result of that row is written several times.
                 rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()
                 q = queries.take(rows).view(len(some), size, -1)
                 part = self.attend_tiles(q, k.index_select(0, some), v.index_select(0, some))
@@ -173,11 +173,11 @@ class Attention(ABC):
                 lse.index_copy_(0, rows, part[1].flatten())
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Attend E tiles `k v [E, L, D]` by T queries each, `q [E, T, D]`.
+        """Compute the attention of T queries per tile, `q [E, T, D]`, to E tiles `k v [E, L, D]`.
 
-        The bits of a tile's result must not depend on the other tiles or the number of threads, because memory budgets
-        decide which tiles share a call. PyTorch may take another routine for a single problem, so on the CPU a single
-        tile is attended twice in one call.
+        Memory budgets decide which tiles share a call. So the bits of a tile's result must not depend on the other
+        tiles, nor on the number of threads. PyTorch may use another routine for a batch of one, so on the CPU a single
+        tile is computed twice in one call.
         """
         if len(q) > 1 or q.is_cuda:
             return self.attend(q, k, v, causal=False)

@@ -52,9 +52,9 @@ def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 def best_runs(
     q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **options: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the runs that `lce.kernels.cuda.choices.best_runs` chooses by a query `q [H, D]`: first tokens and counts.
+    """Choose chunks for a query `q [H, D]` with a GPU kernel, and return them as runs: first tokens and token counts.
 
-    None: no kernel takes these tensors.
+    `options` are those of `lce.kernels.cuda.choices.best_runs`. None: no kernel takes these tensors.
     """
     if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
         return None
@@ -66,8 +66,8 @@ def best_runs(
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return chosen chunks `[C, K]`, -1 for none, as runs of tokens: first tokens and counts, `[C, K]` each.
 
-    If the query's index `at [1]` is given, a last run is the query's own chunk up to the query. `like` has the dtype
-    and device of the keys.
+    If the query's index `at [1]` is given, one more run at the end is the query's own chunk up to the query. `like` has
+    the dtype and device of the keys.
     """
     if launching.runs_on(like):
         from lce.kernels.cuda import choices

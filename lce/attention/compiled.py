@@ -1,4 +1,4 @@
-"""Our own compiled kernels, on CPUs."""
+"""The backend of lce's own compiled kernels for CPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lce.kernels.cpu.numbers import STORED
 
 
 class Compiled(Torch):
-    """`lce.kernels.cpu.attention` on CPUs; elsewhere, and for other dtypes, PyTorch's kernels."""
+    """The backend that runs `lce.kernels.cpu.attention` on CPUs; elsewhere, and for other dtypes, PyTorch's kernels."""
 
     name = "compiled"
     speed = 2
@@ -30,18 +30,18 @@ class Compiled(Torch):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Attend with a kernel that rotates the queries while it reads them."""
+        """Compute attention with a kernel that rotates the queries while it reads them."""
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
             return super().attend(q, k, v, causal=causal, window=window, turn=turn)
         found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
         return found
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Attend tiles as separate problems, so that no result depends on other tiles."""
+        """Compute the attention to each tile separately, so that no result depends on other tiles."""
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Attend tiles with a kernel that sorts the rows, and rotates the queries while it reads them."""
+        """Compute attention to tiles with a kernel that sorts the query rows, and rotates them while it reads them."""
         if (kernels := self.kernels(queries.q, k, v)) is None:
             super().dispatch(queries, tile, k, v, into)
         elif tile.numel():

@@ -12,7 +12,7 @@ from lce.attention.merging import Attended
 
 
 class Flash(Compiled):
-    """flash-attn on CUDA in half precision; elsewhere the `compiled` backend."""
+    """The backend that runs flash-attn on CUDA in half precision; elsewhere the `compiled` backend."""
 
     name = "flash"
     speed = 3
@@ -28,7 +28,7 @@ class Flash(Compiled):
         return torch.cuda.is_available()
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
-        """Attend as `Torch.flash` does. PyTorch's kernel attends tiles, because flash-attn cannot skip tiles."""
+        """Compute `Torch.flash` by flash-attn. Tiles take PyTorch's kernel, because flash-attn cannot skip tiles."""
         from flash_attn import flash_attn_func
 
         span = (-1, -1) if window is None else (window - 1, 0)

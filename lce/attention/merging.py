@@ -1,4 +1,4 @@
-"""Merges parts, which attended different keys, into one softmax over all keys."""
+"""Merges the results of attention to different keys into one softmax over all keys."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., 
 
 @timed("attention")
 def merge(parts: Sequence[Attended]) -> Tensor:
-    """Merge parts exactly into one softmax over all keys: `out [H, T, D]`. Every query must see some key."""
+    """Return the outputs `[H, T, D]` of one softmax over the keys of all parts. Every query must see some key."""
     return combine(parts)[0]
 
 
 @timed("attention")
 def combine(parts: Sequence[Attended]) -> Attended:
-    """Merge parts over different keys into the result of one softmax over all keys.
+    """Return the result of one softmax over the keys of all parts, exactly; no key may be in two parts.
 
     Each part is `out [..., T, D]`, `lse [..., T]`; a query that saw no key has lse -inf. Time: O(parts · T · D).
     """
@@ -54,7 +54,7 @@ def join(parts: Sequence[Attended], dim: int) -> Attended:
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return where a causal query sees a key, `[T, N]` bool: the last query sees the last key.
+    """Return a mask `[T, N]`, true where a causal query sees a key. The last query sees the last key.
 
     With `window`, no query sees a key `window` or more tokens before it.
     """

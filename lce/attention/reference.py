@@ -12,7 +12,7 @@ from lce.attention.turn import Turn, rotate
 
 
 class Reference(Attention):
-    """Plain float32 arithmetic over the whole score matrix. Bytes: O(H · T · N)."""
+    """The backend of plain float32 arithmetic over the whole score matrix. Memory: O(H · T · N)."""
 
     name = "reference"
 

@@ -1,4 +1,4 @@
-"""Scores by which methods choose: products of queries with low-dim keys, summaries and bounds."""
+"""Scores by which methods choose keys: products of queries with low-dim keys, chunk summaries and page bounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few
 from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 from lce.kernels.cuda import launching
 
-SCORES_AT_ONCE = 1 << 24  # the largest number of scores of a slice of queries: 64 MiB in float32
+SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
 IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
-TOKENS_AT_ONCE = (
-    4096  # the tokens of one product with low-dim keys; on CPUs longer products have a quarter of the speed
-)
-FEW_OF_MANY = 8  # the dimensions per wanted direction from which on a GPU iterates instead of calling `eigh`
+TOKENS_AT_ONCE = 4096  # the tokens of one product with low-dim keys; on CPUs longer products run at a quarter speed
+FEW_OF_MANY = 8  # from this ratio of dimensions to wanted directions on, GPUs iterate instead of calling `eigh`
 
 
 def scores_at_once(x: Tensor) -> int:
@@ -28,7 +26,7 @@ def scores_at_once(x: Tensor) -> int:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply `a [S, T, D]` by `b [S, D, M]` for scores: `[S, T, M]`.
+    """Multiply `a [heads, T, D]` by `b [heads, D, M]` for scores: `[heads, T, M]`.
 
     On CUDA half-precision tensors give float32 products, because half-precision scores overflow or tie.
     """
@@ -38,7 +36,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
-    """Return the products `[S, T, M]` of `q [S, T, D]` with `vectors [S, M, D]`: float32 on CUDA.
+    """Return the products `[heads, T, M]` of `q [heads, T, D]` with `vectors [heads, M, D]`: float32 on CUDA.
 
     For few queries the vectors are read once, and products are float32 on CPUs too.
     """
@@ -62,16 +60,16 @@ def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
 
         return choices.scores_of_few(q, bounds)
     least, most = bounds.unbind(dim=2)  # [G, M, D]
-    rows = q.reshape(len(bounds), -1, q.shape[-1])  # [G, R·T, D]
+    rows = q.reshape(len(bounds), -1, q.shape[-1])  # [G, H/G·T, D]
     scores = products(rows.clamp(max=0), least.mT) + products(rows.clamp(min=0), most.mT)
     return scores.view(*q.shape[:2], -1)
 
 
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return the products of `q [t, R]` with `k [M, R]`: a view `[t, M]` of scores that are stored token by token.
+    """Return the products `[t, n]` of low-dim queries `q [t, R]` with low-dim keys `k [n, R]`, stored token by token.
 
-    For one query scores are float32. The scores are written to `into`, if given: `t·M` numbers or more, used again
-    because new memory is slow.
+    For one query scores are float32. The scores are written to `into`, if given: a buffer of `t·n` numbers or more,
+    used for all layers because new memory is slow.
     """
     if len(q) == 1 or not compiled_for(k):
         return dot_products(q[None], k[None])[0]
@@ -83,7 +81,7 @@ def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 def best_below_top(scores: Tensor) -> Tensor:
-    """Return `max_c (s[c, m] - max_m' s[c, m'])` for scores `s [t, M]`: `[M]`, at most 0, and 0 for a best token."""
+    """Return `max_c (s[c, m] - max_m' s[c, m'])` for scores `s [t, n]` of queries c and tokens m: `[n]`, at most 0."""
     if compiled_for(scores) and scores.T.is_contiguous():
         return compiled_best_below_top(scores.T)
     scores = scores.float()
@@ -99,13 +97,13 @@ def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
     """Return the causal attention weights of each key, summed over all queries: `[H, N]`, float32.
 
     `q [H, T, D]` and `k [G, N, D]` are rotated; the last query sees the last key, and no query sees a key `window` or
-    more tokens before it. Weights are computed again from the logits and `lse [H, T]`. Time: O(H · T · N · D).
+    more tokens before it. Weights are recomputed from logits and their `lse [H, T]`. Time: O(H · T · N · D).
     """
     (n_heads, n_queries, dim), n_keys, compiled = q.shape, k.shape[1], compiled_for(k)
     total = q.new_zeros(n_heads, n_keys, dtype=torch.float32)
     unseen = None if compiled else ~causal_mask(n_queries, n_keys, window, q.device)
     rows = max(1, min(n_queries, scores_at_once(k) // (n_heads * n_keys)))
-    grouped = (q / math.sqrt(dim)).unflatten(0, (len(k), -1))  # [G, R, T, D]
+    grouped = (q / math.sqrt(dim)).unflatten(0, (len(k), -1))  # [G, H/G, T, D]
     for start in range(0, n_queries, rows):
         some = slice(start, start + rows)
         here, part = grouped[:, :, some].flatten(1, 2), lse[:, some]
@@ -121,7 +119,7 @@ def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
 def principal_directions(scatter: Tensor, n: int) -> Tensor:
     """Return the eigenvectors `[F, n]` of the n largest eigenvalues of the symmetric `scatter [F, F]`, ascending.
 
-    On GPUs a small share of the directions is found by iteration, O(F² · n), because `eigh` takes a second or more.
+    On GPUs iteration in O(F² · n) finds them if n is small, because `eigh` takes a second or more there.
     """
     if scatter.is_cuda and len(scatter) >= FEW_OF_MANY * n:
         return leading(scatter, n)

@@ -1,4 +1,4 @@
-"""The inputs of `routed` and `decode`: tiles of keys and values, queries turned for each slot, and runs of tokens."""
+"""The inputs of `Attention.routed` (tiles, and queries rotated per slot) and `Attention.decode` (runs of tokens)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from lce.attention.turn import Turn, rotate
 
-AT_ONCE = 4 << 20  # the bytes of queries and keys gathered for one batched call: about the size of the caches
+AT_ONCE = 4 << 20  # the bytes of queries and keys gathered for one batched call: about a CPU cache
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles `k v [E, L, D]`: each is one chunk's keys and values of one KV head, L tokens.
+    """E tiles, `k v [E, L, D]`. A tile is the keys and values of one chunk of L tokens, of one KV head.
 
-    `index [G, chunks]` is the number of each chunk's tile, or -1 for a chunk that is in another round. Tiles are views
-    of a layer's buffer or of a pool's slots.
+    `index [G, chunks]` is the number of each chunk's tile, or -1 for a chunk that is in another round of tiles. The
+    tensors are views of a layer's buffer or of a pool's slots.
 
     Example: a buffer `[G, 4·L, D]` is 4·G tiles; chunk c of KV head g is tile `4g + c`.
     """
@@ -29,13 +29,13 @@ class Tiles:
 
     @classmethod
     def of_chunks(cls, k: Tensor, v: Tensor) -> Tiles:
-        """Return all chunks `k v [G, M, L, D]`, contiguous, as one round of tiles."""
+        """Return the tiles of all chunks `k v [G, M, L, D]`, which are contiguous tensors."""
         n_heads, n_chunks = k.shape[:2]
         index = torch.arange(n_heads * n_chunks, device=k.device).view(n_heads, n_chunks)
         return cls(k.flatten(0, 1), v.flatten(0, 1), index)
 
     def chosen(self, chunk_ids: Tensor) -> Tensor:
-        """Return the tile of each choice `[H, T, K]`, flat `[H·T·K]`; -1 for chunks without a tile here."""
+        """Return the tile numbers `[H·T·K]` of chosen chunks `[H, T, K]`; -1 for chunks that are not in this round."""
         n_heads, rep = len(chunk_ids), len(chunk_ids) // len(self.index)
         kv_head = torch.arange(n_heads, device=chunk_ids.device) // rep
         tile = self.index[kv_head[:, None, None], chunk_ids.clamp(min=0)]
@@ -44,12 +44,12 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Runs:
-    """S runs of neighbouring tokens for the query of a decode step, as numbers on the device, and each run's turn.
+    """The n runs of neighbouring tokens that the query of a decode step attends, as numbers on the device.
 
-    Run s of head c is the tokens `first[c, s] .. first[c, s] + count[c, s] - 1`, seen by the query rotated by
-    `turns[turn[s]]`, where `turn [S]` is int64 and `turns` is `[n, D/2]`. `first count [C, S]` are int64; C is 1 (all
-    heads see the same runs), G or H. A run with count 0 is empty. No count exceeds `most`, which the host knows. Shapes
-    do not depend on the text's length, so a step can be recorded once and replayed.
+    Run r of head c is the tokens `first[c, r] .. first[c, r] + count[c, r] - 1`, for the query rotated by
+    `turns[turn[r]]`. `first count [C, n]` and `turn [n]` are int64, `turns` are rotations `[…, D/2]`. C is 1 (all heads
+    attend the same runs), G or H. A run with count 0 is empty. No count exceeds `most`, which the host knows. Shapes do
+    not depend on the text's length, so a step can be recorded once and replayed.
 
     Example: chunk 3 of 256 tokens, and 17 tokens of chunk 5: `first [[768, 1280]]`, `count [[256, 17]]`, `most 256`.
     """
@@ -64,9 +64,9 @@ class Runs:
 class SlotQueries:
     """Queries `q [H, T, D]` rotated for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` rotated by `turns[t, s]`.
 
-    `turns` are `[T, K, D/2]`, or `[T, 1, D/2]` if one turn serves all slots. A row is rotated when it is taken, so that
-    K rotated copies are never held. If all rows fit in `AT_ONCE` bytes, or one turn serves all slots, all rows are
-    rotated together.
+    `turns` are rotations `[T, K, D/2]`, or `[T, 1, D/2]` if one rotation serves all slots. Rows are rotated when they
+    are taken, so that K rotated copies of `q` never take memory. If all rows fit in `AT_ONCE` bytes, or one rotation
+    serves all slots, all rows are rotated together.
 
     `n_sharing` query heads share a KV head and its tiles (None: any number of heads may). No query chooses a chunk
     twice, so a tile has at most `most_rows` rows.
@@ -76,7 +76,7 @@ class SlotQueries:
         self.q, self.turns, self.n_slots = q, turns, n_slots
         self.most_rows = q.shape[1] * (n_sharing or q.shape[0])
         self.n_turned = turns.cos.shape[1]
-        self._once = self.n_turned == 1 or q.numel() * n_slots * q.element_size() <= AT_ONCE  # rotate all rows
+        self._once = self.n_turned == 1 or q.numel() * n_slots * q.element_size() <= AT_ONCE  # rotate all rows at once
 
     @cached_property
     def _vectors(self) -> Tensor:
@@ -84,7 +84,7 @@ class SlotQueries:
         return rotate(self.q[:, :, None], self.turns).view(-1, dim) if self._once else self.q.reshape(-1, dim)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the rows of these numbers `[n]`, rotated: `[n, D]`. Time and bytes: O(n · D)."""
+        """Return the rotated queries of row numbers `rows [n]`: `[n, D]`. Time and memory: O(n · D)."""
         if not self._once:
             flat = Turn(*(x.flatten(0, 1) for x in self.turns))
             turn_rows = rows % len(flat.cos)  # t·K + s

@@ -1,4 +1,4 @@
-"""PyTorch's flash kernels, on CPUs and on CUDA."""
+"""The backend of PyTorch's flash kernels, on CPUs and on CUDA."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lce.attention.scores import SCORES_AT_ONCE
 from lce.attention.tiles import SlotQueries
 from lce.attention.turn import Turn, rotate
 
-FEW_ROWS = 4  # the largest number of rows for which a tile takes plain batched products
+FEW_ROWS = 4  # the largest number of query rows of a tile that a CPU computes by plain batched products
 MOST_BLOCKS = 65_535  # the largest size of a CUDA grid along its second and third axis
 
 
 class Torch(Attention):
-    """PyTorch's operators.
+    """The backend of PyTorch's operators.
 
-    On CUDA the flash kernels take half precision and some head dimensions. Other tensors, such as float32, take plain
-    float32 arithmetic for a slice of the queries at a time.
+    On CUDA the flash kernels accept half precision and some head dimensions. Other tensors, such as float32 ones, are
+    computed by plain float32 arithmetic, a slice of the queries at a time.
     """
 
     name = "torch"
@@ -38,9 +38,8 @@ class Torch(Attention):
             return attend_slices(q, k, v, causal, window)
         (n_heads, n_queries, dim), (n_kv_heads, n_keys, _), bias = q.shape, k.shape, None
         window = window if causal and window is not None and window < n_keys else None
-        if not causal or (
-            n_queries == 1 and window is None
-        ):  # all queries see all keys, so heads that share keys become rows
+        # All queries see all keys, so the query heads that share keys become rows of one problem.
+        if not causal or (n_queries == 1 and window is None):
             out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
         first = n_keys - n_queries
@@ -56,7 +55,7 @@ class Torch(Attention):
         return combine([self.attend(q, k[:, :first], v[:, :first], causal=False), part])
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-        """Attend `k v [G, N, D]` by rotated queries `[H, T, D]` on CUDA, without a copy of the keys.
+        """Return the attention of rotated queries `q [H, T, D]` to `k v [G, N, D]` on CUDA, without a copy of the keys.
 
         All heads form one problem, so that for few queries the kernel splits the keys among more thread blocks.
         """
@@ -86,9 +85,9 @@ class Torch(Attention):
         return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Attend tiles; on the CPU, tiles of few rows take plain batched products.
+        """Compute attention to tiles; on the CPU, by plain batched products if tiles have few query rows.
 
-        The bits of the flash kernel's products of one to three rows depend on the alignment of a thread's memory. In
+        For one to three rows, the bits of the flash kernel's result depend on the alignment of a thread's memory. In
         half precision plain products are also faster.
         """
         if q.is_cuda or len(q) == 1 or q.shape[1] > FEW_ROWS:
@@ -101,7 +100,7 @@ class Torch(Attention):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """On CUDA, call the variable-length kernel once, without waiting for the device. Bytes: three copies of q."""
+        """On CUDA, call the variable-length kernel, without waiting for the device. Memory: three copies of q."""
         if not flash_takes(k):
             super().grouped(queries, counts, order, k, v, into)
             return
@@ -109,7 +108,7 @@ class Torch(Attention):
         if not n_rows:
             return
         n_busy = min(n_tiles, n_rows)
-        if n_busy < n_tiles:  # the tiles with rows, ascending; `n_tiles` fills the rest
+        if n_busy < n_tiles:  # the tiles that have rows, ascending, then `n_tiles` as padding
             tiles = torch.nonzero_static(counts, size=n_busy, fill_value=n_tiles).squeeze(1)
             counts = torch.nn.functional.pad(counts, (0, 1)).index_select(0, tiles)
         else:
@@ -131,18 +130,18 @@ class Torch(Attention):
 
 
 def flash_takes(x: Tensor) -> bool:
-    """Return whether PyTorch's CUDA flash kernels take such queries and keys."""
+    """Return whether PyTorch's CUDA flash kernels accept queries or keys such as `x`."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
 
 
 def flash_ragged(
     q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, first_keys: Tensor, n_keys: Tensor, most_queries: int
 ) -> Attended:
-    """Attend P problems of different sizes; problem p has queries `q_bounds[p] .. q_bounds[p + 1] - 1` of `q [A, D]`.
+    """Compute B attention problems of different sizes, by one kernel call.
 
-    Problem p's keys are `n_keys[p]` rows, L at most, of the E·L rows of `k v [E, L, D]`, from row `first_keys[p]` on.
-    The numbers are int32 on the device: `q_bounds first_keys [P + 1]`, `n_keys [P]`. A problem has at most
-    `most_queries` queries. The results of queries in no problem are undefined.
+    Problem b has the queries `q_bounds[b] .. q_bounds[b + 1] - 1` of `q [A, D]`, at most `most_queries`. Its keys are
+    `n_keys[b]` rows, at most L, from row `first_keys[b]` on, of the E·L rows of `k v [E, L, D]`. The numbers are int32
+    on the device: `q_bounds first_keys [B + 1]`, `n_keys [B]`. The results of queries in no problem are undefined.
     """
     flat = (_dense_last(x).flatten(0, 1)[:, None] for x in (k, v))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -152,9 +151,9 @@ def flash_ragged(
 
 
 def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-    """Attend as the reference does, a slice of the queries at a time: `q [H, T, D]`, `k v [G, N, D]`.
+    """Compute `Reference.attend` for `q [H, T, D]`, `k v [G, N, D]`, a slice of the queries at a time.
 
-    Bytes: some `SCORES_AT_ONCE` numbers, or the scores of one query of each head.
+    Memory: about `SCORES_AT_ONCE` numbers, or the scores of one query of each head if these are more.
     """
     k, v, past = k.float(), v.float(), k.shape[1] - q.shape[1]
     parts, start = [], 0
@@ -172,6 +171,6 @@ def _dense_last(x: Tensor) -> Tensor:
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Attended:
-    """Call PyTorch's CPU flash kernel: `q [B, heads, T, D]`, `k v [B, heads, N, D]`; causal from the first key on."""
+    """Call PyTorch's CPU flash kernel: `q [B, heads, T, D]`, `k v [B, heads, N, D]`; causal: query t sees keys 0..t."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     return out, lse.float().contiguous()

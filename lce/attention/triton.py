@@ -1,4 +1,4 @@
-"""Our own kernels for GPUs, in Triton."""
+"""The backend of lce's own GPU kernels, which are written in Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lce.kernels.cuda import launching
 
 
 class Triton(Compiled):
-    """`lce.kernels.cuda` on CUDA; elsewhere, and for other dtypes and head sizes, the `compiled` backend."""
+    """The backend that runs `lce.kernels.cuda` on CUDA; elsewhere, for other dtypes and head sizes, `compiled`."""
 
     name = "triton"
     speed = 4
@@ -42,7 +42,7 @@ class Triton(Compiled):
         return takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """Attend runs with a kernel that rotates the query and reads the bounds of the runs on the device."""
+        """Compute attention to runs with a kernel that rotates the query and reads the runs' bounds on the device."""
         if not _fits(q, k, v):
             return super().decode(q, k, v, runs)
         from lce.kernels.cuda import decoding
@@ -59,7 +59,7 @@ class Triton(Compiled):
 
 
 def _fits(q: Tensor, *others: Tensor) -> bool:
-    """Return whether the kernels take these tensors: on CUDA, or on the CPU in the interpreter."""
+    """Return whether the kernels take these tensors: on CUDA, or on the CPU in Triton's interpreter."""
     if not launching.usable(q) or q.requires_grad:
         return False
     from lce.kernels.cuda.rows import takes

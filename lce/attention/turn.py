@@ -1,4 +1,4 @@
-"""A turn: the rotation of a vector to a position, as cosines and sines (RoPE, Su et al., 2021)."""
+"""`Turn`: the rotation of a vector to a position, as cosines and sines (RoPE, Su et al., 2021)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Turn(NamedTuple):
     sin: Tensor
 
     def at(self, *index: Any) -> Turn:
-        """Return the turns at an index into the leading dimensions; `None` inserts one."""
+        """Return the rotations at `index`, an index into the leading dimensions; `None` inserts a dimension."""
         return Turn(self.cos[index], self.sin[index])
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:
-    """Rotate `x [..., D]` by a turn that broadcasts against `[..., D/2]`.
+    """Rotate `x [..., D]` by `turn [..., D/2]`; the leading dimensions of both broadcast.
 
-    Dimension i is paired with dimension i + D/2, as in published checkpoints. Time and bytes: O(result).
+    Dimension i is paired with dimension i + D/2, as in published checkpoints. Time and memory: O(size of the result).
     """
     cos, sin = turn
     if elementwise.runs_on(x) and cos.dtype is x.dtype:
@@ -36,7 +36,7 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
         return on_gpu.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
-    sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # both broadcast
+    sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # x and turn broadcast
     shape = [a if b == 1 else b for a, b in sizes][::-1]
     out = torch.empty(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
     left, right = out.chunk(2, dim=-1)
@@ -46,7 +46,7 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
 
 def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None) -> None:
-    """Write `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by a turn `[T, D/2]`, if any.
+    """Write `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `turn [T, D/2]`, if any.
 
     `at` may be one int64 on the device, so that a step can be recorded once and replayed at any position.
     """

@@ -1,7 +1,7 @@
-"""The attention methods, one file each, and the names needed to write and run them.
+"""The attention methods, one file each, and the names that are needed to write and run a method.
 
-Every file of this folder is imported, so the class of a new method in a new file is `lce.methods.ITS_NAME` at once. The
-import lines below tell type checkers about the classes of lce.
+The last lines import every file of this folder, so a class `X` in a new file is `lce.methods.X` without an import line.
+The import lines for lce's own classes are there for type checkers.
 """
 
 import importlib

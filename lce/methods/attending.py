@@ -1,8 +1,8 @@
-"""Attends a block by a method's parts: turns spans into calls of `Attention.dense`, and merges the results.
+"""Computes a block's attention to a method's parts: groups spans into calls of `Attention.dense`, and merges results.
 
-In each pass the spans of a part are evaluated once, on the host, for all queries of the block. Neighbouring queries
-share a call if their spans are equal (dense), if the stop grows by 1 from query to query (causal), or if both bounds do
-(a causal window).
+In each pass the spans of keys that the block's queries see are computed once, on the host. Neighbouring queries share
+a call if their spans are equal (dense), if the spans' stops grow by 1 from query to query (causal), or if starts and
+stops both do (a causal window).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lce.methods.step import Step
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-NONE_SEEN = -2  # the value of both bounds of an empty span, so that the span joins no neighbour's call
+NONE_SEEN = -2  # replaces both bounds of an empty span, so that its query shares no call with a neighbour
 
 
 @dataclass(frozen=True)
 class DenseCall:
-    """One call of `Attention.dense`: queries `first..last-1`, counted from the block's first, attend a span of keys.
+    """One call of `Attention.dense`: the block's queries `first..last-1` (0 is the first) attend keys `start..stop-1`.
 
-    `causal` and `window` are the arguments of `dense`. If `n_chunks` is above 1, queries and keys are cut into chunks
-    of one size, and each query attends the keys of its own chunk causally.
+    `causal` and `window` are the arguments of `dense`. If `n_chunks` is above 1, queries and keys are both cut into
+    `n_chunks` chunks of equal size, and each query attends the keys of its own chunk causally.
     """
 
     first: int
@@ -45,11 +45,11 @@ class DenseCall:
 
     @property
     def is_chunks(self) -> bool:
-        """Whether the call's queries and keys belong to the same tokens, as in a chunk."""
+        """Whether queries and keys are those of the same tokens, attended causally without a window."""
         return self.causal and self.window is None and self.last - self.first == self.stop - self.start
 
     def takes(self, call: DenseCall) -> bool:
-        """Return whether the next call can become one more chunk of this call."""
+        """Return whether `call`, the call after this one, can be merged into this one as one more chunk."""
         follows = (self.last, self.stop) == (call.first, call.start)
         same_size = self.stop - self.start == self.n_chunks * (call.stop - call.start)
         return follows and same_size and self.is_chunks and call.is_chunks
@@ -57,9 +57,10 @@ class DenseCall:
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part in one pass: with the turn that rotates queries to `query_at`, and the calls that attend the spans.
+    """A part of one pass, with the rotation of queries to `part.query_at`, and the `dense` calls that attend its spans.
 
-    `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position for each slot. Chosen keys have no calls.
+    `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position for each slot. A part of chosen keys has no
+    calls.
     """
 
     part: Part
@@ -68,7 +69,7 @@ class PlacedPart:
 
 
 def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-    """Attend all parts of a method by the block's unrotated queries `[H, T, D]`, as one softmax: `[H, T, D]`."""
+    """Return the attention of the block's unrotated queries `[H, T, D]` to all parts, as one softmax: `[H, T, D]`."""
     found = []
     for placed in placed_parts(method, q, cache, step):
         attend = method.attend_chosen if placed.part.keys == CHOSEN else method.attend_spans
@@ -79,7 +80,7 @@ def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Te
 
 
 def scaled(method: Method, q: Tensor, step: Step) -> Tensor:
-    """Return the queries times the method's `query_scale`, if any."""
+    """Return the queries multiplied by the method's `query_scale`, or unchanged if the method has none."""
 
     def make() -> Tensor | None:
         factor = method.query_scale(step.positions(q.device), step.window)
@@ -90,9 +91,9 @@ def scaled(method: Method, q: Tensor, step: Step) -> Tensor:
 
 
 def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window: int | None) -> list[Part]:
-    """Return a method's parts for queries `i [T]` in a layer, of a text of up to `longest` tokens.
+    """Return the parts that `parts_of` yields for queries of indices `i [T]`, in a text of at most `longest` tokens.
 
-    Raises `UsageError` if `parts_of` yields anything else.
+    Raises `UsageError` if `parts_of` yields anything but a `Part`.
     """
     parts = list(method.parts_of(i, LayerFacts(method.layer_kind(layer), longest, sliding_window)))
     if wrong := [part for part in parts if not isinstance(part, Part)]:
@@ -101,13 +102,13 @@ def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window
 
 
 def block_parts(method: Method, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
-    """Return the indices `i [T]` of the block's queries, made on the host if not given, and the queries' parts."""
+    """Return the indices `i [T]` of the block's queries, by default on the host, and the parts for these queries."""
     i = torch.arange(step.start, step.stop) if i is None else i
     return i, declared(method, i, layer, step.stop, step.sliding_window)
 
 
 def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the start and the stop `[T]` of each query's span, cut to the tokens from 0 to the query's own."""
+    """Return the start and stop `[T]` of each query's span, limited to the tokens from 0 to the query's own token."""
     assert part.keys != CHOSEN, "a span"
     start, stop = (torch.as_tensor(edge, device=i.device).expand(i.shape) for edge in part.keys)
     start = start.clamp(min=0)
@@ -115,13 +116,13 @@ def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> list[PlacedPart]:
-    """Return the non-empty parts of a block. In each pass they are computed once for all layers of one kind."""
+    """Return the block's parts that are not empty, computed once per pass for all layers of one `layer_kind`."""
 
     def make() -> list[PlacedPart]:
         i, parts = block_parts(method, cache.index, step)
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
-            at, here = block_parts(method, cache.index, step, step.positions(q.device))  # uploads would wait
+            at, here = block_parts(method, cache.index, step, step.positions(q.device))  # avoids waiting for copies
         for part, same in zip(parts, here, strict=True):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
             if calls or part.keys == CHOSEN:
@@ -135,9 +136,9 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
 
 
 def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
-    """Return the turn to a part's `query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all queries.
+    """Return the rotation of queries to `part.query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all.
 
-    If keys are cached unrotated, the turn has YaRN's factor twice: for the query and for the key.
+    If keys are cached unrotated, the rotation includes YaRN's factor twice: for the query and for the key.
     """
     if not part.exact and method.unrotated:
         return step.far_turn(part.query_at, like)
@@ -148,7 +149,7 @@ def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> 
 
 
 def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
-    """Attend the spans of a part by unrotated queries `[H, T, D]`; a query that sees no key has lse -inf."""
+    """Return the attention of unrotated queries `[H, T, D]` to a part's spans; lse is -inf if a query sees no key."""
     found, done, n = list[Attended](), 0, q.shape[1]
     for call in (*placed.calls, DenseCall(n, n, 0, 0)):
         if call.first > done:
@@ -161,7 +162,7 @@ def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -
 
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
-    """Attend the span of one call; a long span is attended in the pieces that `cache.segments` yields."""
+    """Compute the attention that `call` describes; keys in several cache segments take one call per segment."""
     start, stop, dense = call.start, call.stop, step.attention.dense
     q, turn = q[:, call.first : call.last], placed.turn.at(slice(call.first, call.last))
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
@@ -176,7 +177,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
         out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in found)
         return out, lse
     segment, cuts = cache.layout.segment, [(start, stop)]
-    own = max(start, stop - q.shape[1]) if call.causal else stop  # the block's own tokens are all in one causal piece
+    own = max(start, stop - q.shape[1]) if call.causal else stop  # keys from `own` on need a causal mask, in one call
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))
         cuts[-1] = (cuts[-1][0], stop)
@@ -184,9 +185,9 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
 
 
 def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
-    """Return the calls that serve spans `start..stop-1`, `[T]` each, on the host.
+    """Return the `dense` calls by which each query t attends its span `start[t]..stop[t]-1`; both `[T]` on the host.
 
-    Example: starts 0, 0, 0, 1, 2 and stops 1, 2, 3, 4, 5 are one call of five queries, causal, with a window of 3.
+    Example: starts 0, 0, 0, 1, 2 and stops 1, 2, 3, 4, 5 give one causal call of five queries, with a window of 3.
     """
     if len(start) == 1:
         own = DenseCall(0, 1, int(start), int(stop))
@@ -213,7 +214,7 @@ def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
 
 
 def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
-    """Return runs of queries whose span bounds `[2, T]` move alike: `(last query, (start's move, stop's move))`."""
+    """Return runs of queries whose `edges [2, T]` grow by equal steps: `(last query, (start's step, stop's step))`."""
     moves = edges.diff()
     borders = (moves[:, 1:] != moves[:, :-1]).any(0).nonzero().squeeze(1)
     ends = torch.cat((borders, borders.new_tensor([moves.shape[1] - 1])))
@@ -222,16 +223,16 @@ def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
 
 
 def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
-    """Return how many slots of each query and head stay empty before its choices `[H, T, K]`: `[H, T, 1]`, or 0."""
+    """Return how many slots stay empty before each query's choices, `chosen [H, T, K]`: `[H, T, 1]`, or 0 for all."""
     if part.n_slots is None:
         return 0
     return part.n_slots.to(chosen.device)[:, None] - (chosen >= 0).sum(-1, keepdim=True)
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
-    """Rotate the block's unrotated keys `k [G, T, D]` to their absolute positions, and keep them as recent keys.
+    """Rotate the block's unrotated keys `k [G, T, D]` to their absolute positions, and store them as recent keys.
 
-    Recent keys that a truncation removed are made again from the unrotated keys in the cache.
+    Recent keys that a truncation of the cache removed are computed again from the unrotated keys in the cache.
     """
     recent = cache.kept(RecentRows, RECENT)
     if step.at is not None:
@@ -245,12 +246,12 @@ def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
 
 
 def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
-    """Return `[H, m, …]` as `[G·m·R, …]`, so that `dense` takes each chunk of a KV head as a separate KV head."""
+    """Reshape `[H, m, …]`, m chunks, to `[G·m·(H/G), …]`: `dense` then treats each chunk of a KV head as a KV head."""
     folded: Tensor = x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
     return folded
 
 
 def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
-    """Undo `fold_chunks`: `[G·m·R, …]` to `[H, m, …]`."""
+    """Undo `fold_chunks`: `[G·m·(H/G), …]` to `[H, m, …]`."""
     unfolded: Tensor = x.unflatten(0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
     return unfolded

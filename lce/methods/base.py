@@ -1,7 +1,7 @@
-"""The attention hook: the base class of methods.
+"""`Method`, the base class of attention methods.
 
-A pass runs a block of queries `start..stop-1` through every layer. In each layer `keep` caches the block's keys at the
-positions that the method declares, and `attend` attends the method's parts.
+A pass runs a block of tokens `start..stop-1` through every layer. In each layer `keep` caches the block's keys, rotated
+to the positions that the method declares, and `attend` computes the attention of the block's queries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def resolved(knob: T | None) -> T:
 
 
 def says_for(method: object, hook: str, *others: str) -> bool:
-    """Return whether `hook` still describes `others`: no class overrides one of these without overriding `hook` too."""
+    """Return whether `hook` is valid for `others`: no subclass overrides one of `others` without overriding `hook`."""
 
     def depth(name: str) -> int:
         return next(i for i, parent in enumerate(type(method).__mro__) if name in vars(parent))
@@ -45,14 +45,14 @@ def says_for(method: object, hook: str, *others: str) -> bool:
 
 
 def is_like(x: FileTensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether a tensor of a file has this shape and dtype."""
+    """Return whether a tensor of a context file has this shape and dtype."""
     return x.shape == shape and x.dtype == dtype
 
 
 def knob(default: T, meaning: str, *, least: int | None = None, is_share: bool = False, kw_only: bool = False) -> T:
-    """Declare a knob of a method: a dataclass field with its meaning in a few words, and its range.
+    """Declare a knob (an option) of a method: a dataclass field with its meaning in a few words, and its allowed range.
 
-    `least` is the smallest value in the range. `is_share` bounds the value: above 0, at most 1. None is never refused.
+    `least` is the smallest allowed value. With `is_share` a value is above 0 and at most 1. None is always allowed.
     """
     facts = {"meaning": meaning, "least": least, "is_share": is_share}
     return field(default=default, kw_only=kw_only, metadata=facts)
@@ -60,31 +60,31 @@ def knob(default: T, meaning: str, *, least: int | None = None, is_share: bool =
 
 @dataclass(frozen=True)
 class Example:
-    """A setting small enough for a picture of a method's idea: knobs, a window, and a number of queries in a block."""
+    """A configuration small enough to draw what a method attends: its knobs, the window, and the queries per block."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     window: int = 12
-    block: int | None = None  # None: the method's own
+    block: int | None = None  # None: `Method.block`
 
 
 @dataclass(frozen=True)
 class Method:
-    """An attention strategy. Its fields are its knobs, declared by `knob`; None means derived from the window.
+    """An attention strategy. Its fields, declared by `knob`, are its knobs. `resolve` derives those that are None.
 
-    `presets` are named settings of knobs, such as those of a paper's experiments: `-o preset=NAME` sets them first.
-    `example` is the default of `lce explain`.
+    `presets` are named sets of knob values, such as those of a paper's experiments. `-o preset=NAME` selects one, and
+    other options override its values. `example` is the configuration that `lce explain` shows by default.
 
-    A method declares its parts in `parts_of`: which keys a query sees, and at which positions. Attending, costs and
-    pictures follow from the parts. A method overrides `key_positions` if keys are not cached at their absolute
-    positions, and `keep_queries` if it keeps more of a block than keys and values. A method whose attention is not made
-    of parts overrides `attend` instead.
+    A method declares its parts in `parts_of`: which keys a query sees, and at which positions. Attention, costs and
+    pictures are computed from the parts. A method overrides `key_positions` if keys are not cached at their absolute
+    positions, and `keep_queries` if it stores more of a block than keys and values. A method whose attention is not
+    made of parts overrides `attend` instead.
     """
 
     name: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     example: ClassVar[Example] = Example()
-    analysis: ClassVar[bool] = False  # whether the method is for study only, and never recommended by a message
-    notes_choices: ClassVar[bool] = True  # whether the method calls `step.note`
+    analysis: ClassVar[bool] = False  # whether the method is for study only; error messages never suggest it
+    notes_choices: ClassVar[bool] = True  # whether the method reports its choices to `Step.note`
     hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ class Method:
         return self.name or type(self).__name__
 
     def for_model(self, model: ModelFacts) -> Self:
-        """Return this method with the settings that the model's files give. Called once, before `resolve`."""
+        """Return this method with knobs set from the model's files. Called once, before `resolve`."""
         return self
 
     def resolve(self, window: int) -> Self:
@@ -109,7 +109,7 @@ class Method:
         return self.filled()
 
     def filled(self, **defaults: Any) -> Self:
-        """Return this method with defaults for knobs that are None. Raises `UsageError` for a knob out of range."""
+        """Return this method with `defaults` for knobs that are None. Raises `UsageError` for a knob out of range."""
         made = replace(self, **{knob: value for knob, value in defaults.items() if getattr(self, knob) is None})
         for each in fields(made):
             value, least = getattr(made, each.name), each.metadata.get("least")
@@ -121,17 +121,17 @@ class Method:
 
     @property
     def block(self) -> int:
-        """The number of tokens that are best prefilled in one step."""
+        """The best number of tokens to prefill in one step."""
         return 512
 
     @property
     def access(self) -> AccessPattern:
-        """The access to the cache: the chunk size, and the tokens that every query sees."""
+        """What the cache must know of the method: the chunk size, and the tokens that every query sees."""
         return AccessPattern()
 
     @property
     def choices(self) -> tuple[int, int]:
-        """`(first, size)`: choice number c, as given to `step.note`, is the `size` tokens from `first + c·size` on."""
+        """The pair `(first, size)`: a choice c, passed to `Step.note`, means `size` tokens from `first + c·size` on."""
         return 0, self.access.chunk_size
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
@@ -148,30 +148,30 @@ class Method:
 
     @property
     def n_recent(self) -> int:
-        """The number of tokens before a block whose keys are also kept at absolute positions, for `exact` parts."""
+        """The number of tokens before a block whose keys are also stored at absolute positions, for `Part.exact`."""
         return 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return the method's empty state for a layer, by names that the method chooses; `layout` has the sizes."""
+        """Return the empty states that the method keeps for a layer, by name; `layout` has the model's sizes."""
         if not self.n_recent:
             return {}
         return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        """Return whether the tensors `kept`, by the names of `state`, can be a layer's state after `n_tokens` tokens.
+        """Return whether a file's tensors `kept`, named as in `state`, can be a layer's states after `n_tokens` tokens.
 
         Called for context files, which are not trusted. `MethodState` classes check their own tensors. A method checks
-        shapes that would broadcast, and that its states fit each other. An empty state has no tensor.
+        shapes that would broadcast, and that its states fit each other. `kept` has no tensor for an empty state.
         """
         shape = (layout.n_kv_heads, layout.head_dim)
         return not self.n_recent or (RECENT in kept and kept[RECENT].shape[::2] == shape)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        """Return the positions at which the keys of tokens `indices [T]` are cached; None: unrotated."""
+        """Return the positions at which the keys of tokens `indices [T]` are cached; None: keys are unrotated."""
         return indices
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
-        """Yield the parts of the queries of tokens `i [T]`, ascending from the block's first token.
+        """Yield the parts that the block's queries see; `i [T]` are the queries' indices in the text, ascending.
 
         In recorded steps `i` is on the device, so which parts are yielded must not depend on the numbers in `i`.
         Example: `yield Part(keys=(0, i + 1), query_at=i)` is full attention.
@@ -179,7 +179,7 @@ class Method:
         raise NotImplementedError(f"{self.label} declares no parts; define parts_of, or attend")
 
     def layer_kind(self, layer: int) -> str:
-        """Return a word for a layer; layers with the same word have the same parts."""
+        """Return a label of a layer; layers with equal labels have the same parts."""
         return ""
 
     def query_scale(self, i: Tensor, window: int) -> Tensor | None:
@@ -187,7 +187,7 @@ class Method:
         return None
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
-        """Write the block's unrotated keys and the values, `[G, T, D]` each, to the cache."""
+        """Rotate the block's keys `[G, T, D]` to their `key_positions`, and write keys and values to the cache."""
         cache.write(k, v, step.key_turn(self.key_positions, k), step.at)
         if RECENT in cache.state:
             keep_recent(k, cache, step)
@@ -195,27 +195,27 @@ class Method:
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Update the method's state from the block's unrotated queries `[H, T, D]`; called before `attend`.
 
-        Also called in recorded steps, which do not know `step.start`.
+        Also called in recorded steps (`DeviceStep`), where reading `step.start` raises an error.
         """
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Return the outputs `[H, T, D]` of the block's unrotated queries `[H, T, D]`. Called after `keep`."""
+        """Return attention outputs `[H, T, D]` for the block's unrotated queries `[H, T, D]`. Called after `keep`."""
         self.keep_queries(q, cache, step)
         return attend_parts(self, scaled(self, q, step), cache, step)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend the spans of a part by unrotated queries `[H, T, D]`; None: another part attends these spans."""
+        """Return the attention of unrotated queries `[H, T, D]` to a part's spans; None: `attend_chosen` adds it."""
         return attend_spans(q, placed, cache, step)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Choose keys for unrotated queries `[H, T, D]` and attend them; None: there is nothing to choose from yet."""
+        """Choose keys for unrotated queries `[H, T, D]`, and return the attention to them; None: no candidates yet."""
         raise NotImplementedError(f"{self.label} has a part of chosen keys; define attend_chosen")
 
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Attend as `attend` does, for one token whose index only the device knows: `[H, 1, D]` to `[H, 1, D]`.
+        """Do what `attend` does for one token whose index only the device knows: `q [H, 1, D]` to output `[H, 1, D]`.
 
-        The step is recorded once and replayed for later tokens, so shapes depend on `step.bound` alone. All tokens are
-        in the cache's buffer (`LayerCache.whole`).
+        The step is recorded once, as a CUDA graph, and replayed for later tokens, so shapes depend on `step.bound`
+        alone. All keys and values are in the cache's buffer (`LayerCache.whole`).
         """
         self.keep_queries(q, cache, step)
         return decode_parts(self, scaled(self, q, step), cache, step)
@@ -223,9 +223,9 @@ class Method:
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Attend chosen keys, seen under `turn`, and the spans `others` by a token's unrotated query `[H, 1, D]`.
+        """Return the attention of a token's unrotated query `[H, 1, D]` to chosen keys and to the spans `others`.
 
-        Decode steps of a method without this hook are not recorded.
+        `turn` is the rotation of the query for the chosen keys. Without this hook, decode steps are not recorded.
         """
         raise OnDevice("decode_chosen")
 
@@ -238,7 +238,7 @@ class Method:
 
     @property
     def decodes(self) -> bool:
-        """Whether decode steps can be recorded: no subclass overrides a hook that `decode` replaces."""
+        """Whether decode steps can be recorded: no class overrides an attention hook without its decode counterpart."""
         spans = says_for(self, "decode", "attend", "attend_spans", "keep")
         return spans and says_for(self, "decode_chosen", "attend_chosen")
 
@@ -248,7 +248,7 @@ class Method:
         return type(self).parts_of is not Method.parts_of
 
     def cost(self, block: QueryBlock) -> Cost | None:
-        """Return the resolved method's cost for a block of queries in one layer; None: not counted."""
+        """Return the resolved method's cost for a block of queries in one layer; None: the method declares no parts."""
         return cost_of_spans(self, block) + self.choice_cost(block) if self.declares else None
 
     def choice_cost(self, block: QueryBlock) -> Cost:
@@ -257,19 +257,19 @@ class Method:
 
     @property
     def counted(self) -> bool:
-        """Whether `cost` is accurate: no class overrides how keys are attended without declaring parts or cost anew."""
+        """Whether `cost` is accurate: no class overrides how keys are attended without new parts or cost."""
         agrees = says_for(self, "parts_of", "attend", "keep") and says_for(self, "choice_cost", "attend_chosen")
         return self.declares and agrees
 
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        """Return the figures of cost that the method's paper states, for a model of these sizes."""
+        """Return the costs that the method's paper states, computed for the model sizes in `block`."""
         return ()
 
 
 class LocalMethod(Method):
-    """A method that sees the last `local` tokens at their true distance, and farther tokens at other distances.
+    """A method whose queries see the last `local` tokens at true distances, and farther tokens at other distances.
 
-    Keys are cached unrotated; the last `n_recent` keys are also kept at their absolute positions.
+    Keys are cached unrotated. The last `n_recent` keys are also stored at their absolute positions.
     """
 
     local: int | None  # each derived class declares this knob

@@ -1,7 +1,7 @@
 """Counts the cost of methods in multiply-adds, for a block of queries.
 
-The cost of spans follows from a method's parts. A method states the cost of choosing, and of attending the chosen keys,
-in `Method.choice_cost`, with the functions of `QueryBlock`.
+The cost of attending spans is computed from a method's parts. A method states the cost of choosing keys, and of
+attending the chosen keys, in `Method.choice_cost`, with the functions of `QueryBlock`.
 
 Only products count: of queries with keys, of softmax weights with values, and for choosing. Rotations, norms, softmaxes
 and the search for the largest scores do not count, because their cost lacks the factor D.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Cost:
     """The cost of a block of queries in one layer, without products with the model's weights.
 
-    Multiply-adds: `attention` of queries with keys and of softmax weights with values, `scores` of queries with the
-    method's state for choosing, `summaries` to make the summaries of chunks, `low_dim` of the maps to low-dim queries
-    and keys. None: not counted.
+    Four fields count multiply-adds. `attention`: of queries with keys, and of softmax weights with values. `scores`: of
+    queries with the method's state, for choosing. `summaries`: to compute the summaries of chunks. `low_dim`: to map
+    queries and keys to low-dim ones. A field that is None was not counted.
 
-    Reads: `rows_read` counts the tokens of all KV heads whose keys and values the block sees, each once; it is an upper
-    bound if heads choose independently. `state_read` counts the numbers of the method's state that are read.
+    `rows_read` counts the keys that the block reads, once per token and KV head; it is an upper bound if heads choose
+    independently. `state_read` counts the numbers of the method's state that are read.
     """
 
     attention: int | None
@@ -48,16 +48,16 @@ UNCOUNTED = Cost(None, None, None, None, None, None)
 
 
 def total(*counts: int | None) -> int | None:
-    """Return the sum of counts; None if any is None."""
+    """Return the sum of the counts, or None if any count is None."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """The queries of tokens `start..stop-1`, in one layer of a model: the facts that a method's cost depends on.
+    """The queries of tokens `start..stop-1` in one layer, and the model's sizes: all that a method's cost depends on.
 
-    Example: a decode step of the token of index 999 is `start=999, stop=1000`.
+    Example: the decode step of the token of index 999 is `start=999, stop=1000`.
     """
 
     start: int
@@ -67,7 +67,7 @@ class QueryBlock:
     head_dim: int
     n_layers: int = 1
     layer: int = 0
-    sliding_window: int | None = None  # the checkpoint's, if it has one
+    sliding_window: int | None = None  # that of the checkpoint, in tokens, if it has one
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -78,14 +78,14 @@ class QueryBlock:
         return self.seen(_sum_to(self.stop) - _sum_to(self.start), self.stop)
 
     def tokens(self, n: int) -> Cost:
-        """Count `n` tokens that all queries see."""
+        """Return the cost if all queries attend the same `n` tokens."""
         return self.seen(len(self) * n, n)
 
     def chunks(self, size: int, most: int, *, together: bool = False) -> Cost:
-        """Count, for each query of each head, `most` of the chunks before the query's own, or all if there are fewer.
+        """Return the cost if each query of each head attends `most` chunks before its own, or all if there are fewer.
 
-        With `together` the query heads of a KV head see the same chunks. Reads are an upper bound, as if all choices
-        differed.
+        With `together` the query heads of a KV head attend the same chunks. `rows_read` is an upper bound, for choices
+        that all differ.
         """
 
         def before(n: int) -> int:
@@ -96,7 +96,7 @@ class QueryBlock:
         return self.seen(size * chosen, size * min(n_lists * chosen, (self.stop - 1) // size))
 
     def seen(self, pairs: int, n_tokens: int) -> Cost:
-        """Count `pairs` pairs of a query and a key in each head, for `n_tokens` different keys in all."""
+        """Return the cost of `pairs` query-key pairs per head, with keys of `n_tokens` different tokens in all."""
         return Cost(2 * self.n_heads * self.head_dim * pairs, rows_read=self.n_kv_heads * n_tokens)
 
 
@@ -108,7 +108,7 @@ def _sum_to(n: int, most: int | None = None) -> int:
 
 
 def cost_of_spans(method: Method, block: QueryBlock) -> Cost:
-    """Return the cost of the spans of a method's parts; each part's keys are read once."""
+    """Return the cost of attending the spans of a method's parts; each part's keys are read once."""
     i, cost = torch.arange(block.start, block.stop), Cost(0)
     for part in declared(method, i, block.layer, block.stop, block.sliding_window):
         if part.keys != CHOSEN:
@@ -121,7 +121,7 @@ def cost_of_spans(method: Method, block: QueryBlock) -> Cost:
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A figure of cost that a method's paper states, computed for a model."""
+    """A cost that a method's paper states, computed for the sizes of a model."""
 
     text: str
     where: str  # the equation or section of the paper

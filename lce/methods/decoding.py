@@ -1,7 +1,7 @@
-"""The recorded decode step: attends a method's parts as runs of tokens whose bounds are on the device.
+"""Attention of recorded decode steps: to a method's parts, as runs of tokens whose bounds are on the device.
 
 A `DeviceStep` reads its token's index on the device, so shapes depend only on a bound of the text's length. A span is
-cut into as many runs as the span can need within the bound; runs beyond the span's end are empty.
+cut into as many runs as the longest possible span needs within the bound; runs beyond the span's end are empty.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from lce.methods.base import Method
 
 RUN = 1024  # the largest number of tokens in a run
-LEAST_BOUND = 1024  # the smallest bound that a step is recorded for
-EVALUATED_AT_ONCE = 1 << 16  # the number of queries whose parts are evaluated in one call
+LEAST_BOUND = 1024  # the smallest bound of the text's length that a step is recorded for, in tokens
+EVALUATED_AT_ONCE = 1 << 16  # the number of queries in one call of `Method.parts_of`
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `first..stop-1`, seen by the query under `turn [1, D/2]`.
+    """Tokens `first..stop-1`, which the query attends after its rotation by `turn [1, D/2]`.
 
-    `first` and `stop` are `[1]` int64 on the device. The span has at most `most` tokens, a number that the host knows.
+    `first` and `stop` are `[1]` int64 on the device. The host knows only that the span has at most `most` tokens.
     """
 
     first: Tensor
@@ -42,7 +42,7 @@ class Span:
 
 
 def bound_for(n_tokens: int) -> int:
-    """Round `n_tokens` up to 1, 1.25, 1.5 or 1.75 times a power of two: the bounds that steps are recorded for."""
+    """Return the bound for a text of `n_tokens` tokens: rounded up to 1, 1.25, 1.5 or 1.75 times a power of two."""
     if n_tokens <= LEAST_BOUND:
         return LEAST_BOUND
     quarter = 1 << ((n_tokens - 1).bit_length() - 3)
@@ -50,7 +50,7 @@ def bound_for(n_tokens: int) -> int:
 
 
 def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-    """Attend all parts of a method by a token's unrotated query `[H, 1, D]`, as one softmax: `[H, 1, D]`."""
+    """Return the attention of a token's unrotated query `[H, 1, D]` to all parts, as one softmax: `[H, 1, D]`."""
     kind = method.layer_kind(cache.index)
     cached, recent, chosen = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
     found = []
@@ -66,10 +66,10 @@ def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
 def device_parts(
     method: Method, q: Tensor, cache: LayerCache, step: DeviceStep
 ) -> tuple[Sequence[Span], Sequence[Span], Turn | None]:
-    """Return the parts of the step's token: spans of keys as cached, spans of recent keys, and the chosen keys' turn.
+    """Return the token's parts: spans of cached keys, spans of recent keys, and the query's rotation for chosen keys.
 
-    Parts that are empty for all tokens up to the bound are left out. The turn is `[1, K, D/2]` or broadcastable, or
-    None without a part of chosen keys.
+    Parts that are empty for all tokens up to the bound are left out. The rotation is `[1, K, D/2]` or broadcastable;
+    None: the method chooses no keys.
     """
     cached, recent, chosen = list[Span](), list[Span](), None
     parts = declared(method, step.at, cache.index, step.bound, step.sliding_window)
@@ -86,10 +86,10 @@ def device_parts(
 
 
 def _limits(method: Method, layer: int, step: DeviceStep) -> list[list[int]]:
-    """Return three numbers for each part: `[size, before, beyond]`, the largest for any query i within the bound.
+    """Return `[size, before, beyond]` for each part: upper limits for all queries i within the bound.
 
-    `size` counts the span's tokens. The span starts `before` tokens before token 0, and stops `beyond` tokens after
-    `i + 1`. All numbers of a part of chosen keys are 0 or less.
+    The part's span has at most `size` tokens, starts at most `before` tokens before token 0, and stops at most `beyond`
+    tokens after `i + 1`. The limits of a part of chosen keys are not used.
     """
     found = []
     for i in torch.arange(step.bound).split(EVALUATED_AT_ONCE):
@@ -105,7 +105,7 @@ def _limits(method: Method, layer: int, step: DeviceStep) -> list[list[int]]:
 
 
 def runs_of(spans: Sequence[Span]) -> Runs:
-    """Cut spans into runs of one size, the same for all heads."""
+    """Cut spans into runs of tokens of equal size. All heads attend the same runs."""
     longest, device = max(span.most for span in spans), spans[0].first.device
     size = min(RUN, longest)
     n_runs = [-(-span.most // size) for span in spans]
@@ -118,7 +118,7 @@ def runs_of(spans: Sequence[Span]) -> Runs:
 
 
 def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
-    """Attend spans of tokens whose keys are the recent keys and whose values are in the cache's buffer."""
+    """Return the attention to spans, with keys from the recent keys and values from the cache's buffer."""
     recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
     keys, before = recent.buffer, recent.first
     n = min(keys.shape[1], values.shape[1] - before)

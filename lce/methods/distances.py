@@ -1,4 +1,4 @@
-"""For study: which tokens the queries of a block see, and at which distances, from a method's parts."""
+"""Computes from a method's parts which tokens the queries of a block see, and at which distances, for explanations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lce.methods.step import Step
 
 
 def spans(method: Method, layer: int, step: Step) -> Tensor | None:
-    """Return the spans of tokens that each query of the block always attends: `[T, S, 2]`, on the host.
+    """Return the n spans of tokens that each query of the block always attends: `[T, n, 2]`, on the host.
 
-    Each query has S spans, tokens `start..stop-1`; an empty span has `stop <= start`. A query attends the tokens of its
-    spans and of the choices given to `step.note`. None: the method declares no parts, or does not note its choices.
+    A span is tokens `start..stop-1`, none if `stop <= start`. Besides its spans, a query attends only the choices that
+    are passed to `step.note`. None: the method declares no parts, or does not report its choices.
     """
     if not method.declares:
         return None
@@ -26,13 +26,13 @@ def spans(method: Method, layer: int, step: Step) -> Tensor | None:
 
 
 def always(method: Method, layer: int, step: Step) -> Tensor | None:
-    """Return `spans` as a mask, `[T, N]` bool."""
+    """Return the tokens of `spans` as a mask, `[T, N]` bool; None if `spans` returns None."""
     found, index = spans(method, layer, step), torch.arange(step.stop)
     return None if found is None else ((index >= found[..., :1]) & (index < found[..., 1:])).any(dim=1)
 
 
 def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int]]] | None:
-    """Return `spans` as a list for each query, `[[start, stop], …]`: in order, none empty, adjacent spans joined."""
+    """Return `spans` as a sorted list per query, `[[start, stop], …]`, without empty spans, adjacent spans joined."""
     found, joined = spans(method, layer, step), []
     if found is None:
         return None
@@ -48,9 +48,9 @@ def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int
 
 
 def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Step) -> Tensor | None:
-    """Return the distance at which queries `index [T]` of the block see tokens `[n]` of their spans: `[T, n]`.
+    """Return the distances at which the block's queries of indices `index [t]` see the tokens `token [n]`: `[t, n]`.
 
-    The result is on the host, -1 for tokens that a query does not attend. None: the method declares no parts.
+    The result is on the host, -1 for tokens outside of the query's spans. None: the method declares no parts.
     """
     if not method.declares:
         return None
@@ -67,8 +67,8 @@ def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Ste
 def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> Tensor | None:
     """Return the least and the largest distance at which the block's queries see each choice: `[H, T, K, 2]`.
 
-    `chosen [H, T, K]` is as in calls of `step.note`. The distances of a choice's tokens fall by 1 from token to token,
-    or are all equal. None: the method declares no part of chosen keys.
+    `chosen [H, T, K]` are choices as passed to `step.note`. The distances of a choice's tokens fall by 1 from token to
+    token, or are all equal. None: the method declares no part of chosen keys.
     """
     parts = block_parts(method, layer, step)[1] if method.declares else []
     part = next((part for part in parts if part.keys == CHOSEN), None)
@@ -86,6 +86,6 @@ def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> T
 
 
 def _key_at(method: Method, part: Part, token: Tensor) -> Tensor:
-    """Return the positions at which a part sees tokens `[…]`."""
+    """Return the positions of the keys of tokens `[…]` in a part; unrotated keys are at 0."""
     found = token if part.exact else method.key_positions(token.flatten())
     return torch.zeros_like(token) if found is None else found.view(token.shape)

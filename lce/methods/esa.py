@@ -40,24 +40,24 @@ class ESA(JointSelection):
 
     The queries of a block `[a, b)` choose together. While `a - local <= sinks`, a block is plain causal attention.
     Later blocks attend the tokens from `a - local` on at their true distance. At the constant distance `far` they
-    attend the first `sinks` tokens and the `top_k` best of the tokens between. One softmax covers both.
+    attend the first `sinks` tokens, and the `top_k` best tokens between sinks and local tokens. One softmax covers all.
 
-    The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`: the logit that the far part would give, summed over
-    query heads. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4). Then `F(m)` becomes the
-    maximum over `m ± eps`, so that the neighbours of a good token are selected too (Eq. 8; eps = 3 in the paper's main
-    results).
+    The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`, summed over query heads, with the query rotated to the
+    distance `far`. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4). Then `F(m)` becomes
+    the maximum over `m ± eps`, so that the neighbours of a good token are selected too (Eq. 8; eps = 3 in the paper's
+    main results).
 
-    `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A + a)·(k B + b)` with `low_dim` numbers
-    a token (Eq. 5-7), by maps that `lce calibrate` learns on text; `maps` is their file, by default the one in the
+    `compress` says how `f` is computed. `none`: exactly. `calibrated`: as `(q A + a)·(k B + b)`, with `low_dim` numbers
+    per token (Eq. 5-7), by maps that `lce calibrate` learns on text; `maps` is their file, by default the one in the
     model's folder. Maps are learned for one `far`, window and RoPE scaling, and refused for others. `pca`: as
-    `(q A)·(k A)`, with the principal components of the prompt's first keys.
+    `(q A)·(k A)`, where A are the principal components of the prompt's first keys.
 
-    `heads` is the paper's ablation (Table 6): with `max`, `f(m;c) = max_h q_h · k_h`, which no low-dim key can give.
-    With `top_p`, no more of the `top_k` tokens are chosen than reach that share of the mass of the tokens between,
-    where `F / H` counts as a token's logit.
+    `heads` is the paper's ablation (Table 6): with `max`, `f(m;c) = max_h q_h · k_h`, which low-dim keys cannot give.
+    With `top_p`, only as many of the `top_k` tokens are chosen as reach that share of the attention to all candidates,
+    estimated with `F / H` as a token's logit.
 
-    Cost: a block of T queries is scored against M tokens in O(T · M · R) (exactly: O(T · M · H · D)), and attends
-    `sinks + top_k + local + T` keys. The state is R numbers for each token and layer.
+    Cost: scoring n tokens for a block of T queries takes O(T · n · R), R = `low_dim`, or O(T · n · H · D) exactly. The
+    block attends `sinks + top_k + local + T` keys. The state is R numbers per token and layer.
     """
 
     sinks: int = knob(128, "first tokens, always attended", least=0)
@@ -81,7 +81,7 @@ class ESA(JointSelection):
         if self.compress != "calibrated":
             return self
         if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # `pca` has a state of the same size
+            return replace(self, compress="pca", maps=None)  # `pca` needs no maps, and its state has the same size
         if model.rope.kind == "dynamic":
             raise UsageError(
                 f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
@@ -102,7 +102,7 @@ class ESA(JointSelection):
         return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
 
     def sized(self, window: int) -> Self:
-        """Return this method resolved, without a check of its maps."""
+        """Return this method with all knobs filled in; the maps are not checked."""
         made = super().resolve(window)
         if made.heads == "max" and made.compress != "none":
             raise UsageError(
@@ -128,7 +128,7 @@ class ESA(JointSelection):
 
     @property
     def block(self) -> int:
-        return max(1, min(512, self.n_local // 2))  # bounds the distance of the farthest local key, `local + block`
+        return max(1, min(512, self.n_local // 2))  # small, because local keys are up to `local + block` away
 
     @property
     def n_recent(self) -> int:
@@ -161,7 +161,7 @@ class ESA(JointSelection):
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
     def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """Return this layer's maps, or None if there are no maps yet; `pca` takes queries summed over KV heads."""
+        """Return the layer's maps; None: not computed yet. With `pca` they take queries summed within KV heads."""
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             return self.maps.layer(cache.index, like)
         basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
@@ -177,7 +177,7 @@ class ESA(JointSelection):
             yield Part(keys=(border, i + 1), query_at=i, exact=True)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend the local span; `attend_chosen` attends the sinks with the chosen tokens."""
+        """Return the attention to the local span; `attend_chosen` attends the sinks together with the chosen tokens."""
         return super().attend_spans(q, placed, cache, step) if placed.part.exact else None
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
@@ -191,7 +191,7 @@ class ESA(JointSelection):
         return start - self.n_local - self.sinks
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the cost, but for finding principal components; a low-dim key of `pca` counts in its token's block."""
+        """Return the cost of choosing, but for principal components. A low-dim key counts in the block of its token."""
         query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
         size = {"calibrated": self.low_dim, "pca": min(self.low_dim, key_size), "none": 0}[self.compress]
         low_keys = Cost(0, low_dim=len(block) * key_size * size)
@@ -199,7 +199,7 @@ class ESA(JointSelection):
         seen = block.tokens(min(top_k, n_middle))
         if n_middle <= top_k:
             return low_keys + seen
-        compared = size or key_size  # exact scores take queries summed over the heads of a KV head
+        compared = size or key_size  # exact scores use queries summed over a KV head's query heads
         low_queries = len(block) * size * (query_size if self.compress == "calibrated" else key_size)
         scores = len(block) * n_middle * (query_size if self.heads == "max" else compared)
         scored = Cost(0, scores, low_dim=low_queries, state_read=n_middle * compared)
@@ -217,14 +217,14 @@ class ESA(JointSelection):
         ]
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:
-        """Find the principal components of the keys so far, with `compress=pca` and once, and make all low-dim keys."""
+        """With `compress=pca`, once: compute the cached keys' principal components, and all low-dim keys so far."""
         if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
             basis = principal(cache.span(0, step.start)[0], self.low_dim)
             cache.kept(Staged, BASIS).stage(basis)
             cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(cache.span(0, step.stop)[0]) @ basis, 0)
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Return F (Eq. 4): the scores `[M]` of the tokens between sinks and local tokens, for all queries together."""
+        """Return F (Eq. 4): the scores `[n]` of n tokens between sinks and local tokens, for all queries together."""
         score, row_size = self.scorer(far, cache, step)
         if q.shape[1] == 1:  # one query needs no comparison with other queries
             return score(slice(None))[0]
@@ -234,19 +234,19 @@ class ESA(JointSelection):
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Callable[[slice], Tensor], int]:
-        """Return `f(m; c)` (Eq. 3), and how many numbers `f` holds at a time for each query.
+        """Return a function that computes `f(m; c)` (Eq. 3), and the numbers per query that it holds in memory.
 
-        `f` maps a slice of the queries `q [H, T, D]`, rotated to the distance `far`, to scores `[t, M]`.
+        The function maps a slice of t of the queries `q [H, T, D]`, rotated to the distance `far`, to scores `[t, n]`.
         """
         first, stop = self.sinks, step.start - self.n_local
-        groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, R, T, D]
+        groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, H/G, T, D]
         shared = groups.sum(dim=1)  # [G, T, D]
         if self.compress == "none":
 
             def exact(rows: slice) -> Tensor:
                 keys = (cache.span(*some)[0] for some in cache.segments(first, stop))
                 if self.heads == "max":
-                    by_head = (products(groups[:, :, rows].flatten(1, 2), k.mT) for k in keys)  # [G, R * t, n]
+                    by_head = (products(groups[:, :, rows].flatten(1, 2), k.mT) for k in keys)  # [G, H/G·t, n]
                     return torch.cat([x.unflatten(1, (groups.shape[1], -1)).amax(dim=(0, 1)) for x in by_head], dim=1)
                 return torch.cat([products(shared[:, rows], k.mT).sum(dim=0) for k in keys], dim=1)
 

@@ -18,13 +18,13 @@ class Full(Method):
     """Causal attention at distance `i - j` (Vaswani et al., 2017), as in training.
 
     The only method that honours a checkpoint's sliding window. Keys are cached at their absolute positions.
-    Time: O(N · D) a token and head. Memory: the keys and values alone.
+    Time: O(N · D) per token and head. Memory: the keys and values alone.
     """
 
     block = 2048  # large products run faster, and only the MLP's activations grow with the block
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the window, or None if a sliding window bounds all distances within it."""
+        """Return the window; None if the checkpoint's sliding window keeps all distances within the window."""
         return None if sliding_window is not None and sliding_window <= window else window
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:

@@ -1,8 +1,8 @@
-"""Checks of what a method's hooks return, made at each call.
+"""Checks of the values that the hooks of users' methods return, made at each call.
 
-Each hook that a subclass of `Method` outside of lce defines is wrapped in its check when the class is made. The methods
-of lce are tested instead. A check compares shapes, dtypes and devices, and looks at values only on the CPU, so that
-nothing waits for a device.
+When a subclass of `Method` is defined outside of lce, each of its hooks is wrapped in a check. lce's own methods are
+tested instead. A check compares shapes, dtypes and devices. It looks at values only on the CPU, because on a GPU it
+would have to wait for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lce.cache.method_state import MethodState
 from lce.errors import UsageError, shown
 from lce.methods.costs import Cost
 
-# Takes the method, the returned value and the hook's arguments; returns what was expected, or None if the value fits.
+# A check takes the method, the value that a hook returned, and the hook's arguments. It returns None for a valid value,
+# or else a text that says what was expected.
 Check = Callable[..., str | None]
 
 
@@ -62,7 +63,7 @@ def described(value: Any) -> str:
 def tensor_check(
     got: Any, shape: Sequence[int | str], like: Tensor, dtype: torch.dtype | None = None, words: str = ""
 ) -> str | None:
-    """Return what is expected unless `got` is a tensor of this shape on the device of `like`, of a given `dtype`.
+    """Return None if `got` is a tensor of this shape and dtype on the device of `like`, or else what is expected.
 
     A word in `shape` stands for any size of 1 or more. The last word may be `...`, for any number of dimensions.
     """
@@ -84,7 +85,7 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 def _must(fits: Callable[..., bool], expected: str) -> Check:
-    """Return a check that a hook's result `fits`; `{0}` in `expected` is the hook's first argument."""
+    """Return a check that calls `fits(result, *arguments)`; `{0}` in `expected` is the hook's first argument."""
     return lambda method, got, *given, **_: None if fits(got, *given) else expected.format(*given)
 
 
@@ -163,7 +164,7 @@ def _forced(method: Any, got: Any, chunk_ids: Tensor, own: Tensor) -> str | None
 
 def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
     expected = _chosen_check(method, got, len(scores), scores)
-    if expected is None and got.device.type == "cpu" and got.numel():  # on a CPU nothing waits
+    if expected is None and got.device.type == "cpu" and got.numel():  # on a GPU this check would wait
         own = (step.positions(got.device) // method.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)
@@ -176,7 +177,7 @@ def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
 
 
 def _choose(method: Any, got: Any, q: Tensor, cache: Any, step: Any) -> str | None:
-    # in a recorded step, heads that share a choice have one row
+    # for a `DeviceStep`, heads that share a choice may share one row
     return None if got is None else _chosen_check(method, got, len(q) if step.at is None else len(got), q)
 
 

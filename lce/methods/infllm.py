@@ -1,4 +1,4 @@
-"""InfLLM: a memory of blocks, each found by a few representative tokens."""
+"""InfLLM: queries choose blocks of earlier tokens by a few representative tokens of each block."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class InfLLM(JointSelection):
     A query attends the last `local` tokens at their true distance. At the constant distance `far` the query attends the
     first `sinks` tokens, the `top_k` memory blocks that are most relevant to its block of queries, and the tokens that
     have left the local window but do not fill a memory block yet. Tokens from `sinks` on are cut into memory blocks of
-    `block_size` tokens. A block enters the memory when the local window of the first query has none of its tokens.
+    `block_size` tokens. A memory block can be chosen when none of its tokens is in the local window of the first query.
 
     For each query head, a memory block is represented by its `repr_tokens` tokens with the largest sum of local
     attention weights, over all queries. Its relevance is the sum of `q · k` over heads, representative tokens and the
     queries of the block, with the queries at `far`.
 
-    With `top_p`, only as many of the `top_k` blocks are chosen as reach that share of the memory's mass. The mean of
-    the products `q · k` counts as the logit of all tokens of a memory block.
+    With `top_p`, only as many of the `top_k` blocks are chosen as reach that share of the attention to all memory
+    blocks. For this estimate, the mean of a block's products `q · k` is taken as the logit of each of its tokens.
 
-    Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys. A block of queries is scored against
-    M summaries, O(H · M · D). A memory block's summary is H · D numbers.
+    Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys. Scoring M memory blocks for a block
+    of queries takes O(H · M · D). A memory block's summary is H · D numbers.
     """
 
     block_size: int = knob(128, "tokens of a memory block", least=1)
@@ -105,7 +105,7 @@ class InfLLM(JointSelection):
             yield Part(keys=(0, first), query_at=far)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend spans; the attention to the local span updates the memory, before memory blocks are chosen."""
+        """Return the attention to a part's spans; the local span also updates the memory, before blocks are chosen."""
         found = super().attend_spans(q, placed, cache, step)
         if found is not None and placed.part.exact:
             self.memorise(q, found[1], cache, step)
@@ -117,7 +117,7 @@ class InfLLM(JointSelection):
         n_blocks = self.n_candidates(block.start)
         if n_blocks <= self.top_k:
             return Cost(0, summaries=votes)
-        scores = heads * n_blocks * dim  # of the mean of the block's queries
+        scores = heads * n_blocks * dim  # one product per head and memory block, by the mean query
         return block.tokens(self.top_k * self.block_size) + Cost(0, scores, votes, state_read=scores)
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
@@ -129,10 +129,10 @@ class InfLLM(JointSelection):
         return relevance.float() / (n_products * math.sqrt(head_dim))
 
     def memorise(self, q: Tensor, lse: Tensor, cache: LayerCache, step: Step) -> None:
-        """Add this block's local attention to the votes, and summarise the memory blocks that are now complete.
+        """Add this block's local attention weights to the votes, and summarise memory blocks that are now complete.
 
-        `lse [H, T]` is that of local attention. The votes `[H, n]` are sums of attention weights, for the tokens that
-        are in no memory block yet.
+        `lse [H, T]` is the log-sum-exp of local attention. The votes `[H, n]` are the sums of weights that each of the
+        n tokens in no memory block has received so far.
         """
         kept = cache.kept(Staged, VOTES)
         done = self.sinks if kept.value is None else step.start - kept.value.shape[1]  # the first token with votes
@@ -155,6 +155,6 @@ class InfLLM(JointSelection):
         kept.stage(votes)
 
     def votes(self, q: Tensor, lse: Tensor, first: int, cache: LayerCache, step: Step) -> Tensor:
-        """Return each token's local attention weight, from `first` on, summed over the block's queries: `[H, n]`."""
+        """Return the local attention weights of tokens from `first` on, summed over the block's queries: `[H, n]`."""
         keys = cache.kept(RecentRows, RECENT).span(first, step.stop)
         return attention_sums(rotate(q, step.true_turn(q)), keys, lse, self.n_recent)

@@ -18,7 +18,7 @@ from lce.methods.top_p import enough
 
 
 class JointSelection(LocalMethod, ABC):
-    """A method by which a block of queries chooses `top_k` candidates, seen at the constant distance `far`.
+    """A method by which all queries of a block choose the same `top_k` candidates, seen at the distance `far`.
 
     Candidate m is the `size` tokens from `sinks + m·size` on, where `size` is the second number of `choices`.
     """
@@ -34,23 +34,23 @@ class JointSelection(LocalMethod, ABC):
 
     @abstractmethod
     def n_candidates(self, start: int) -> int:
-        """Return the number of candidates of a block of queries from token `start` on; below 1 means none."""
+        """Return the number of candidates for the block that begins at token `start`; 0 or less means none."""
 
     @abstractmethod
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Return a score of each candidate for all queries together, `[M]`.
+        """Return the scores `[n]` of the n candidates, one score for all queries of the block together.
 
-        `q [H, T, D]` are the unrotated queries, `far` the same queries rotated to the distance `far`.
+        `q [H, T, D]` are the unrotated queries. `far [H, T, D]` are the same queries rotated to the distance `far`.
         """
 
     @abstractmethod
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Turn the candidates' scores `[M]` into logarithms of their attention mass, up to a constant."""
+        """Estimate the logarithms of the candidates' attention mass, up to a constant, from their scores `[n]`."""
 
     def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Return the `top_k` best candidates, or fewer with `top_p`, ascending: `[K]`."""
         n_candidates, first, size = self.n_candidates(step.start), *self.choices
-        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # choices before candidate 0
+        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # number of candidate 0
         if n == n_candidates and self.top_p is None and not step.note_scores:
             chosen = torch.arange(n, device=q.device)
         else:
@@ -67,12 +67,12 @@ class JointSelection(LocalMethod, ABC):
         return chosen
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
-        """Return the tokens of chosen candidates `[K]`, and tokens that are attended with them: `[n]`, ascending."""
+        """Return the tokens of chosen candidates `[K]`, and those to attend in the same call: `[n]`, ascending."""
         size = self.choices[1]
         return (self.sinks + chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend copies of the chosen keys and values; the copies of all layers use the same memory in turn."""
+        """Return the attention to the chosen keys. Keys and values are copied to a buffer that all layers share."""
         far = rotate(q, placed.turn)
         tokens = self.tokens_of(self.select(q, far, cache, step))
         n = 2 * cache.layout.n_kv_heads * len(tokens) * cache.layout.head_dim

@@ -1,4 +1,4 @@
-"""LM-Infinite: each query attends the first and the last tokens, with bounded distances, and optionally a few more."""
+"""LM-Infinite: each query attends first and last tokens at bounded distances, and optionally a few tokens between."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class LMInfinite(LocalMethod):
     """LM-Infinite (Han et al., 2024, "LM-Infinite: Zero-Shot Extreme Length Generalization for LLMs").
 
     A query attends the first `sinks` tokens and the last `local` tokens, at the distance `min(i - j, local)` (section
-    4.2). From layer `from_layer` on, every head also attends the `top_k` tokens between with the largest logits at
-    the distance `local` (section 4.3).
+    4.2). From layer `from_layer` on, every head also attends the `top_k` tokens between whose logits at the distance
+    `local` are largest (section 4.3).
 
     Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
 
     Keys are cached unrotated, because all far keys are seen at one distance; the last `local` keys are also kept at
-    their own positions. Time: O((sinks + local) · D) a token and head; with `top_k`, O(N · D) for the scores.
+    their own positions. Time: O((sinks + local) · D) per token and head; with `top_k`, O(N · D) for the scores.
     """
 
     sinks: int = knob(10, "first tokens, always attended", least=0)
@@ -65,7 +65,7 @@ class LMInfinite(LocalMethod):
         return not self.top_k
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the middle tokens: scores are also the logits, so attention adds only the weighted sum of values."""
+        """Return the cost of middle tokens: of scores, which serve as logits, and of the weighted sum of values."""
         n_middle = block.stop - self.n_local - self.sinks
         if not self.layer_kind(block.layer) or n_middle <= 0:
             return Cost(0)
@@ -74,7 +74,7 @@ class LMInfinite(LocalMethod):
         return Cost(n_queries * most * dim, scores=n_queries * n_middle * dim, state_read=read * dim)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Attend the `top_k` middle tokens with the largest logits. Time: O(H · T · N · D)."""
+        """Return the attention to each query's `top_k` middle tokens of largest logits. Time: O(H · T · N · D)."""
         first, stop = self.sinks, step.stop - self.n_local
         if stop <= first:
             return None
@@ -85,7 +85,7 @@ class LMInfinite(LocalMethod):
 
 
 def _attend_best(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    """Attend the best of tokens `first..stop-1` by rotated queries; query t sees those up to `first + last_seen[t]`."""
+    """Return the attention of rotated queries t to their `top_k` best of the tokens `first..first + last_seen[t]`."""
     keys = (cache.span(*piece)[0] for piece in cache.segments(first, stop))
     logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
     hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]

@@ -26,21 +26,21 @@ from lce.methods.step import Step
 class LongHeads(SelectiveMethod):
     """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
 
-    For each complete chunk and query head, the method keeps the summary c, with keys and queries rotated to their
-    offsets 0..L-1: `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq.
+    For each complete chunk and query head, the method stores a summary c. With keys and queries rotated to their
+    offsets 0..L-1, `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq.
     1-2). The score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3`
-    best chunks between, the last complete chunk, and its own chunk. These chunks stand side by side from position 0, so
-    a text of at most `chunks` chunks has full attention.
+    best chunks after it, the last complete chunk, and its own chunk. These stand side by side from position 0, so a
+    text of at most `chunks` chunks has full attention.
 
     `share` says which heads sum their scores to choose together: none (`head`, the paper), the query heads of one KV
-    head (`group`), or all heads (`layer`). The paper's ablations: `rank` takes the best, the worst or random chunks.
-    With `keep_first=False` chunk 0 is chosen only by its score, with `keep_last=False` the last complete chunk; a query
-    attends `chunks` chunks in any case. With `fix_head` all heads take the choice of the first head, with `fix_layer`
-    all layers that of the first layer. The paper's `placement` is `side_by_side`. The preset `released` is the setting
-    of the authors' code for Llama 2.
+    head (`group`), or all heads (`layer`). Some knobs are ablations of the paper. `rank` takes the best, the worst
+    or random chunks. `keep_first=False` leaves chunk 0 to be chosen by its score, `keep_last=False` the last complete
+    chunk; a query still attends `chunks` chunks. With `fix_head` all heads take the choice of the first head, with
+    `fix_layer` all layers take that of the first layer. The paper's `placement` is `side_by_side`. The preset
+    `released` has the values of the authors' code for Llama 2.
 
-    Cost: a token is scored against M summaries, O(H · M · D), and attends at most `chunks · L` keys. A chunk's summary
-    is H · D numbers.
+    Cost: scoring M chunks takes O(H · M · D) per token, and a token attends at most `chunks · L` keys. A chunk's
+    summary is H · D numbers.
     """
 
     share: Literal["head", "group", "layer"] = knob("head", "which heads choose together: none, a KV head's, or all")
@@ -74,7 +74,7 @@ class LongHeads(SelectiveMethod):
         n_kv_heads, n_chunks = k.shape[:2]
         keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [G * m, L, D]
         out, _ = step.attention.dense(fold_chunks(q, n_kv_heads), keys, values, causal=False)
-        query = out.mean(dim=1, keepdim=True)  # [G * m * R, 1, D]
+        query = out.mean(dim=1, keepdim=True)  # [G * m * H/G, 1, D]
         representation, _ = step.attention.dense(query, keys, keys, causal=False)
         return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
 
@@ -99,7 +99,7 @@ class LongHeads(SelectiveMethod):
     def choice_cost(self, block: QueryBlock) -> Cost:
         size = self.size
         n_complete = block.stop // size - block.start // size
-        summaries = 2 * block.n_heads * n_complete * (size + 1) * size * block.head_dim  # Eq. 1, and Eq. 2 by one query
+        summaries = 2 * block.n_heads * n_complete * (size + 1) * size * block.head_dim  # Eq. 1: L queries; Eq. 2: one
         choosers = 0 if self.fix_layer and block.layer else 1 if self.fix_head else block.n_heads
         return self.selection_cost(
             block, vectors_read=choosers, summaries=summaries, choosers=choosers,
@@ -129,14 +129,14 @@ class LongHeads(SelectiveMethod):
 
 
 def random_scores(n_heads: int, n_chunks: int, step: Step, layer: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Draw scores `[H, T, M]`. A score depends on seed, layer, head, query index and chunk alone, not on the block."""
+    """Draw scores `[H, T, M]`. A score depends on seed, layer, head, query index and chunk, not on the block size."""
     heads = torch.arange(n_heads, device=device)[:, None, None]
     rows = (seed * 1_000_037 + layer * 1_000_003 + heads) * 1_000_033 + step.positions(device)[:, None]
     return mix(rows, torch.arange(n_chunks, device=device))
 
 
 def mix(x: Tensor, y: Tensor) -> Tensor:
-    """Hash two integer tensors to floats in [0, 1), with 24 good bits (the multiply-and-shift of Murmur3)."""
+    """Hash two integer tensors to floats in [0, 1), with 24 random bits (the multiply-and-shift of Murmur3)."""
     bits = (x * 0x9E3779B1 + y * 0x85EBCA77) & 0xFFFFFFFF
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         bits = ((bits ^ (bits >> 15)) * factor) & 0xFFFFFFFF

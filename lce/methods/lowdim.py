@@ -1,8 +1,8 @@
-"""Low-dimensional keys: the maps that make them, and the choice of tokens by them.
+"""Low-dimensional keys: the linear maps that compute them, and scores of tokens by them.
 
-A sum of dot products over all heads of a layer becomes one short product: `Σ_h q_h · k_h ≈ (q A + a)·(k B + b)`, where
-the vector `q` is a token's query heads side by side, and `k` its KV heads. The low-dim keys `k B + b` are computed when
-the keys are written.
+A sum of dot products over all heads of a layer becomes one dot product of R numbers:
+`Σ_h q_h · k_h ≈ (q A + a)·(k B + b)`, where the vector `q` is the concatenation of a token's query heads, and `k` that
+of its KV heads. The low-dim keys `k B + b` are computed when the keys are written to the cache.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lce.models.config import RopeConfig
 
 @dataclass(frozen=True)
 class LowDimMap:
-    """One layer's maps: `query [H·D, R]`, `key [G·D, R]`, and their biases `[R]`.
+    """The linear maps of one layer to R dimensions: matrices `query [H·D, R]` and `key [G·D, R]`, and biases `[R]`.
 
-    The query's bias adds `query_bias · (k B)` to each key's score. The key's bias adds the same number to all scores of
-    a query: it can remove the keys' mean, so that low-dim keys are small and lose less in rounding.
+    `query_bias` adds `query_bias · (k @ key)` to the score of a key k. `key_bias` adds the same number to all scores of
+    a query. It can cancel the mean of the keys, so that low-dim keys are small and lose less in rounding.
     """
 
     query: Tensor
@@ -41,7 +41,7 @@ class LowDimMap:
 
     @classmethod
     def unbiased(cls, query: Tensor, key: Tensor) -> Self:
-        """Return maps with biases of zero."""
+        """Return maps of these matrices, with biases of zero."""
         return cls(query, key, query.new_zeros(query.shape[1]), key.new_zeros(key.shape[1]))
 
     def low_queries(self, q: Tensor) -> Tensor:
@@ -50,22 +50,22 @@ class LowDimMap:
 
     def low_keys(self, k: Tensor) -> Tensor:
         """Map keys `[N, G·D]` to low-dim keys `[N, R]`."""
-        return torch.addmm(self.key_bias, k, self.key)  # one rounding, because the bias cancels most of the product
+        return torch.addmm(self.key_bias, k, self.key)  # rounds once: the bias cancels most of the product
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the four tensors by name."""
+        """Return the two matrices and the two biases by name."""
         return dict(vars(self))
 
     @staticmethod
     def shapes(n_heads: int, n_kv_heads: int, head_dim: int, low_dim: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the four tensors by name."""
+        """Return the shapes of the two matrices and the two biases by name."""
         query, key = (n_heads * head_dim, low_dim), (n_kv_heads * head_dim, low_dim)
         return {"query": query, "key": key, "query_bias": (low_dim,), "key_bias": (low_dim,)}
 
 
 @dataclass(frozen=True)
 class LearnedFor:
-    """What maps were learned for: a model by its fingerprint, their size, and the engine's `far`, window and RoPE."""
+    """The setting that maps are learned for: a model's fingerprint, `low_dim`, and the engine's `far`, window and RoPE."""
 
     fingerprint: str
     low_dim: int
@@ -74,7 +74,7 @@ class LearnedFor:
     rope: RopeConfig
 
     def command(self, model: object = "M") -> str:
-        """Return the command that learns maps for this setting."""
+        """Return the `lce calibrate` command that learns maps for this setting."""
         kind, factor = self.rope.kind, self.rope.factor
         scaling = f"--rope {kind}" + ("" if kind == "none" else f" --rope-factor {factor}")
         return (
@@ -83,7 +83,7 @@ class LearnedFor:
         )
 
     def check(self, found: LearnedFor, source: str, model: object = "M") -> None:
-        """Raise an error unless maps that were learned for the setting `found` can be used for this one.
+        """Raise an error unless maps that were learned for the setting `found` can be used for this setting.
 
         Raises `DataError` for maps of another model, `UsageError` for maps of other options.
         """
@@ -100,16 +100,17 @@ class LearnedFor:
             )
 
     def _options(self) -> dict[str, str]:
-        """Return all facts but the fingerprint as text, those of RoPE under names such as `rope.kind`."""
+        """Return all fields but the fingerprint as text, by name; those of RoPE have names such as `rope.kind`."""
         facts = {"low_dim": self.low_dim, "far": self.far, "window": self.window}
         facts |= {f"rope.{name}": value for name, value in vars(self.rope).items()}
         return {name: shown(value).strip("'") for name, value in facts.items()}
 
 
 class LowDimMaps:
-    """A model's maps, a `LowDimMap` for each layer, all of one `low_dim`.
+    """The linear maps of a model to low-dim queries and keys: one `LowDimMap` per layer, all with the same R.
 
-    `learned_for` is the setting in a map file, or None for maps made in memory, whose setting is not checked.
+    `source` is the path of the file that the maps were read from. `learned_for` is the setting that the file states. It
+    is None for maps that were computed in memory: these are used with any setting.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class LowDimMaps:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Eight hexadecimal digits that identify the numbers in the maps."""
+        """Eight hexadecimal digits of a hash over all numbers in the maps."""
         numbers = (x.float().numpy(force=True).tobytes() for maps in self.layers for x in maps.tensors().values())
         return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
 
@@ -159,9 +160,10 @@ def missing(method: str, command: str) -> UsageError:
 
 
 def principal(k: Tensor, low_dim: int) -> Tensor:
-    """Return the directions `[G·D, R]` in which keys `k [G, N, D]` vary most, R = `min(low_dim, G·D, N - 1)`.
+    """Return the first R principal components `[G·D, R]` of keys `k [G, N, D]`, R = `min(low_dim, G·D, N - 1)`.
 
-    The directions map keys, and queries summed over the query heads of each KV head. Time: O(N · (G·D)² + (G·D)³).
+    The same matrix maps keys, and queries that are summed over the query heads of each KV head, to R dimensions.
+    Time: O(N · (G·D)² + (G·D)³).
     """
     flat = concat_heads(k).double()
     flat = flat - flat.mean(dim=0)
@@ -170,7 +172,7 @@ def principal(k: Tensor, low_dim: int) -> Tensor:
 
 
 def concat_heads(x: Tensor) -> Tensor:
-    """Put all heads of a token in a row: `[heads, N, D]` to `[N, heads·D]`."""
+    """Concatenate the heads of each token: `[heads, N, D]` to `[N, heads·D]`."""
     return x.transpose(0, 1).flatten(1)
 
 
@@ -180,10 +182,10 @@ def slice_rows(n_queries: int, row_size: int) -> int:
 
 
 def block_scores(f: Callable[[slice], Tensor], n_queries: int, row_size: int) -> Tensor:
-    """Return the scores `[M]` of tokens for a block of queries: `max_c (f(m; c) - max_m' f(m'; c))`.
+    """Return scores `[n]` of tokens m for a block of queries c: `max_c (f(m; c) - max_m' f(m'; c))`.
 
-    `f` returns the scores `[t, M]` of a slice of the queries, and needs `row_size` numbers of memory for each query;
-    slices bound that memory. Time: O(n_queries · M), and the time of `f`.
+    `f` returns the scores `[t, n]` for a slice of t queries, and needs memory for `row_size` numbers per query. Queries
+    are scored in slices to bound this memory. Time: O(n_queries · n), and the time of `f`.
     """
     at_once = slice_rows(n_queries, row_size)
     slices = (slice(start, start + at_once) for start in range(0, n_queries, at_once))

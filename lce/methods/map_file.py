@@ -1,6 +1,6 @@
-"""Files of low-dim maps, sealed against changes.
+"""Files of low-dim maps (`lce.methods.lowdim`), sealed by a digest that shows any change.
 
-A sealed file is a safetensors file whose metadata has a digest over all other bytes of the file, header included.
+A sealed file is a safetensors file whose metadata has the SHA-256 of all other bytes of the file, header included.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lce.models.config import RopeConfig
 
 FORMAT = "lce low-dim maps 2"
 _SEAL = re.compile(rb'"digest":"([0-9a-f]{64})"')
-_HEADER_BYTES = 1 << 16  # the largest size of a header without the entries of its tensors
-_ENTRY_BYTES = 256  # the largest size of a tensor's entry in a header
+_HEADER_BYTES = 1 << 16  # the largest size of a header, without its entries for tensors
+_ENTRY_BYTES = 256  # the largest size of a header's entry for one tensor
 
 
 def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a sealed file, which `unsealed` accepts."""
+    """Return the bytes of a sealed file with these tensors and metadata, to be read by `unsealed`."""
     raw = save(dict(tensors), {**metadata, "digest": "0" * 64})
     match = _SEAL.search(raw)
     assert match is not None, "just written"
@@ -51,7 +51,7 @@ def unsealed(raw: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read and unseal a file of at most `most` bytes.
 
-    Raises `DataError` unless the file is a regular one, and `ValueError` if it is longer, or not sealed.
+    Raises `DataError` if the file is not a regular one, `ValueError` if the file is longer or its digest is wrong.
     """
     with open(open_regular(path, follow=False), "rb") as file:
         raw = file.read(most + 1)
@@ -61,7 +61,7 @@ def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _digest(raw: bytes, seal: re.Match[bytes]) -> str:
-    """Return the SHA-256 of a sealed file's bytes without the digest itself."""
+    """Return the SHA-256 of all bytes of a sealed file except the digest, which `seal` matches."""
     view = memoryview(raw)
     total = hashlib.sha256(view[: seal.start(1)])
     total.update(view[seal.end(1) :])
@@ -81,7 +81,7 @@ def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
 def open_maps(
     path: Path, learned_for: LearnedFor, shapes: Mapping[str, tuple[int, ...]], n_layers: int, model: object = "M"
 ) -> LowDimMaps:
-    """Read the maps of a file for a model of `n_layers` layers, whose maps have these shapes. Messages name `model`.
+    """Read a map file for a model of `n_layers` layers; `shapes` are those of a layer's tensors. Errors name `model`.
 
     The header is checked before the data is read. Raises `UsageError` for maps that were learned for other options,
     `DataError` for maps of another model and for a file that cannot be trusted.
@@ -108,7 +108,7 @@ def open_maps(
 
 
 def _learned_for(header: bytes) -> LearnedFor:
-    """Read the setting in the header of a map file, without checks. Raises `ValueError` for another header."""
+    """Return the setting that the header of a map file states. Raises `ValueError` for the header of another file."""
     try:
         metadata = json.loads(header)["__metadata__"]
         if metadata["format"] != FORMAT:

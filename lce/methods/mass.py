@@ -1,9 +1,9 @@
 """True attention mass: each key's share of full attention, computed slowly, to judge the choices of methods.
 
-Beyond the window full attention at true distances is itself broken, so there are two judges. `true` is full attention
-at the distances `i - j`. `constant` is full attention at the distances `min(i - j, W // 2)`, as in `rerope`: all of
-them are known to the model, however long the text. The judges are equal up to `W // 2 + 1` tokens. Both use the RoPE
-scaling that the model was loaded with.
+Full attention at true distances fails beyond the window, so there are two definitions of true mass, called judges.
+`true` is full attention at the distances `i - j`. `constant` is full attention at the distances `min(i - j, W // 2)`,
+as in `rerope`: the model knows all of these distances, however long the text. The judges are equal up to `W // 2 + 1`
+tokens. Both use the RoPE scaling that the model was loaded with.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ JUDGES: tuple[Judge, ...] = ("true", "constant")
 
 
 class TrueMass:
-    """Full attention of a layer's queries over its cache, whatever the positions at which a method caches keys.
+    """Full attention of a layer's queries to all keys in the cache, at whatever positions the method caches keys.
 
-    Arithmetic is float32, over fixed pieces of the keys, so that memory budgets change no bit. Time: O(H · T · N · D)
-    for each call. Bytes: the result, and a slice's scores.
+    Arithmetic is float32, over pieces of the keys whose sizes do not depend on memory budgets, so that no budget
+    changes the bits of a result. Time: O(H · T · N · D) per call. Memory: the result, and the scores of one slice.
     """
 
     def __init__(self, method: Method, cache: LayerCache, step: Step, judge: Judge) -> None:
@@ -38,13 +38,13 @@ class TrueMass:
         self.cap = None if judge == "true" else max(1, step.window // 2)
 
     def slices(self, n_queries: int, n_heads: int) -> Iterator[slice]:
-        """Yield slices of the block's queries, so small that the scores of all keys have a bounded size."""
+        """Yield slices of the block's queries, small enough to bound the memory for the scores of all keys."""
         rows = max(1, SCORES_AT_ONCE // (n_heads * self.step.stop))
         for start in range(0, n_queries, rows):
             yield slice(start, min(start + rows, n_queries))
 
     def weights(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Return the weights of all keys for a few unrotated queries `q [H, T, D]` at `positions [T]`: `[H, T, N]`."""
+        """Return the softmax weights `[H, T, N]` of all keys for unrotated queries `q [H, T, D]` at `positions [T]`."""
         scores = [self._scores(q, positions, a, b) for a, b in self._pieces(0, self.step.stop, 1)]
         return torch.cat(scores, dim=-1).softmax(-1)
 
@@ -62,14 +62,14 @@ class TrueMass:
         return torch.cat(chunks, dim=-1) - total
 
     def of_tokens(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Return the mass of each token, summed over heads and queries: `[N]`."""
+        """Return the attention mass of each token, summed over heads and queries: `[N]`."""
         found = torch.zeros(self.step.stop, dtype=torch.float32, device=q.device)
         for some in self.slices(q.shape[1], len(q)):
             found += self.weights(q[:, some], positions[some]).sum(dim=(0, 1))
         return found
 
     def attend(self, q: Tensor) -> Tensor:
-        """Return the outputs `[H, T, D]` of the block's queries under this attention."""
+        """Return the outputs `[H, T, D]` of this attention for the block's unrotated queries `q [H, T, D]`."""
         positions, outs = self.step.positions(q.device), []
         values = self.cache.span(0, self.step.stop)[1].float()
         for some in self.slices(q.shape[1], len(q)):
@@ -103,7 +103,7 @@ class TrueMass:
         placed = self.method.key_positions(torch.arange(start, stop, device=k.device))
         if placed is None:
             return k
-        cos, sin = rope.turn(-placed, torch.float64)  # YaRN's factor is in this turn, and in the cached keys
+        cos, sin = rope.turn(-placed, torch.float64)  # this rotation and the cached keys both include YaRN's factor
         return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
 
     def _far(self, q: Tensor, k: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """Return a mask of the tokens that queries attend, `[H, T, N]`: the mask `always [T, N]`, and `chosen [H, T, K]`.
+    """Return a mask `[H, T, N]` of the tokens that queries attend: those of `always [T, N]` and of `chosen [H, T, K]`.
 
     Choice c is the `size` tokens from `first + c·size` on.
     """

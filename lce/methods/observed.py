@@ -1,7 +1,7 @@
-"""Methods inside other methods, and observers of choices: for traces, the pages of `lce inspect`, and evaluation.
+"""Methods that wrap a method to observe its choices: for traces, the pages of `lce inspect`, and evaluation.
 
-`Observed` runs any method unchanged. For each block and layer an `Observer` gets an `Observation`: the method's choice,
-and functions to study the choice while the run's cache exists.
+`Observed` runs any method unchanged. For each block and layer an `Observer` receives an `Observation`: the method's
+choices, with functions to study these choices while the run's cache exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Wrapped(Method):
 
     Decode steps are not recorded, so that `attend` is called for every token.
 
-    Example: `lce.load(model, Watched(lce.methods.make("longheads")))`, where `Watched` derives from this.
+    Example: `lce.load(model, Watched(lce.methods.make("longheads")))`, where `Watched` derives from `Wrapped`.
     """
 
     inner: Method
@@ -51,9 +51,9 @@ for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "n
 class Observation:
     """The choices of a block of queries in a layer.
 
-    `rows [R]` are the observed queries, counted from the block's first. `chosen [H, T, K]` are the choices of all T
-    queries of the block, -1 for none. `scores [C, R, M]` are the scores of the observed queries' candidates, -inf for
-    others; C is less than H if heads choose together. `chosen` or `scores` is None if the method noted none.
+    `rows [n]` are the observed queries, 0 for the block's first. `chosen [H, T, K]` are the choices of all T queries of
+    the block, -1 for none. `scores [C, n, M]` are the observed queries' scores of M chunks or tokens, -inf for those
+    that a query cannot choose; C is below H if heads choose together. None: the method did not report any.
     """
 
     method: Method
@@ -70,43 +70,43 @@ class Observation:
 
     @property
     def positions(self) -> Tensor:
-        """The indices of the observed queries in the text, `[R]`."""
+        """The indices of the observed queries in the text, `[n]`."""
         return self.rows + self.step.start
 
     @property
     def together(self) -> bool:
-        """Whether the block's queries chose together, by one row of scores."""
+        """Whether all queries of the block chose together, by one row of scores."""
         return self.scores is not None and self.scores.shape[1] > 1 and self.scores.stride(1) == 0
 
     @property
     def picked(self) -> Tensor | None:
-        """The choices of the observed queries, `[H, R, K]`."""
+        """The choices of the observed queries, `[H, n, K]`."""
         return None if self.chosen is None else self.chosen[:, self.rows]
 
     def spans(self) -> list[list[list[int]]] | None:
-        """Return the spans `[start, stop]` that each query of the block always attends; None: unknown."""
+        """Return the spans `[start, stop]` that each query of the block always attends; None: not known."""
         return spans_by_query(self.method, self.layer, self.step)
 
     def distances(self) -> Tensor | None:
-        """Return the least and largest distance of the observed queries' choices, `[H, R, K, 2]`; None: not known."""
+        """Return the least and largest distance of the observed queries' choices, `[H, n, K, 2]`; None: not known."""
         if self.chosen is None:
             return None
         found = choice_distance(self.method, self.layer, self.chosen, self.step)
         return None if found is None else found[:, self.rows.to(found.device)]
 
     def always(self) -> Tensor | None:
-        """Return the tokens that the observed queries always attend, `[R, N]` bool; None: not known."""
+        """Return the tokens that the observed queries always attend, `[n, N]` bool; None: not known."""
         found = always(self.method, self.layer, self.step)
         return None if found is None else found.to(self.rows.device)[self.rows]
 
     def attended(self, some: slice, always: Tensor) -> Tensor:
-        """Return all tokens that a slice of the observed queries attends, `[H, t, N]`; `always` is from `always()`."""
+        """Return all tokens that a slice of the observed queries attends, `[H, t, N]` bool, given `always()`."""
         picked, (first, size) = self.picked, self.method.choices
         chosen = None if picked is None else picked[:, some]
         return attended_tokens(always[some], chosen, first, size, len(self.q))
 
     def mass(self, judge: Judge) -> TrueMass:
-        """Return full attention over the same keys, which judges the choice."""
+        """Return full attention over the same keys, to compare the choices with."""
         return TrueMass(self.method, self.cache, self.step, judge)
 
     def scored_bytes(self) -> float:
@@ -143,7 +143,7 @@ class Observed(Wrapped):
         def note_scores(part: Step, layer: int, found: Tensor) -> None:
             first, stop = part.start - step.start, part.stop - step.start
             here = rows[(rows >= first) & (rows < stop)] - first
-            together = found.stride(1) == 0  # one row of scores
+            together = found.stride(1) == 0  # one row of scores for all queries
             scores.append(found[:, :1].expand(-1, len(here), -1) if together else found[:, here])
 
         noted = replace(step, note=chosen.__setitem__, note_scores=note_scores if len(rows) else None)

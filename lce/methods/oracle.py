@@ -1,7 +1,7 @@
-"""Selections for analysis: choices by true attention mass, at the cost of full attention.
+"""Methods for analysis that choose by true attention mass, at the cost of full attention.
 
-`oracle` is a method that chooses chunks or single tokens. `cheating` makes a copy of any selecting method that chooses
-by true mass instead of the method's scores; the budget, the tokens always attended and the placement stay.
+The method `oracle` chooses chunks or single tokens. `cheating` turns any selecting method into one that chooses by true
+mass instead of its scores, with the same budget, placement and tokens that are always attended.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lce.methods.step import Step
 
 
 class WithoutSummaries(ChunkSelection):
-    """A mixin for selectors of chunks that keep no summaries; a derived class scores chunks in `chunk_scores`."""
+    """A mixin for methods that choose chunks by the scores of `chunk_scores`, without summaries of chunks."""
 
     decodes = False
 
     @abstractmethod
     def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
-        """Score the first `n_chunks` chunks for some of the block's queries, unrotated `[H, T, D]`: `[C, T, M]`."""
+        """Return scores `[C, T, n_chunks]` of the first `n_chunks` chunks for unrotated queries `q [H, T, D]`."""
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
@@ -58,13 +58,13 @@ class WithoutSummaries(ChunkSelection):
         return lambda here, some: self.chunk_scores(q[:, here], n_chunks, cache, some), rows
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the attended chunks, as if heads chose different chunks; choosing reads nothing."""
+        """Return the cost of attending the chosen chunks, as if all heads chose different ones; choosing is free."""
         return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
 
 
 @dataclass(frozen=True)
 class BudgetedChunks(WithoutSummaries, SelectiveMethod):
-    """A selector of chunks for analysis, whose budget may be given in tokens, the query's own chunk included."""
+    """A method for analysis that chooses chunks. `budget`, if given, is in tokens, the query's own chunk included."""
 
     analysis: ClassVar[bool] = True
 
@@ -73,7 +73,7 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
     keep_last: bool = knob(True, "the last complete chunk is always attended", kw_only=True)
 
     def resolve(self, window: int) -> Self:
-        """Return this method resolved; a `budget` has become a number of `chunks`."""
+        """Return this method with all knobs filled in, and `budget`, if given, converted to a number of `chunks`."""
         if self.budget is None:
             return super().resolve(window)
         if self.chunks is not None:
@@ -86,7 +86,7 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod):
 
 
 class ByMass(WithoutSummaries):
-    """A mixin for selectors of chunks: they choose by true attention mass."""
+    """A mixin that makes a method choose chunks by their true attention mass."""
 
     judge: Judge
 
@@ -99,12 +99,12 @@ class ByMass(WithoutSummaries):
         return scores
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count all keys as read for choosing; scores are not counted."""
+        """Return the cost, where all keys are read for choosing; scores are not counted."""
         return super().choice_cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
 
 
 class JointByMass(JointSelection):
-    """A mixin for joint selections: they choose by true mass, summed over heads and the queries of the block."""
+    """A mixin that makes a `JointSelection` choose by true mass, summed over heads and the block's queries."""
 
     judge: Judge
 
@@ -124,26 +124,27 @@ class JointByMass(JointSelection):
 @register("oracle")
 @dataclass(frozen=True)
 class Oracle(ByMass, BudgetedChunks):
-    """The chunks with most true attention, for every query of every head. For analysis, not to serve with.
+    """Attention to the chunks of most true attention mass, for each query of each head. For analysis, not for serving.
 
     The oracle shows what the best selection could do with a budget and a placement: questions that a method misses and
-    the oracle answers are failures of selection. `judge` names the attention whose mass is true: `constant`, full
+    the oracle answers are failures of selection. `judge` names the attention that counts as true: `constant`, full
     attention at distances `min(i - j, W // 2)`, for texts of any length; or `true`, full attention at the distances
-    `i - j`, which beyond the window is as broken as `full` is.
+    `i - j`, which fails beyond the window as the method `full` does.
 
     A query attends the first chunk and the last complete one (unless `keep_first` or `keep_last` is false), the best
     other chunks, and its own chunk: `chunks` in all, or as many as `budget` tokens hold. `chunk_size=1` chooses single
-    tokens. With `top_p` a query takes no more chunks than reach exactly this share of the attention to the chunks
+    tokens. With `top_p` a query takes only as many chunks as reach this share of the true attention to the chunks
     before its own.
 
-    Cost: that of full attention, O(H · N · D) a token, in bounded slices of float32. No summaries are kept.
+    Cost: that of full attention, O(H · N · D) per token, in float32, for slices of queries that bound the memory. No
+    summaries are kept.
     """
 
     judge: Judge = knob("constant", "true attention: at true distances, or at W // 2 at most", kw_only=True)
 
 
 def cheating(method: Method, judge: Judge = "constant") -> Method:
-    """Return the method with a selection by the true mass under `judge`, in the same budget and placement.
+    """Return a method that selects by the true mass under `judge`, with the budget and placement of `method`.
 
     Raises `UsageError` for a method that selects nothing.
     """
@@ -163,12 +164,12 @@ def cheating(method: Method, judge: Judge = "constant") -> Method:
 
 @cached
 def _by_mass(cls: Any) -> type:
-    """Return a subclass of the class of a selecting method, which chooses by true mass."""
+    """Return a subclass of `cls`, the class of a selecting method, that chooses by true mass."""
     knob = ("judge", Judge, field(default="constant", kw_only=True))
     bases = (ByMass if issubclass(cls, ChunkSelection) else JointByMass, cls)
     return make_dataclass(f"Oracle{cls.__name__}", [knob], bases=bases, namespace={"__module__": __name__}, frozen=True)
 
 
 def selects(method: Method) -> bool:
-    """Return whether a method selects what a query attends, so that `cheating` takes the method."""
+    """Return whether a method selects the keys that a query attends, as `cheating` requires."""
     return isinstance(method, ChunkSelection | JointSelection)

@@ -1,7 +1,7 @@
-"""Parts as values: the keys that the queries of a step see, and the positions of queries and keys.
+"""`Part`: some keys that the queries of a step see, and the positions of these queries and keys.
 
-A method declares its parts once, in `Method.parts_of`. From the parts follow how a block is attended
-(`attending`), the recorded decode step (`decoding`), explanations (`distances`) and operation counts (`costs`).
+A method declares its parts once, in `Method.parts_of`. The parts are used to compute the attention of blocks
+(`attending`) and of recorded decode steps (`decoding`), for explanations (`distances`) and operation counts (`costs`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, Literal
 from torch import Tensor
 
 Index = int | Tensor  # a token's index or a position: one number for all queries, or one for each query, `[T]`
-CHOSEN: Final = "chosen"  # stands in `Part.keys` for the keys that the method's selection chose
+CHOSEN: Final = "chosen"  # the value of `Part.keys` for keys that the method's selection chooses
 RECENT = "recent keys"  # the name of the state that holds the last keys at their absolute positions
 
 
@@ -23,7 +23,8 @@ class Part:
     `keys` is the span `(start, stop)` of the tokens that each query sees, or `CHOSEN`. No span reaches beyond the
     query: a start below 0 means 0, a stop beyond `i + 1` means `i + 1`. A span whose stop is not after its start is
     empty. `query_at` is the position from which the queries see the keys. For chosen keys the position may differ by
-    slot, `[T, K]`; a query with fewer choices than its `n_slots [T]` has the choices in its last slots.
+    slot, the place in a query's list of K choices: `[T, K]`. A query with fewer choices than its `n_slots [T]` has them
+    in its last slots.
 
     Keys are seen at the positions where the method caches them (`Method.key_positions`), or with `exact` at their own
     index. Unrotated keys are at position 0, so that `query_at` is the distance.
@@ -39,10 +40,10 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """The facts that parts may depend on, besides the queries' indices.
+    """The facts about a layer and its text that parts may depend on, besides the queries' indices.
 
-    `kind` is the layer's `Method.layer_kind`. `longest` is the length of the longest text that the queries may belong
-    to: for a block, the text up to the block's end. `sliding_window` is the checkpoint's.
+    `kind` is the layer's `Method.layer_kind`. `longest` is the largest length that the text can have: for a block, the
+    length up to the block's end. `sliding_window` is that of the checkpoint, in tokens.
     """
 
     kind: str

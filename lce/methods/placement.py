@@ -1,4 +1,4 @@
-"""Placements of chosen chunks. A placement decides how keys are cached and how scored queries are rotated."""
+"""Placements of chosen chunks. A placement decides how keys are cached and how queries are rotated to score chunks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from lce.methods.step import Step
 
 
 class Placement(ABC):
-    """The positions at which a query sees its chosen chunks and its own chunk."""
+    """A rule for the positions at which a query sees its chosen chunks and its own chunk."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        """Return the positions at which keys are cached; None: unrotated."""
+        """Return the positions at which keys are cached; None: keys are unrotated."""
         return None
 
     @abstractmethod
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return the part of the chunks that queries `i [T]` choose: `n_slots` slots for at most `most` chunks."""
+        """Return the `Part` of the chunks that queries `i [T]` choose: `n_slots` slots for at most `most` chunks."""
 
     def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        """Return the block's queries, rotated for `score`."""
+        """Return the block's queries `q`, given unrotated, with the rotation that `ChunkSelection.score` needs."""
         return q
 
 
 class SideBySide(Placement):
-    """Chosen chunks side by side from position 0, then the query's own chunk: all within the window (LongHeads)."""
+    """The placement of LongHeads: chosen chunks side by side from position 0, then the own chunk, within the window."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices % size
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return the part. The query moves s·L positions back for slot s, because chunks are cached at offsets 0..L-1.
+        """Return the part. All chunks are cached at positions 0..L-1, so slot s is seen from a position lower by s·L.
 
         Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
         """
@@ -45,7 +45,7 @@ class SideBySide(Placement):
 
 
 class TruePositions(Placement):
-    """Chosen chunks at their true positions: for speed with models whose window is long."""
+    """The placement of chosen chunks at their true positions, for speed with models whose window is long."""
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices
@@ -58,7 +58,7 @@ class TruePositions(Placement):
 
 
 class ConstantDistance(Placement):
-    """Chosen chunks at one distance, the chunk size L. The query's own chunk has the distances 0 to L - 1."""
+    """The placement of chosen chunks at one distance, the chunk size L. The own chunk is at distances 0 to L - 1."""
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
         return Part(CHOSEN, size)

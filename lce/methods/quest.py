@@ -32,14 +32,14 @@ class Quest(ChunkSelection):
     `q · k` for all keys of the page (Algorithm 1). Every query of every head attends its own page and the best other
     pages, `budget` tokens in all, at their true positions. The first `dense_layers` layers attend everything.
 
-    For models whose window is long: no position is changed. The paper selects in decode alone; here prefill selects as
-    well, for each query.
+    For models whose window is long: no position is changed. The paper selects pages in decode alone; here each query of
+    prefill selects as well.
 
-    With `top_p` a query takes no more pages than reach that share of the mass. A page's score counts as the logit of
-    all of its tokens, so the estimated mass is spread more evenly than the attention.
+    With `top_p` a query takes only as many pages as reach that share of the estimated attention. The estimate takes a
+    page's score as the logit of each of its tokens, so it is more even over pages than the attention.
 
-    Cost: a token is scored against N / page pages, O(H · N / page · D), and attends at most `budget` keys. A page keeps
-    2 · G · D numbers.
+    Cost: scoring all pages takes O(H · N / page · D) per token, and a token attends at most `budget` keys. A page's
+    summary is 2 · G · D numbers.
     """
 
     placement, plain_choice = "true", "best"

@@ -1,4 +1,4 @@
-"""Random chunks, for analysis: a selection is only worth its cost if it beats them."""
+"""Random chunks, for analysis: a selection is only worth its cost if its results are better than theirs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lce.methods.step import Step
 @register("random")
 @dataclass(frozen=True)
 class RandomChunks(BudgetedChunks):
-    """Random chunks, drawn for every query of every head. For analysis: the result of a budget without any selection.
+    """Attention to random chunks, drawn for every query of every head: a baseline for methods that select.
 
     A draw depends on `seed`, layer, head, query index and chunk alone, not on the block size. The first chunk and the
     last complete one are always attended, as in `SelectiveMethod`, unless `keep_first` or `keep_last` is false.
-    `budget` replaces `chunks` by a number of tokens, the query's own chunk included. With `top_p` a query takes that
-    share of the chunks before it, `chunks` at most.
+    `budget` is given in tokens, in place of `chunks`, and includes the query's own chunk. With `top_p` a query takes
+    that share of the chunks before its own, `chunks` at most.
 
-    Cost: O(H · M) draws a token, and at most `chunks · L` keys attended.
+    Cost: O(H · M) draws per token. A token attends at most `chunks · L` keys.
     """
 
     seed: int = knob(0, "another seed draws other chunks", kw_only=True)

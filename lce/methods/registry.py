@@ -1,7 +1,7 @@
-"""Finds methods by name, and makes their knobs from text.
+"""Finds methods by name, and converts the values of their knobs from text.
 
-A method of lce is registered by a decorator. Another package names its class in the entry-point group `lce.methods`;
-the class is imported when the name is first used.
+lce registers its own methods by the decorator `register`. Another package lists its methods in the entry-point group
+`lce.methods`; such a class is imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lce.errors import UsageError, nearest, shown
 from lce.methods.base import Method
 
 ENTRY_POINTS = "lce.methods"
-MOST = 1 << 31  # the largest whole number of a knob: the product of two such numbers fits in int64
+MOST = 1 << 31  # the largest integer that a knob takes: the product of two such numbers fits in int64
 _REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
 
@@ -43,7 +43,7 @@ def available() -> list[str]:
 
 
 def find(name: str) -> type[Method]:
-    """Return the class called `name`. Raises `UsageError` with the nearest name."""
+    """Return the method class registered as `name`. Raises `UsageError` that suggests the nearest name."""
     if not isinstance(name, str):
         raise UsageError(f"method is {shown(name)}; expected a name; valid: {', '.join(available())}")
     for point in () if name in _REGISTRY else entry_points(group=ENTRY_POINTS, name=name):
@@ -61,7 +61,7 @@ def find(name: str) -> type[Method]:
 
 
 def as_method(method: str | Method) -> Method:
-    """Return the method of a name, or the given instance after a check of its knobs' types. Raises `UsageError`."""
+    """Return a new method by its name, or the given method after a check of its knobs' types. Raises `UsageError`."""
     if isinstance(method, str):
         return make(method)
     if isinstance(method, type) and issubclass(method, Method):
@@ -79,9 +79,9 @@ def as_method(method: str | Method) -> Method:
 
 
 def _knob(what: str, value: Any, kind: Any) -> Any:
-    """Return a knob's value, 0 and 1 as a bool for a knob of that kind. Raises `UsageError` for another kind of value.
+    """Return a knob's value; 0 and 1 become bool for a bool knob. Raises `UsageError` for a value of another type.
 
-    A knob whose kind `convert` does not know is not checked.
+    A knob whose type `convert` does not know is not checked.
     """
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     arms = typing.get_args(kind) if is_union else (kind,)
@@ -100,7 +100,7 @@ def _knob(what: str, value: Any, kind: Any) -> Any:
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """Return the method `name` with these options; values may be text, as on a command line. Raises `UsageError`.
 
-    The option `preset` names a setting of the method's `presets`; the other options override the preset's.
+    The option `preset` names one of the method's `presets`; the other options override the preset's values.
     """
     cls = find(name)
     if options is not None and not isinstance(options, Mapping):
@@ -129,12 +129,12 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
 
 
 def spelled(value: Any) -> str:
-    """Return an option's value as text that `convert` takes."""
+    """Return an option's value as text that `convert` accepts."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert `value` to `kind`: int, float, bool, str, a Literal, or one of these or None. Raises `ValueError`."""
+    """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or an optional one. Raises `ValueError`."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         is_none = value is None or (isinstance(value, str) and value == "none")

@@ -28,29 +28,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Driver:
-    """A method with its attention backend and the model's facts. Holds no state."""
+    """A method with its attention backend and the model's sizes, which runs over any cache. A driver has no state."""
 
-    method: Method  # after `Method.resolve`
+    method: Method  # resolved, by `Method.resolve`
     attention: Attention
     window: int
     n_kv_heads: int
     sliding_window: int | None = None
 
     def begin(self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None) -> Block:
-        """Begin to append a block of `n_tokens` tokens to a cache, with space for the tokens."""
+        """Reserve space in a cache for `n_tokens` more tokens, and return the block that appends them."""
         cache.begin()
         start, stop = cache.length, cache.length + n_tokens
         cache.reserve(stop)
-        if n_tokens == 1:  # a token mostly chooses what the previous token chose
+        if n_tokens == 1:  # decode: most choices are those of the previous token
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
         return Block(self.method, cache, {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device})
 
     def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
-        """Return the attention hook for one token, whose index `at [1]` is on the device; begins and commits nothing.
+        """Return a function that computes a layer's attention for one token, whose index `at [1]` is on the device.
 
-        The method's `decodes` must be true, and the cache must have space for the token. The hook's work can be
-        recorded once, and replayed for each token of a text of at most `bound` tokens.
+        The method's `decodes` must be true, and the cache must have space for the token. The caller begins and commits
+        the cache. The function's work can be recorded once, and replayed for each token of a text of at most `bound`
+        tokens.
         """
         facts = rope, self.attention, self.window, self.n_kv_heads, self.sliding_window
         step = DeviceStep(*facts, at=at, bound=bound)
@@ -90,7 +91,7 @@ class Block:
 
     method: Method
     cache: KVCache
-    steps: Mapping[int, Step]  # one step for each device, by the device's first layer
+    steps: Mapping[int, Step]  # one step for each device; the key is the device's first layer
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in a layer: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`. Call once for each layer, in order."""
@@ -98,9 +99,9 @@ class Block:
         step = self.steps[own.layout.first_layer]
         with section("cache"):
             self.method.keep(k, v, own, step)
-        with section("selection"):  # time outside attention and cache counts as selection
+        with section("selection"):  # in profiles, all time outside of attention and cache
             out = self.method.attend(q, own, step)
-        if q.shape[1] == 1:  # behind this layer's own pages and kernels
+        if q.shape[1] == 1:  # queued after this layer's own page loads and kernels
             self.cache.prefetch(layer + 1)
         return out
 
@@ -113,8 +114,8 @@ def run(
 ) -> Tensor:  # fmt: skip
     """Run a method as the first layer of a model does: unrotated `q [H, N, D]`, `k v [G, N, D]` to `[H, N, D]`.
 
-    `window` is the number of positions that the model can be trusted on. `blocks` is one size for all blocks, or their
-    sizes in order; None: the method's own. `rope` is by default RoPE of base 10000 without scaling. `attention` names a
+    `window` is the number of positions that the model can be trusted on. `blocks` is the size of all blocks, or a
+    list of sizes; None: `Method.block`. `rope` is by default RoPE of base 10000 without scaling. `attention` names a
     backend; `note` is as in `Step`. Raises `UsageError` for shapes that do not fit, and `CapacityError` for knobs that
     need more memory than is free.
 

@@ -1,7 +1,7 @@
 """Selective methods: every query chooses the chunks that it attends.
 
-Selection and placement are two axes. A selector says what to keep of a chunk and how to score the chunk. `placement`
-says where chosen chunks are seen; it decides how keys are cached and how the scored queries are rotated.
+Selection and placement are independent. A class defines the summary and the score of a chunk. Its `placement` defines
+the positions at which chosen chunks are seen, how keys are cached, and how queries are rotated to score chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import prune, top_p_knob
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
-Scorer = Callable[[slice, Step], Tensor]  # maps a slice of a block's queries, and its step, to scores `[C, t, M]`
+Scorer = Callable[[slice, Step], Tensor]  # maps a slice of t queries of a block, and its step, to scores `[C, t, M]`
 
 
 class ChunkSelection(Method, ABC):
@@ -52,8 +52,8 @@ class ChunkSelection(Method, ABC):
     """
 
     hook_checks = SELECTION_CHECKS
-    placement: str  # this and the next three are knobs, or fixed by the class
-    top_p: float | None = None  # the share of attention mass that is enough
+    placement: str  # this field and the next three are knobs, or fixed by the class
+    top_p: float | None = None  # the share of the estimated attention that a choice must reach; None: off
     keep_first = True  # whether chunk 0 is always taken
     keep_last = True  # whether the last complete chunk before a query's own is always taken
     uses_queries: ClassVar[bool] = (
@@ -69,7 +69,7 @@ class ChunkSelection(Method, ABC):
     @property
     @abstractmethod
     def n_choices(self) -> int:
-        """The number of whole chunks that a query sees besides its own."""
+        """The largest number of complete chunks that a query attends besides its own chunk."""
 
     @property
     def placed(self) -> Placement:
@@ -85,7 +85,7 @@ class ChunkSelection(Method, ABC):
         return self.size if self.unrotated else 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return the states: summaries of complete chunks, the open chunk's queries, and recent keys if needed."""
+        """Return the states: summaries of complete chunks, queries of the incomplete chunk, recent keys if needed."""
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(self.summary_vectors * layout.query_bytes, self.size)}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
@@ -94,7 +94,7 @@ class ChunkSelection(Method, ABC):
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
         if summaries is None:
-            return True  # some layers keep no summaries; a layer that needs them raises an error
+            return True  # some layers keep no summaries; a layer that needs summaries raises an error
         if not self.keeps_vectors:
             return summaries.shape[1] == n_chunks
         return is_like(summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype)
@@ -111,7 +111,7 @@ class ChunkSelection(Method, ABC):
         yield self.placed.part(i, self.size, min(self.n_choices, layer.longest // self.size), self.n_choices)
 
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
-        """Summarise the chunks that this block completes; keep the queries of the open chunk."""
+        """Summarise the chunks that this block completes, and store the queries of the chunk that stays incomplete."""
         size, at = self.size, step.at
         if at is not None:
             if self.uses_queries:
@@ -134,7 +134,7 @@ class ChunkSelection(Method, ABC):
             cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
 
     def _complete_queries(self, q: Tensor, first: int, stop: int, cache: LayerCache, step: Step) -> Tensor:
-        """Return the queries of chunks `first..stop-1`, which the block completes, rotated as keys: `[H, m, L, D]`."""
+        """Return the queries of the m chunks `first..stop-1`, rotated as the cached keys are: `[H, m, L, D]`."""
         size = self.size
         if not self.uses_queries:
             return q.new_empty(len(q), stop - first, 0, q.shape[-1])
@@ -152,25 +152,25 @@ class ChunkSelection(Method, ABC):
 
     @abstractmethod
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Summarise m complete chunks: `q [H, m, L, D]`, `k v [G, m, L, D]`, q and k rotated as keys are cached.
+        """Return summaries `[S, m, …]` of m complete chunks, S = H or G; for the default `score`, vectors `[H, m, D]`.
 
-        Without `uses_queries`, q is `[H, m, 0, D]`. Returns `[S, m, …]`; for the default `score` one vector a chunk,
-        `[H, m, D]`. `x.repeat_interleave(len(q) // len(k), dim=0)` gives query heads what their KV head has.
+        `q [H, m, L, D]` (without `uses_queries` `[H, m, 0, D]`) and `k [G, m, L, D]` are rotated as keys are cached.
+        `x.repeat_interleave(len(q) // len(k), dim=0)` repeats a tensor of KV heads for their query heads.
         """
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        """Return how well each chunk answers each query: `q [H, T, D]`, `summary [S, M, …]` to `[C, T, M]`.
+        """Return the scores `[C, T, M]` of chunks with `summary [S, M, …]` for queries `q [H, T, D]`; larger is better.
 
-        Queries are unrotated for `side_by_side`, at their true positions for `true`, at the constant distance for
-        `constant`. C is H, or a divisor of H if heads share a choice.
+        C is H, or a divisor of H if heads share a choice. For the placement `side_by_side` queries are unrotated; for
+        `true` they are at their true positions, for `constant` at the constant distance.
         """
         return dot_products(q, summary)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Turn scores `[C, T, M]` into logarithms of the chunks' attention mass, up to a constant per query.
+        """Estimate the logarithms of the chunks' attention mass, up to a constant per query, from scores `[C, T, M]`.
 
-        For `top_p`. By default, a score counts as the logit of every token of the chunk, and a sum of scores over heads
-        counts as the mean.
+        Used for `top_p`. By default, the logit of each token of a chunk is taken to be the chunk's score, divided by
+        the number of heads over which scores were summed.
         """
         return scores.float() * (len(scores) / n_heads / math.sqrt(head_dim))
 
@@ -180,11 +180,11 @@ class ChunkSelection(Method, ABC):
         return type(self).score is ChunkSelection.score
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        """Return which of `chunk_ids [M]` are always taken, `[T, M]` bool; `own [T, 1]` are the queries' chunks."""
+        """Return which of `chunk_ids [M]` are always taken, `[T, M]` bool; `own [T, 1]` are the queries' own chunks."""
         return ((chunk_ids == 0) & self.keep_first) | ((chunk_ids == own - 1) & self.keep_last)
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
-        """Choose chunks `[C, T, K]` by scores `[C, T, M]`, ascending, -1 behind the last. Time: O(C · T · M).
+        """Return chosen chunks `[C, T, K]` by scores `[C, T, M]`: ids ascending, then -1. Time: O(C · T · M).
 
         A query gets `n_choices` of the chunks before its own, or all of them if there are fewer; placement relies on
         this. For any scores, even infinite and NaN ones, no query gets its own chunk or a later one.
@@ -207,7 +207,7 @@ class ChunkSelection(Method, ABC):
         return lambda here, some: self.score(scored[:, here], summary, some, cache.index), rows
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """Choose the chunks that each query of each head attends, `[H, T, K]`; None: there are no chunks yet.
+        """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk so far.
 
         For a `DeviceStep` the result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
         """
@@ -244,7 +244,7 @@ class ChunkSelection(Method, ABC):
             number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
             chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
         n_slots, turn = chosen.shape[-1], placed.turn
-        if turn.cos.ndim == 2:  # one turn serves all slots
+        if turn.cos.ndim == 2:  # one rotation serves all slots
             turn = Turn(*(x.expand(q.shape[1], -1)[:, None] for x in turn))
         else:
             turn = turn.at(slice(None), slice(n_slots))
@@ -252,7 +252,7 @@ class ChunkSelection(Method, ABC):
         return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Count the cost, with scores only for the default `score`; the cost of `summarise` is not counted."""
+        """Return the cost of choosing and attending chunks. Scores count for the default `score`, summaries never."""
         products = 1 if self.keeps_vectors else None
         read = block.n_heads * self.summary_vectors
         return self.selection_cost(block, vectors_read=read, summaries=None, products=products)
@@ -276,16 +276,16 @@ class ChunkSelection(Method, ABC):
     @property
     def counted(self) -> bool:
         cls = type(self)
-        own = cls.choice_cost is not ChunkSelection.choice_cost  # such a cost knows only the hooks of its own class
+        own = cls.choice_cost is not ChunkSelection.choice_cost  # a cost that assumes the hooks of its own class
         return super().counted and says_for(self, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        """Return the number of groups of neighbouring heads; the heads of a group choose together."""
+        """Return the number of groups of neighbouring heads that choose together; by default each head is a group."""
         return n_heads
 
     @property
     def plain_choice(self) -> Literal["best", "worst"] | None:
-        """Which chunks a GPU kernel may choose, by the scores of `score` in the same class; None: no kernel can."""
+        """Whether a GPU kernel may choose the best or the worst chunks in place of `choose`; None: no kernel may."""
         return "best"
 
     @property
@@ -296,7 +296,7 @@ class ChunkSelection(Method, ABC):
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Attend chosen chunks as runs. The query's own chunk is the last run, unless its keys are the recent keys."""
+        """Return the attention to chosen chunks as runs. The last run is the own chunk, unless that has recent keys."""
         own = others[0].turn if others else None
         runs = self._plain_runs(q, cache, step, own is not None)
         if runs is None:
@@ -307,7 +307,7 @@ class ChunkSelection(Method, ABC):
         n_slots = first.shape[1] - (own is not None)
 
         def make() -> tuple[Turn, Tensor]:
-            """Return the turns, and each slot's index into the turns. The own chunk, if it has a turn, comes last."""
+            """Return rotations of the query, and the index of each run's rotation; that of the own chunk comes last."""
             slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
             number = torch.arange(first.shape[1], device=turn.cos.device)
             number = number if turn.cos.ndim == 3 else number // max(1, n_slots)
@@ -317,9 +317,9 @@ class ChunkSelection(Method, ABC):
         return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, self.size))
 
     def bound(self, stop: int) -> int | None:
-        """Return the bound; None for steps that complete a chunk: these make a summary, and are not recorded.
+        """Return the bound; None for a step that completes a chunk: it computes a summary, and is not recorded.
 
-        If `score`, `select` or `forced` is not lce's own, no chunk within the bound is incomplete.
+        If `score`, `select` or `forced` is defined outside of lce, the bound is so low that all chunks are complete.
         """
         if stop <= self.size or not stop % self.size:
             return None
@@ -340,7 +340,7 @@ class ChunkSelection(Method, ABC):
         return chosen if len(chosen) in (1, step.n_kv_heads) else chosen.repeat_interleave(len(q) // len(chosen), 0)
 
     def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
-        """Choose as `choose` and `runs_of_chunks` do, by kernels; None if kernels cannot make this choice."""
+        """Return what `runs_of_chunks` returns for `choose`, computed by GPU kernels; None: no kernel can."""
         plain = self.plain_choice
         if plain is None or not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
             return None
@@ -353,10 +353,10 @@ class ChunkSelection(Method, ABC):
 
 @dataclass(frozen=True)
 class SelectiveMethod(ChunkSelection):
-    """A method by which every query chooses chunks: keep, score, select, place.
+    """A method by which every query chooses chunks, with knobs for chunk size, budget and placement.
 
-    A new selector overrides hooks. `summarise`: what to keep of a complete chunk. `score`: how well chunks answer
-    queries, by default dot products with summaries. `select`: which chunks are taken. By default, a query of chunk `o`
+    A new method overrides hooks. `summarise` returns what to keep of a complete chunk. `score` scores chunks for
+    queries, by default by dot products with summaries. `select` takes chunks by score. By default, a query of chunk `o`
     attends the first chunk, the best scoring chunks, chunk `o-1`, and chunk `o` up to itself: `chunks` in all.
 
     `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that all distances
@@ -387,7 +387,7 @@ class SelectiveMethod(ChunkSelection):
 
     @property
     def block(self) -> int:
-        """Half of the tokens that a query attends, 512 to 2,048: among more queries, more choose the same chunk."""
+        """Half of the tokens that a query attends, 512 to 2,048. In larger blocks more queries share a chosen chunk."""
         return max(512, min(2048, resolved(self.chunks) * self.size // 2))
 
     @property

@@ -25,8 +25,8 @@ class SelfExtend(LocalMethod):
 
     Example: `local=4, group=2`; query 9 sees keys 9..6 at 0..3, then 5, 4 at 4 and 3, 2 at 5.
 
-    Keys are cached at their group's position; the last `local` keys are also kept at their own positions.
-    Time: O(N · D) a token and head.
+    Keys are cached at their group's position. The last `local` keys are also stored at their own positions.
+    Time: O(N · D) per token and head.
     """
 
     local: int | None = knob(None, "last tokens, at exact distances; none is a quarter of the window", least=1)

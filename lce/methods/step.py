@@ -21,15 +21,15 @@ NoteScores = Callable[["Step", int, Tensor], None]  # takes the queries' step, a
 
 @dataclass(frozen=True)
 class Step:
-    """A pass of a block through the model: the facts that are the same in every layer.
+    """The facts about a pass of a block through the model that are the same in every layer.
 
     Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
     `start=1500, stop=1501`. If only the device knows a token's index, the index is `at`: see `DeviceStep`.
 
-    `memo` lasts for the pass: `once` computes in the first layer what the other layers use again. Each device has its
+    `memo` keeps for the pass what `once` computes in the first layer and other layers use again. Each device has its
     own memo; `all_devices` is one memo for all devices. A method calls `note`, if given, with each layer's choices.
-    Before that, it calls `note_scores`, if given, with the scores of the queries' candidates, -inf for others: once for
-    the whole block, or once for each `part` of the block.
+    Before that, the method calls `note_scores`, if given, with the scores of the chunks or tokens to choose from, -inf
+    for those that a query cannot choose: once for the whole block, or once for each `part` of the block.
     """
 
     start: int
@@ -57,7 +57,7 @@ class Step:
         return memo[name]
 
     def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """Return `make()`, called once for each pass and `name`, on whichever device; moved to `device`."""
+        """Return the result of `make`, called once for each pass and `name` for all devices, moved to `device`."""
         if name not in self.all_devices:
             self.all_devices[name] = make()
         made = self.all_devices[name]
@@ -68,7 +68,7 @@ class Step:
         return torch.arange(self.start, self.stop, device=device) if self.at is None else self.at
 
     def key_turn(self, key_positions: Callable[[Tensor], Tensor | None], like: Tensor) -> Turn | None:
-        """Return the turn to the positions at which a method caches the block's keys; None: keys stay unrotated."""
+        """Return the rotation of the block's keys to the positions where they are cached; None: keys stay unrotated."""
 
         def make() -> Turn | None:
             indices = self.positions(like.device)
@@ -80,13 +80,13 @@ class Step:
         return self.once("key turn", make)
 
     def true_turn(self, like: Tensor) -> Turn:
-        """Return the turn of the block's vectors to their absolute positions, `[T, D/2]`."""
+        """Return the rotation of the block's queries or keys to their absolute positions, `[T, D/2]`."""
         return self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
 
     def far_turn(self, distance: int | Tensor, like: Tensor) -> Turn:
-        """Return the turn of queries that see all unrotated keys at one distance: `[1, D/2]`, or one each, `[T, D/2]`.
+        """Return the rotation of queries that see unrotated keys at `distance`: `[1, D/2]`, or `[T, D/2]` for a tensor.
 
-        The turn carries YaRN's factor twice: for the query, and for the key, which was cached without it.
+        The rotation includes YaRN's factor twice: for the query, and for the key, which was cached without it.
         """
 
         def make() -> Turn:
@@ -130,4 +130,4 @@ class ModelFacts:
     config: ModelConfig
     window: int
     rope: RopeConfig
-    plan_only: bool = False  # whether nothing will run: files of learned maps may be missing
+    plan_only: bool = False  # whether the model will not run: files of learned maps may be missing

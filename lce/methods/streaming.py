@@ -26,7 +26,7 @@ class Streaming(Method):
     Example: `sinks=2, local=3`; query 9 attends tokens 0, 1, 7, 8, 9 as if they were a text of five.
 
     Keys are cached at their absolute positions, and only the query is rotated to other positions.
-    Time: O((sinks + local) · D) a token and head, whatever the length.
+    Time: O((sinks + local) · D) per token and head, whatever the length.
     """
 
     sinks: int = knob(4, "first tokens, always attended", least=0)

@@ -23,7 +23,7 @@ def top_p_knob() -> float | None:
 def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
     """Return how many of the candidates `order [n]`, best first, reach the share p of the mass of all M candidates.
 
-    `log_mass [M]` is the logarithm of each candidate's mass, up to a constant. If all n do not reach p, returns n.
+    `log_mass [M]` is the logarithm of each candidate's mass, up to a constant. The result is n if all n stay below p.
 
     Example: masses 6, 3, 1 in this order and p = 0.8 give 2.
     """
@@ -34,7 +34,7 @@ def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
 
 
 def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: float) -> Tensor:
-    """Return the fewest of each query's choices that reach the share p, ascending again, -1 behind the last.
+    """Return the fewest of each query's choices whose mass reaches the share p, ascending, -1 behind the last.
 
     `chosen [C, T, K]` are the choices. `scores [C, T, M]` give the order, `log_mass [C, T, M]` the masses, -inf for
     non-candidates. The chunks `forced [T, M]` stay and count first. If the choices do not reach p, all of them stay.
@@ -48,7 +48,7 @@ def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: f
     rank = scores.float().gather(-1, index).masked_fill(~taken, -torch.inf).masked_fill(stays, torch.inf)
     order = rank.argsort(dim=-1, descending=True, stable=True)
     sorted_mass = mass.gather(-1, order)
-    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # whether the choices before reach p; False if masses are NaN
+    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # whether better choices reach p already; False for NaN
     stays |= ~torch.empty_like(taken).scatter_(-1, order, reached)
     none = torch.iinfo(torch.int64).max
     kept = chosen.masked_fill(~(stays & taken), none).sort(dim=-1).values
