@@ -65,7 +65,7 @@ class LowDimMap:
 
 @dataclass(frozen=True)
 class LearnedFor:
-    """The setting that maps are learned for: a model's fingerprint, `low_dim`, and the engine's `far`, window and RoPE."""
+    """What maps were learned for: a model by its fingerprint, `low_dim`, and the engine's `far`, window and RoPE."""
 
     fingerprint: str
     low_dim: int
