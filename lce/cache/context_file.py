@@ -1,20 +1,23 @@
-"""A context as one safetensors file. Its header is JSON, with the facts that an engine must match.
+"""A saved context, which is the KV cache of a prefilled text, as one safetensors file.
 
-    layers.I.kv       [groups, N, 2, P, D]  the keys and values of layer I, a row for each token and head group
-    layers.I.checks   [groups, N]           a number for each row, which reveals damage when the row is read
-    layers/I/NAME/n   any shape             the method's state NAME in layer I; n is the state's number
+A manifest in the JSON header names the model and the method that an engine must have to open the file. The tensors:
+
+    layers.I.kv       [groups, N, 2, P, D]  the keys and values of layer I: a row for each token and head group
+    layers.I.checks   [groups, N]           a checksum of each row, compared when the row is read
+    layers/I/NAME/n   any shape             what the method keeps in layer I as NAME; n: see `MethodState`
     tokens, logits    [n] and [vocab]       the token ids, and the logits after the last token
 
-Rows and their checks are read as they are needed; the other, small tensors are read and checked on opening.
+A head group is the P KV heads of a layer that share a page. Rows and checksums are read when they are needed. The other
+tensors, called small, are read and checked on opening.
 
-If the format rounds, only the complete chunks that local attention does not see have rows, as the format packs them
-(`lce.cache.formats`). Later tokens are small tensors, as the model computed them.
+The format `int8` (`lce.cache.formats`) packs the complete chunks that local attention no longer sees. Only these have
+rows. Later tokens are stored in small tensors, in the model's dtype:
 
     layers.I.kv       [groups, R, bytes]    R = chunks · (L + 2)
     unrounded/I       [2, G, n, D]          the keys and values of the n later tokens
 
-Rows and checks have fixed offsets, so a long prefill writes them as they come. The small tensors and the header are
-written at the end. An unfinished file has another name and is locked. It is renamed once it is complete.
+Rows and checksums have fixed offsets, so a long prefill writes them as they come. The small tensors and the header are
+written at the end. Until then the file is locked and has a temporary name.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ from lce.files import lock, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
-    """The rows of a context file. Without extra rows of pages, token t of head group g is row `g · N + t`."""
+    """The rows of keys and values in a context file of N tokens.
+
+    If the storage format has no extra rows, token t of head group g is row `g · N + t`.
+    """
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
         checks = Checks(descriptor, name, layout.checks_start, layout.n_rows)
@@ -58,27 +64,27 @@ class ContextRows(RowFile):
         return self.first_rows(groups, chunks * self.layout.cache.chunk_size)
 
     def for_fork(self) -> RowFile:
-        """Return the file for a fork: read-only if this context writes the file, which has one row for a token."""
+        """Return rows for a forked context: read-only, because only one context may write a token's row."""
         if not self.writable:
             return self
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
-        """Return the row at which a token begins in each head group; groups are counted over all layers."""
+        """Return the row number of each token in each head group. `groups` are counted over all layers."""
         rows: Numbers = groups * self.layout.group_rows + self.layout.cache.file_rows(tokens)
         return rows
 
 
 class Draft:
-    """An unfinished context file at `path`. Keys and values are written to `rows`; `finish` renames the file."""
+    """An unfinished context file at `path`. Keys and values go to its `rows`; `finish` completes and renames it."""
 
     def __init__(self, path: Path, layout: FileLayout, *, new: bool = False) -> None:
-        """Open an unfinished file whose process has ended, or create a `new` one: see `create`."""
+        """Open the unfinished file that an ended process left at `path`, or create a `new` one as `create` does."""
         self.path = path
         self.layout = layout
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
         try:
-            self._descriptor = Descriptor(os.open(path, flags, 0o644))  # closed by `rows`
+            self._descriptor = Descriptor(os.open(path, flags, 0o644))  # closed by `self.rows.close()`
         except OSError as error:
             raise unwritable(path, error) from error
         try:
@@ -97,14 +103,14 @@ class Draft:
 
     @classmethod
     def create(cls, path: Path, layout: FileLayout) -> Draft:
-        """Create a file, with disk space for its rows reserved. Raises `CapacityError` if the disk has too little."""
+        """Create an unfinished file and reserve disk space for its rows. Raises `CapacityError` if the disk is full."""
         try:
             return cls(path, layout, new=True)
         except FileNotFoundError:
             return cls(path, layout, new=True)
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Write the small tensors and the header, and rename the file to `target`."""
+        """Write the header and the tensors `small`, which are all but keys and values. Rename the file to `target`."""
         start, offset, name = self.layout.rows_start, self.layout.small_start, named(target)
         entries = row_entries(self.layout) | headers.tensor_entries(small, offset - start)
         for _, tensor in sorted(small.items()):
@@ -121,13 +127,13 @@ class Draft:
             raise unwritable(target, error) from error
 
     def discard(self) -> None:
-        """Remove the file."""
+        """Delete the unfinished file, and close it."""
         self.path.unlink(missing_ok=True)
         self.rows.close()
 
 
 def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
-    """Return the entries of rows and checks in a safetensors header."""
+    """Return the safetensors header's entries of the tensors `layers.I.kv` (rows) and `layers.I.checks` (checksums)."""
     format, n_layers, entries, offset = layout.cache.format, layout.cache.n_layers, {}, 0
     shape, n_rows = [layout.cache.n_groups, layout.group_rows], layout.n_rows // n_layers
     for what, kind, row, row_bytes in (
@@ -143,7 +149,7 @@ def row_entries(layout: FileLayout) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An opened context file: its manifest, its small tensors, and its rows."""
+    """An opened context file: its manifest, its rows of keys and values, and all its other tensors in `small`."""
 
     manifest: Manifest
     small: dict[str, Tensor]
@@ -153,8 +159,8 @@ class Snapshot:
 def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest], None], check: Check) -> Snapshot:
     """Open a context file and read everything except keys and values.
 
-    `identify` may refuse the manifest by raising `DataError`; `check` is that of `read_small`. Raises `DataError` for a
-    file that is no context, that is damaged, or whose rows do not fit `layout`. The whole header is checked before
+    `identify` may refuse the manifest by raising `DataError`; `check` is passed to `read_small`. Raises `DataError` if
+    the file is no context or is damaged, or if its rows do not fit `layout`. The whole header is checked before
     anything large is read or allocated.
     """
     descriptor = Descriptor(open_regular(path, follow=False))
@@ -174,11 +180,11 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
         raise
 
 
-@torch.inference_mode()  # reading may fill pools made in inference mode
+@torch.inference_mode()  # a read may write to memory of the tiers that was allocated in inference mode
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
-    """Write the keys and values of the committed tokens from `since` on to a context file.
+    """Write to a context file the keys and values of all committed tokens from index `since` on.
 
-    If the file is the bottom of the cache's own tiers, only pages that the file does not have yet are written.
+    If the file is the lowest of the cache's own tiers, only pages that are not in the file yet are written.
     """
     layout, own = cache.layout, False
     for stack in cache.stacks:
@@ -186,7 +192,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
             stack.write_down()
             own = True
     for layer in cache.layers:
-        first = layer.buffer.first if own else 0  # not the same in all layers after an interrupted pass
+        first = layer.buffer.first if own else 0  # `buffer.first` may differ between layers after an interrupted pass
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         begin = max(layout.old(since) if layout.format.rounds else since, first)
         for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):
@@ -197,10 +203,10 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
 def restored(
     layout: CacheLayout, rows: ContextRows, n_tokens: int, tensors: Mapping[str, Tensor], *, own: bool
 ) -> KVCache:
-    """Return the cache that was saved as `rows` and `tensors` at `n_tokens` tokens.
+    """Return the cache of `n_tokens` tokens that a context file has as `rows` and small `tensors`.
 
-    Keys and values of old chunks stay in the file. New tokens are kept in memory. Beyond the budget they go to `rows`
-    if these are the cache's `own`, else to a spill file if the layout has a folder for one.
+    Keys and values of old chunks stay in the file. New tokens are kept in memory. If they exceed the memory budget,
+    they go to `rows` if the cache may write there (`own`), else to a spill file if the layout has a folder for one.
     """
     stacks: list[TierStack] = []
     layers: list[LayerCache] = []
@@ -221,7 +227,7 @@ def restored(
 def _restored_layer(
     layout: CacheLayout, index: int, stack: TierStack, rows: ContextRows, n: int, tensors: Mapping[str, Tensor]
 ) -> LayerCache:
-    """Return a layer of `n` tokens: recent tokens are read into the buffer, and the method's state is restored."""
+    """Return a layer's cache of `n` tokens: its buffer filled with the recent ones, and the method's state restored."""
     border, stop = layout.old(n), layout.file(n).row_tokens
     buffer = KVBuffer(layout, max(layout.recent_tokens, n - border), border)
     if stop > border:

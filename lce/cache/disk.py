@@ -1,4 +1,4 @@
-"""The tier of files: pages are rows of a spill file or of a context file."""
+"""The disk tier of a KV cache. Pages are rows of a spill file, which is temporary, or of a saved context's file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lce.cache.tier import DISK, UNBOUNDED, Pages, Tier
 
 
 class Disk(Tier):
-    """A tier over a file of rows: a spill file or a context file. Users see two such tiers in a chain as one."""
+    """A tier with pages in a spill file or a context file. Users see one disk tier even if a chain has both."""
 
     name = DISK
     rank = 2
@@ -39,7 +39,7 @@ class Disk(Tier):
 
     @classmethod
     def build(cls, layout: CacheLayout, below: Tier, n_tokens: int = 0) -> Disk:
-        """Return a tier over a spill file, with disk space for `n_tokens` tokens reserved."""
+        """Return a tier on a new spill file, with disk space reserved for the pages of `n_tokens` tokens."""
         file = SpillFile(cls.location(layout), layout.format)
         file.reserve(layout.needs(n_tokens)[DISK] // file.row_bytes)
         return cls(layout, below, file)
@@ -79,7 +79,10 @@ class Disk(Tier):
         self.traffic.bytes_in += len(first) * self.page_bytes
 
     def fork(self) -> Tier:
-        """Return a tier over the same file, below one over a spill file if the fork may not write to this file."""
+        """Return a tier of a forked context on the same file.
+
+        If the fork may not write to the file, a tier on a new spill file is put above that tier and returned instead.
+        """
         file = self.file.for_fork()
         other = Disk(self.layout, self.below.fork(), file)
         other.index = deepcopy(self.index)

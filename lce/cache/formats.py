@@ -1,7 +1,7 @@
-"""The formats of keys and values in tiers below the device: as the model computes them, or in 8 bits.
+"""Storage formats of keys and values in the tiers below the device: in the model's dtype, or quantised to 8 bits.
 
-A format is one class, and its name in `FORMATS`. The class rounds and packs pages and counts their bytes. No other code
-knows what is in a packed page.
+A format is one class, listed by name in `FORMATS`. The class quantises and packs pages and counts their bytes. No other
+code knows what is in a packed page.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from lce.errors import DataError, UsageError, shown
 
-# Pages: on the device `(k, v)`, both `[n, P, L, D]`; elsewhere one tensor of packed pages.
+# The tensors of n pages: `(k, v)` on the device, both `[n, P, L, D]`; elsewhere one tensor of packed pages.
 Parts = tuple[Tensor, ...]
 FLOAT = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """The way to pack pages of `heads` KV heads P, `size` tokens L and head dimension D, computed in `dtype`.
+    """The format "auto", which does not quantise, and the base class of the other formats.
 
-    A packed page is the same in the host's memory and in a file: a tensor of `page_rows` rows, one row for each token
-    and `extra_rows` behind them. In this format, from which other formats derive, a row has the keys and values of a
-    token, `[2, P, D]`, as the model computes them.
+    A page has the keys and values of `heads` KV heads (P) and `size` tokens (L), with head dimension D, in the model's
+    `dtype`. A packed page is a tensor of `page_rows` rows, the same in host memory and in a file: one row for each
+    token, then `extra_rows`. In this format a token's row is its keys and values, `[2, P, D]`.
     """
 
     heads: int
@@ -33,27 +33,27 @@ class KVFormat:
     head_dim: int
     dtype: torch.dtype
 
-    rounds: ClassVar[bool] = False  # whether old chunks are rounded to numbers that the format can store
+    rounds: ClassVar[bool] = False  # whether the format is lossy; then old chunks are rounded before they are packed
     extra_rows: ClassVar[int] = 0
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of a row."""
+        """The shape of one row of a packed page."""
         return (2, self.heads, self.head_dim)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """The dtype of a row."""
+        """The dtype of a packed page."""
         return self.dtype
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row."""
+        """The bytes of one row of a packed page."""
         return torch.Size(self.row_shape).numel() * self.row_dtype.itemsize
 
     @property
     def page_rows(self) -> int:
-        """The number of rows of a packed page."""
+        """The number of rows of a packed page, extra rows included."""
         return self.size + self.extra_rows
 
     @property
@@ -62,56 +62,56 @@ class KVFormat:
         return self.page_rows * self.row_bytes
 
     def round(self, k: Tensor, v: Tensor) -> None:
-        """Round whole chunks `k v [G, m · L, D]` in place to numbers that the format packs exactly.
+        """Round m chunks of keys and values `k v [G, m · L, D]` in place to numbers that the format packs exactly.
 
-        May be repeated: rounded numbers do not change, so a call after an interruption gives the same result.
+        May be repeated after an interruption: numbers that are rounded already do not change.
         """
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """Pack m pages of each head group, `k v [n, P, m · L, D]`, as `[n, m · page_rows, *row_shape]`.
+        """Pack m pages of each of n head groups: `k v [n, P, m · L, D]` become `[n, m · page_rows, *row_shape]`.
 
-        If the format does not round, the number of tokens need not be a multiple of L. Time: O(n · P · m · L · D).
+        If the format is not lossy, the number of tokens need not be a multiple of L. Time: O(n · P · m · L · D).
         """
         return torch.stack((k, v), dim=1).permute(0, 3, 1, 2, 4)  # [n, 2, P, m·L, D] -> [n, m·L, 2, P, D]
 
     def unpack(self, pages: Tensor) -> Parts:
-        """Return packed pages `[n, page_rows, *row_shape]` as `k v [n, P, L, D]` in the model's dtype."""
+        """Unpack n pages, `[n, page_rows, *row_shape]`, to `k v [n, P, L, D]` in the model's dtype."""
         k, v = (x.transpose(1, 2) for x in pages.unbind(dim=2))
         return k, v
 
     def tokens(self, rows: Tensor, extra: Tensor) -> Tensor:
-        """Return keys and values `[n, …, 2, P, D]` of rows `[n, …, *row_shape]` and their pages' extra rows."""
+        """Unpack tokens' rows `[n, …, *row_shape]` and their pages' `extra` rows to keys, values `[n, …, 2, P, D]`."""
         return rows
 
     def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
-        """Raise `DataError` if rows `[n, …, *row_shape]` or their extra rows, from the file `name`, are impossible."""
+        """Raise `DataError` if `pack` cannot have made these rows, or their pages' `extra` rows, of the file `name`."""
 
 
 @dataclass(frozen=True)
 class Int8(KVFormat):
-    """Pages in 8 bits. In each KV head, a channel of a chunk's keys has one scale, and so has the value of a token.
+    """Pages quantised to 8 bits. In each KV head, keys have one scale per chunk and channel, values one per token.
 
-    A number x becomes `round(x / scale)`, with the scale `peak / 127`, where `peak` is the largest magnitude of the
-    channel or the token. A token's row has the keys and values in int8, `[2, P, D]`, and the scales of the values in
-    float32, `[P]`. It is filled up to whole words of 8 bytes, for the row's check. The two extra rows of a page have
-    the scales of the keys, `[P, D]`.
+    A number x becomes `round(x / scale)`, where `scale` is `peak / 127` and `peak` is the largest magnitude of the
+    numbers that share the scale. A token's row has the keys and values in int8, `[2, P, D]`, and the scales of the
+    values in float32, `[P]`. It is padded to a multiple of 8 bytes for the row's checksum. The two extra rows of a page
+    have the scales of the keys, `[P, D]` in float32.
 
-    A number that was rounded, and is in the model's dtype again, is rounded to itself. So a page may be packed and
-    unpacked any number of times, and tiers never change what is attended. Scales have only 16 significant bits for
-    this purpose: their products with -127..127 are exact in float32, so the peak of rounded numbers is the same.
+    A rounded number, converted back to the model's dtype, is rounded to itself. So a page may be packed and unpacked
+    any number of times, and the attended numbers do not depend on the tier. For this purpose scales have only 16
+    significant bits: their products with -127..127 are exact in float32, so rounded numbers have the same peak.
     """
 
     rounds: ClassVar[bool] = True
     extra_rows: ClassVar[int] = 2
-    most: ClassVar[int] = 127  # the largest magnitude of an int8 number
-    least_peak: ClassVar[float] = 2.0**-100  # smaller peaks count as zero
-    largest_peak: ClassVar[float] = 2.0**127  # larger peaks count as this one
-    by_channel: ClassVar[int] = -2  # the dimension of tokens: the tokens of a chunk share a scale of each channel
-    by_token: ClassVar[int] = -1  # the dimension of channels: the channels of a token share a scale
+    most: ClassVar[int] = 127  # the largest magnitude of a quantised number
+    least_peak: ClassVar[float] = 2.0**-100  # a smaller peak (largest magnitude under one scale) counts as zero
+    largest_peak: ClassVar[float] = 2.0**127  # a larger peak counts as this one
+    by_channel: ClassVar[int] = -2  # for keys: the tokens of a chunk, dimension -2, share a scale
+    by_token: ClassVar[int] = -1  # for values: the channels of a token, dimension -1, share a scale
 
     @property
     def _number_bytes(self) -> int:
-        """The bytes of a token's keys and values in int8."""
+        """The bytes that a token's keys and values take in int8, without the scales."""
         return 2 * self.heads * self.head_dim
 
     @property
@@ -122,7 +122,7 @@ class Int8(KVFormat):
     def row_dtype(self) -> torch.dtype:
         return torch.uint8
 
-    @torch.inference_mode()  # the buffer may have been made in inference mode
+    @torch.inference_mode()  # `k` and `v` may have been allocated in inference mode
     def round(self, k: Tensor, v: Tensor) -> None:
         for x, shared in ((k, self.by_channel), (v, self.by_token)):
             chunks = x.unflatten(1, (-1, self.size))
@@ -144,12 +144,12 @@ class Int8(KVFormat):
         return rows.view(n, m * self.page_rows, self.row_bytes)
 
     def _quantised(self, x: Tensor, shared: int) -> Parts:
-        """Return `x` in 8 bits, and the scales; numbers along the dimension `shared` have one scale."""
+        """Quantise `x` to int8, with one scale for all numbers along the dimension `shared`. Return both."""
         low, high = x.aminmax(dim=shared, keepdim=True)
         peak = torch.maximum(-low, high).float()
         peak = peak.nan_to_num_(nan=0.0).clamp_(max=self.largest_peak).masked_fill_(peak < self.least_peak, 0.0)
         bits = (peak / self.most).view(torch.int32)
-        scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # rounds 24 significant bits to 16
+        scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # rounds a float's 24 significant bits to 16
         divisor = scale.masked_fill(scale == 0, 1.0)
         return (x / divisor).round_().clamp_(-self.most, self.most).to(torch.int8), scale
 
@@ -161,13 +161,13 @@ class Int8(KVFormat):
         return torch.stack(self._numbers(rows, extra), dim=-3)
 
     def _numbers(self, rows: Tensor, extra: Tensor) -> Parts:
-        """Return the keys and the values, `[n, …, P, D]`, of tokens' rows."""
+        """Dequantise tokens' rows to keys and values, `[n, …, P, D]` each; `extra` are their pages' extra rows."""
         halves = rows[..., : self._number_bytes].view(torch.int8).unflatten(-1, (2, self.heads, self.head_dim))
         k_scale, v_scale = self._scales(rows, extra)
         return (halves.select(-3, 0) * k_scale).to(self.dtype), (halves.select(-3, 1) * v_scale).to(self.dtype)
 
     def _scales(self, rows: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scales of the keys, `[n, …, P, D]`, and of the values, `[n, …, P, 1]`, of tokens' rows."""
+        """Return the scales of tokens' keys, `[n, …, P, D]` from `extra`, and values, `[n, …, P, 1]` from `rows`."""
         k_scale = extra.flatten(1)[:, : self.heads * self.head_dim * FLOAT].contiguous().view(torch.float32)
         v_scale = rows[..., self._number_bytes :][..., : self.heads * FLOAT].contiguous().view(torch.float32)
         shape = len(rows), *[1] * (rows.ndim - 2), self.heads, self.head_dim
@@ -179,11 +179,11 @@ class Int8(KVFormat):
                 raise DataError(f"{name} was altered since it was written; prefill the text again")
 
 
-FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8}  # the names are those of the option `kv_dtype`
+FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8}  # by the value of the option `kv_dtype`
 
 
 def kv_dtype_of(option: object) -> str:
-    """Return the name of the format that a user gives by name or dtype; None: "auto". Raises `UsageError`."""
+    """Return the format's name for the option `kv_dtype`: a name, a dtype, or None for "auto". Raises `UsageError`."""
     name = "auto" if option is None else str(option).removeprefix("torch.")
     if name not in FORMATS or not isinstance(option, str | torch.dtype | None):
         raise UsageError(f"unknown kv_dtype {shown(option)}; expected {' or '.join(FORMATS)}")

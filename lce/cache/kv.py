@@ -1,8 +1,8 @@
-"""The KV cache: one `KVCache` a context, one `LayerCache` a layer.
+"""The KV cache: one `KVCache` per context, one `LayerCache` per layer.
 
-A pass writes its block after the committed tokens and then commits once. An interrupted pass commits nothing; the next
-pass overwrites its rows. Ctrl-C may come at any call. So a change is either a few assignments without a call between
-them, or can be repeated: `KVCache.settle` completes an interrupted commit.
+A pass through the model writes its block of tokens after the committed tokens, and then commits once. An interrupted
+pass commits nothing; the next pass overwrites its rows. Ctrl-C may interrupt any function call. So a change is either a
+few assignments without a call between them, or can be repeated: `KVCache.settle` completes an interrupted commit.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from lce.cache.tiers import TierStack
 from lce.errors import UsageError
 from lce.profiling import timed
 
-UNROUNDED = "unrounded"  # "unrounded/0" names the tensor of layer 0's tokens that have no row in a file
+UNROUNDED = "unrounded"  # in a file, "unrounded/0" has layer 0's recent tokens, not yet quantised
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A length of a cache, with the marks of the method's states at that length: see `KVCache.mark`.
+    """A length that a cache can go back to, with what it needs for that: see `KVCache.mark`.
 
-    `unrounded` has, for each layer, the tokens that were not rounded yet. An entry is None if they were not copied.
+    A lossy storage format rounds old tokens. For each layer, `unrounded` has a copy of the tokens that were not rounded
+    yet, or None if they were not copied.
     """
 
     length: int
-    states: Sequence[Mapping[str, Held]]  # for each layer, the marks of its states by name
+    states: Sequence[Mapping[str, Held]]  # for each layer, the marks of the method's states by name
     unrounded: Sequence[Unrounded | None]
 
 
 @dataclass(eq=False)
 class KVCache:
-    """The keys and values of one context. While all of them fit their budget there are no tiers.
+    """The keys and values of one context. While all of them fit the memory budget, they are in buffers, without tiers.
 
     A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the pass' block from all
-    layers, or completes the commit in all layers.
+    layers, or, if the commit had begun, completes it in all layers.
 
-    Each device has a stack of tiers for its own layers. `stacks` has them in the order of devices; it is empty while
-    everything is in buffers. Tokens beyond the budgets go to `file`; if it is None, to a spill file in the layout's
-    folder, if any.
+    Each device has a stack of tiers for its own layers. `stacks` lists the stacks in the order of devices; it is empty
+    while everything is in buffers. Tokens beyond the budgets go to `file` or, if it is None, to a spill file in the
+    layout's folder, if the layout has one.
     """
 
     layout: CacheLayout
@@ -79,17 +80,17 @@ class KVCache:
 
     @property
     def tiers(self) -> list[Tier]:
-        """The tiers, fastest first, device by device; empty while everything is in the buffers."""
+        """All tiers, device by device and each device's fastest first; empty while everything is in the buffers."""
         return [tier for stack in self.stacks for tier in stack]
 
     @property
     def growing(self) -> bool:
-        """Whether tokens that are no longer recent go to tiers."""
+        """Whether tokens move from the buffers to the tiers once they are no longer recent."""
         return bool(self.stacks) and self.stacks[0].growing
 
     @property
     def in_file(self) -> int:
-        """The number of first tokens that stay in the file from which the context was opened."""
+        """The number of tokens, from the first on, that stay in the file from which the context was opened."""
         return self.layers[0].buffer.first if self.stacks and not self.growing else 0
 
     @timed("cache")
@@ -115,7 +116,7 @@ class KVCache:
                 layer.retire()
 
     def _device_of(self, layer: LayerCache) -> int:
-        """Return the index of the layer's device in `by_device`."""
+        """Return the index in `CacheLayout.by_device` of the device that has this layer."""
         return self.layout.by_device.index(layer.layout)
 
     @timed("cache")
@@ -125,18 +126,18 @@ class KVCache:
             self.layers[layer].tiers.prefetch(layer)
 
     def begin(self) -> None:
-        """Begin a pass, after settling an interrupted one."""
+        """Begin a pass. An earlier pass that was interrupted is settled first."""
         self.settle()
         self._pass = "writing"
 
     def has_space(self, n_tokens: int) -> bool:
-        """Return whether a step recorded on the device has memory for the last of `n_tokens` tokens."""
+        """Return whether a recorded step (a CUDA graph) can write token `n_tokens - 1` to memory that is there now."""
         if self.stacks or self.layout.format.rounds or n_tokens > self.layers[0].buffer.capacity:
             return False
         return all(state.has_space(n_tokens - 1) for layer in self.layers for state in layer.state.values())
 
     def make_space(self, n_tokens: int) -> None:
-        """Make space, if possible, so that `has_space` is true for every length up to `n_tokens`."""
+        """Allocate memory, if possible, so that `has_space` is true for every length up to `n_tokens`."""
         self.reserve(n_tokens)
         for layer in self.layers:
             for state in layer.state.values():
@@ -144,7 +145,7 @@ class KVCache:
 
     @property
     def memory(self) -> Iterator[Tensor | None]:
-        """All tensors that a decode step reads and writes. They stay the same until memory grows."""
+        """All tensors of the cache that a decode step reads or writes; they are replaced only when they must grow."""
         for layer in self.layers:
             yield layer.buffer.k
             yield layer.buffer.v
@@ -152,7 +153,7 @@ class KVCache:
                 yield state.memory
 
     def appended(self, n_tokens: int) -> None:
-        """Record in every layer that a recorded step has written the tokens before `n_tokens`."""
+        """Set the layers' uncommitted length to `n_tokens`, after a recorded step (a CUDA graph) wrote up to there."""
         for layer in self.layers:
             layer.stop = n_tokens
 
@@ -178,14 +179,15 @@ class KVCache:
             self.discard()
 
     def nearest(self, n_tokens: int) -> int:
-        """Return how many tokens `truncate` can go back to, at most `n_tokens`.
+        """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
 
-        Keys, values, summaries and token rows can go back to any token. Pending queries can go back to tokens of the
-        open chunk and to the border of any chunk. A tensor that every block replaces can only go back to 0 tokens.
+        Keys, values, summaries and token rows can go back to any length. Pending queries can go back to a length within
+        the chunk that is not complete yet, or to the start of a chunk. A tensor that every block replaces can only go
+        back to 0 tokens.
         """
         self.settle()
         found, before = n_tokens, n_tokens + 1
-        while found != before:  # repeated because one state's answer may be impossible for another state
+        while found != before:  # until all agree: one state's answer may be impossible for another state
             before = found
             for layer in self.layers:
                 for state in layer.state.values():
@@ -195,9 +197,9 @@ class KVCache:
     def mark(self, n_tokens: int | None = None) -> Mark:
         """Return a mark for `go_back`: of all tokens, or of the first `n_tokens`, a number that `nearest` returned.
 
-        Nothing is copied, because committed rows are never written again. There is one exception: if the format rounds,
-        a mark of all tokens has copies of the tokens that are not rounded yet. After going back to a mark of the first
-        `n_tokens`, rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
+        Nothing is copied, because committed rows are never written again. There is one exception: if the storage format
+        is lossy, a mark of all tokens has copies of the tokens that are not rounded yet. After going back to a mark of
+        the first `n_tokens`, rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
         """
         self.settle()
         unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]
@@ -206,7 +208,7 @@ class KVCache:
         return Mark(n_tokens, states, unrounded)
 
     def go_back(self, mark: Mark) -> None:
-        """Restore the state at `mark`, bit by bit, in all layers at once. Bytes: at most a buffer of recent tokens."""
+        """Restore the cache bit for bit as it was at `mark`. Copies at most the recent tokens of each layer."""
         self.settle()
         held = zip(self.layers, mark.states, mark.unrounded, strict=True)
         self.layers = [layer.as_of(mark.length, marks, unrounded) for layer, marks, unrounded in held]
@@ -223,7 +225,7 @@ class KVCache:
         self.go_back(self.mark(n_tokens))
 
     def fork(self) -> KVCache:
-        """Return another context's cache with the same committed tokens, shared if possible: see `lce.cache.shared`."""
+        """Return a copy of this cache for another context. It shares memory if possible: see `lce.cache.shared`."""
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])
         for_fork, buffer_tokens = (
@@ -235,9 +237,9 @@ class KVCache:
         return KVCache(self.layout, layers, stacks)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the method's committed state in every layer, by name.
+        """Return the tensors to save beside the rows of keys and values: the method's committed state in every layer.
 
-        If the format rounds, the tokens without a row in a file are added: `unrounded/LAYER`, `[2, G, n, D]`.
+        A lossy storage format adds the n recent tokens that are not rounded yet: `unrounded/LAYER`, `[2, G, n, D]`.
         """
         self.settle()
         kept = {
@@ -255,7 +257,7 @@ class KVCache:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """The bytes of keys, values and the method's state in each tier; shared bytes count in full."""
+        """The bytes of keys, values and the method's state in each tier; bytes shared with forks count in full."""
         held = {part.device_tier: 0 for part in self.layout.by_device} | {kind.name: 0 for kind in kinds()}
         for layer in self.layers:
             own = layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
@@ -267,19 +269,19 @@ class KVCache:
 
     @property
     def bytes_reserved(self) -> int:
-        """The bytes of disk in use, including bytes reserved for later rows."""
+        """The bytes on disk that the cache's files take, including space reserved for later rows."""
         return sum(file.bytes_taken for file in self._files)
 
     @property
     def _files(self) -> set[RowFile]:
-        """The files of all stacks; devices may share a file."""
+        """The files of all disk tiers; the tiers of several devices may share a file."""
         return {tier.file for tier in self.tiers if isinstance(tier, Disk)}
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """The traffic of each tier; empty while there are no tiers."""
+        """Hits, misses and bytes moved, for each tier by name; empty while there are no tiers."""
         found: dict[str, Traffic] = {}
-        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # files in a chain share one
+        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # two disk tiers in a chain share it
             before = found.get(tier.name, Traffic())
             found[tier.name] = Traffic(*map(operator.add, astuple(before), astuple(tier.traffic)))
         return found

@@ -1,7 +1,7 @@
 """One layer of a KV cache: its buffer of recent tokens, the tiers below, and the method's state.
 
-If the format rounds, a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and later tokens
-unrounded. Tokens are rounded once, in the buffer, whatever the budget. Tiers pack rounded numbers without loss.
+If the storage format is lossy (int8), a pass that begins at token s sees the tokens before `layout.old(s)` rounded, and
+later tokens unrounded. A token is rounded once, in the buffer, whatever the budget. Tiers pack rounded numbers exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and their 
 
 
 class KVBuffer:
-    """The keys and values `k v [G, capacity, D]` of the tokens from `first` on; `capacity` is in whole chunks."""
+    """A buffer of keys and values `k v [G, capacity, D]`, from token `first` on. `capacity` is in whole chunks."""
 
     def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
         self.layout = layout
@@ -49,22 +49,22 @@ class KVBuffer:
 
     @property
     def k(self) -> Tensor:
-        """The keys."""
+        """The keys, `[G, capacity, D]`."""
         return self.rows[0].tensor
 
     @property
     def v(self) -> Tensor:
-        """The values."""
+        """The values, `[G, capacity, D]`."""
         return self.rows[1].tensor
 
     @property
     def capacity(self) -> int:
-        """The largest number of tokens that fit."""
+        """The largest number of tokens that fit in the buffer."""
         return self.rows[0].capacity
 
     @property
     def index(self) -> Tensor:
-        """The tile number of each chunk that fits, `[G, chunks]`."""
+        """The number of the tile in `tiles`, for each KV head and each chunk of the buffer: `[G, chunks]`."""
         if self._index is None or self._index.numel() * self.layout.chunk_size != len(self.k) * self.capacity:
             n_tiles = len(self.k) * self.capacity // self.layout.chunk_size
             self._index = torch.arange(n_tiles, device=self.k.device).view(len(self.k), -1)
@@ -72,16 +72,16 @@ class KVBuffer:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of keys and values."""
+        """The bytes that the buffer's keys and values take."""
         return sum(rows.n_bytes for rows in self.rows)
 
     def prepare(self, start: int, stop: int) -> None:
-        """Prepare to write tokens `start..stop-1`: no other context may see the new values. Call before writing."""
+        """Prepare to write tokens `start..stop-1`, so that forks do not see the new values. Call before writing."""
         for rows in self.rows:
             rows.prepare(start - self.first, stop - self.first)
 
     def shareable(self, stop: int, most: int) -> list[tuple[RowBuffer, int, int]]:
-        """Return what `share` takes: each buffer, its rows before token `stop`, and a capacity of at most `most`."""
+        """Return arguments of `share` for k and v: (buffer, number of rows before token `stop`, capacity <= `most`)."""
         n = stop - self.first
         return [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.rows]
 
@@ -100,7 +100,10 @@ class KVBuffer:
         return self.k[:, here], self.v[:, here]
 
     def tiles(self, n_chunks: int) -> Tiles:
-        """Return the buffer as tiles of a text of `n_chunks` complete chunks. Chunks before the buffer have no tile."""
+        """Return the buffer as tiles, each one chunk of one KV head, of a text of `n_chunks` complete chunks.
+
+        Chunks before the buffer have no tile.
+        """
         size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
         index = self.index
         if before:
@@ -109,7 +112,7 @@ class KVBuffer:
         return Tiles(self.k.view(shape), self.v.view(shape), index)
 
     def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
-        """Return another buffer of `capacity` tokens, with copies of tokens `first..stop-1`."""
+        """Return a new buffer of `capacity` tokens, with copies of tokens `first..stop-1`."""
         other = KVBuffer(self.layout, capacity, first)
         other.fill(first, *self.span(first, stop))
         return other
@@ -127,9 +130,9 @@ class KVBuffer:
 class LayerCache:
     """The keys and values of one layer, and the method's state.
 
-    Methods ask for a span, for tokens or for chunks, and never learn which tier had them. While everything is in the
-    buffer there is no `stack` of tiers. `state` maps the names of `Method.state` to the states. `length` counts
-    committed tokens, and `stop` also those of the current pass. If the format rounds, `rounded` tokens are rounded.
+    Methods ask for a span, for tokens or for chunks, and never learn which tier had them. While all tokens are in the
+    buffer, `stack` is None: there are no tiers. `state` maps the names of `Method.state` to the states. `length` counts
+    committed tokens, and `stop` also those of the current pass. With a lossy format, the first `rounded` are rounded.
     """
 
     index: int
@@ -146,7 +149,7 @@ class LayerCache:
 
     @property
     def tiers(self) -> TierStack:
-        """The tiers with the tokens before the buffer."""
+        """The tiers, which have the tokens before the buffer. Only for use if there are tiers."""
         assert self.stack is not None, "everything is in the buffer"
         return self.stack
 
@@ -157,16 +160,16 @@ class LayerCache:
         return self.buffer.k, self.buffer.v
 
     def kept(self, kind: type[S], name: str) -> S:
-        """Return the method's state of this name, which is of this kind."""
+        """Return the method's state `name`, which must be a `kind`."""
         state = self.state[name]
         assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
         return state
 
     @timed("cache")
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of tokens `start..stop-1`, `[G, stop - start, D]` each, placed as the method declared.
+        """Return tokens `start..stop-1`: keys at the method's `key_positions`, and values, `[G, stop - start, D]` each.
 
-        The result is a view if the tokens are in the buffer, else a copy. `segments` cuts spans that fit in memory.
+        The result is a view if the tokens are in the buffer, else a copy. `segments` cuts long spans into smaller ones.
         """
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
@@ -180,9 +183,9 @@ class LayerCache:
         return torch.cat((k, recent_k), dim=1), torch.cat((v, recent_v), dim=1)
 
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Cut tokens `start..stop-1` into spans small enough to be copied.
+        """Cut tokens `start..stop-1` into spans small enough to be copied, and yield the start and stop of each.
 
-        The cuts are multiples of `segment`, so that sums over spans have the same bits wherever the tokens are.
+        The cuts are multiples of `layout.segment`, so that sums over spans have the same bits wherever tokens are.
         """
         segment = self.layout.segment
         while start < stop:
@@ -192,7 +195,7 @@ class LayerCache:
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values `[G, n, D]` of tokens `index [n]`, ascending, in memory `into` if given."""
+        """Copy keys and values `[G, n, D]` of tokens `index [n]`, ascending. The copies may use the memory `into`."""
         first = self.buffer.first
         if not first:
             return take_rows((self.buffer.k, self.buffer.v), index, into)
@@ -204,7 +207,7 @@ class LayerCache:
         return torch.cat((old[0], k), dim=1), torch.cat((old[1], v), dim=1)
 
     def values(self, index: Tensor) -> Tensor:
-        """Return copies of the values of tokens `index [G, n]`, in any order, for each KV head: `[G, n, D]`."""
+        """Copy the values `[G, n, D]` of tokens `index [G, n]`: each KV head has its own tokens, in any order."""
         v = self.buffer.v
         if self.buffer.first:
             tokens, index = index.unique(return_inverse=True)
@@ -212,10 +215,10 @@ class LayerCache:
         return v.gather(1, index[..., None].expand(-1, -1, v.shape[-1]))
 
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
-        """Yield the complete chunks that the query heads chose, `[H, T, K]`, as tiles for `Attention.routed`.
+        """Yield the complete chunks that the query heads chose, `chunk_ids [H, T, K]`, as tiles for `Attention.routed`.
 
-        If all chosen chunks are in the buffer, there is one round, without a copy. Otherwise each further round has as
-        many chunks as the first pool holds. All rounds together wait for the device once.
+        Chunks in the buffer come in the first round, without a copy. Chunks in the tiers come in further rounds, each
+        of as many chunks as the device's pool holds. All rounds together wait for the device once.
         """
         size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
         n_old, n_chunks = self.buffer.first // size, self.stop // size
@@ -224,7 +227,7 @@ class LayerCache:
             return
         device = self.buffer.k.device
         heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
-        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # -1, no choice, is counted in an extra last column
+        column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # -1 (no choice) is counted in an extra column
         asked = (heads[:, None, None] * (n_chunks + 1) + column).view(-1)
         wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
         wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
@@ -238,8 +241,8 @@ class LayerCache:
     def write(self, k: Tensor, v: Tensor, turn: Turn | None = None, at: Tensor | None = None) -> None:
         """Write a block's keys and values `[G, T, D]` after the committed ones. Time and bytes: O(T).
 
-        With a turn `[T, D/2]` the keys are rotated. With `at [1]`, the index of one token on the device, the buffer
-        must have space for the token, and the caller ends the pass with `appended`.
+        With `turn` (cosines and sines `[T, D/2]`) the keys are rotated. With `at [1]`, a tensor on the device, one
+        token is written at that index: the buffer must have space, and the caller ends with `KVCache.appended`.
         """
         layout, shape = self.layout, k.shape
         if v.shape != shape or (shape[0], shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
@@ -268,7 +271,7 @@ class LayerCache:
             state.discard()
 
     def reserve(self, n_tokens: int) -> None:
-        """Make the buffer large enough for `n_tokens` in all. If the tiers are growing, old chunks move there first."""
+        """Make the buffer large enough for `n_tokens` in all. If old chunks go to tiers, they are moved there first."""
         wanted = n_tokens
         if n_tokens - self.buffer.first <= self.buffer.capacity:
             return
@@ -281,7 +284,7 @@ class LayerCache:
         self.buffer = self.buffer.replaced(self.buffer.first, wanted - self.buffer.first, self.length)
 
     def retire(self) -> None:
-        """Move complete chunks that local attention no longer sees to the tiers; keep a buffer of recent tokens."""
+        """Move to the tiers the chunks that local attention no longer sees. A buffer of recent tokens stays."""
         size, first = self.layout.chunk_size, self.buffer.first
         border = min(self.layout.old(self.length), self.rounded if self.layout.format.rounds else self.length)
         if border > first:
@@ -292,9 +295,9 @@ class LayerCache:
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """If the format rounds, round the tokens that the next tokens do not see as local.
+        """If the storage format is lossy, round complete chunks that local attention no longer sees.
 
-        Only a pass calls this, whatever the budget, so a call that fails earlier leaves tokens unrounded.
+        This is done only when a pass writes, whatever the budget. So a call that fails before its pass rounds nothing.
         """
         border = self.layout.old(self.length)
         if self.layout.format.rounds and border > self.rounded:
@@ -303,17 +306,17 @@ class LayerCache:
             self.rounded = border
 
     def unrounded(self) -> Unrounded | None:
-        """Return a copy of the tokens that are not rounded yet; None if the format does not round."""
+        """Return a copy of the tokens that are not rounded yet; None if the storage format is not lossy."""
         if not self.layout.format.rounds:
             return None
         return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
 
     def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
-        """Return the cache as it was at `n_tokens` tokens, when `marks` were taken. Replaces this cache.
+        """Return this layer's cache as it was at `n_tokens` tokens, when `marks` were taken. It replaces this object.
 
         Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
-        complete stay in the tiers; they are not read, and `TierStack.add` replaces them. Tokens that were rounded since
-        are restored from `unrounded`, which was taken with the marks; without `unrounded` they stay rounded.
+        complete stay in the tiers; they are not read, and `TierStack.add` replaces them. Tokens that were rounded
+        after `marks` were taken are restored from `unrounded`, taken with them; without it they stay rounded.
         """
         layout, buffer = self.layout, self.buffer
         border = layout.old(n_tokens)
@@ -324,23 +327,23 @@ class LayerCache:
         if unrounded is not None:
             rounded = min(rounded, unrounded[0])
             if buffer is self.buffer:
-                self.rounded = max(rounded, buffer.first)  # after an interruption: round them again
+                self.rounded = max(rounded, buffer.first)  # after an interruption here, the tokens are rounded again
             first = max(unrounded[0], buffer.first)
             buffer.fill(first, *unrounded[1][:, :, first - unrounded[0] :])
         state = {name: state.as_of(marks[name]) for name, state in self.state.items()}
         return LayerCache(self.index, layout, buffer, self.stack, state, n_tokens, rounded)
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
-        """Return what `share` takes. Buffers beside growing tiers are left out, because they are soon replaced."""
+        """Return this layer's arguments of `share`, without buffers beside growing tiers, which are soon replaced."""
         found, most = [], self.layout.resident_tokens
         if self.stack is not None and most < UNBOUNDED:
-            most = self.buffer.capacity  # the pool has the rest of the budget
+            most = self.buffer.capacity  # the device's pool takes the rest of the budget
         if self.stack is None or not self.stack.growing:
             found = self.buffer.shareable(self.length, most)
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
     def fork(self, stack: TierStack | None, for_fork: ForFork) -> LayerCache:
-        """Return a layer for another context, with tiers `stack` and the committed tokens, shared if possible."""
+        """Return a layer for another context, with the tiers `stack`. It shares the committed tokens if possible."""
         if stack is not None and stack.growing:
             buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)
         else:

@@ -1,4 +1,4 @@
-"""The sizes of a cache in bytes, for the cache itself, plans, reservations and files.
+"""The sizes of a KV cache in bytes, as the cache itself, memory plans, reservations and files need them.
 
 `CacheLayout` combines a model's sizes, a method's access pattern, the budgets and the device, and counts all bytes.
 """
@@ -22,12 +22,12 @@ from lce.cache.tier import DEVICE, DISK, UNBOUNDED, Tier, kinds
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
-READ_SIZE = 8192  # the number of tokens read at a time when all tokens are read
+READ_SIZE = 8192  # how many tokens are read at a time when all tokens of a context are read
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """A user's bounds on the bytes of keys and values in each kind of memory, or None, and a folder for spill files."""
+    """Limits on bytes of keys and values in device and host memory (None: no limit), and the spill files' folder."""
 
     device: int | None = None
     host: int | None = None
@@ -36,11 +36,11 @@ class Budgets:
 
 @dataclass(frozen=True)
 class AccessPattern:
-    """A method's access to the cache.
+    """How a method accesses the cache.
 
-    `chunk_size` tokens make a chunk. Every query sees the first `sinks` tokens and the `local` tokens before its block:
-    these tokens stay on the device. With `per_head`, heads choose independently, so the chunks of each KV head move
-    between tiers on their own.
+    A chunk has `chunk_size` tokens. Every query attends the first `sinks` tokens and the `local` tokens before its
+    block: these stay on the device. With `per_head`, heads choose chunks independently, so the chunks of each KV head
+    move between tiers on their own.
     """
 
     chunk_size: int = 256
@@ -51,20 +51,20 @@ class AccessPattern:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The sizes of a cache, by token and layer, and the bounds of each tier.
+    """The sizes of a KV cache, from a token to a file, and the limit of each tier.
 
     A page is the unit that moves between tiers: one complete chunk's keys and values, of one KV head if heads choose
-    independently, else of all KV heads. `make_state` makes a method's state in a layer, and `could_keep` says whether
-    tensors of a file can be such a state. Texts are read in blocks of at most `block` tokens.
+    independently, else of all KV heads. `make_state` creates what a method keeps in a layer, and `could_keep` says
+    whether tensors of a file can be that state. Texts are read in blocks of at most `block` tokens.
 
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
 
-    Lower tiers and files have pages in the `format` that `kv_dtype` names. A format may round. It then rounds complete
-    chunks once they are `old`, when local attention no longer sees them, and the device has the rounded numbers too.
+    Tiers below the device, and files, have pages in the `format` that `kv_dtype` names. A lossy format rounds complete
+    chunks once they are `old` (local attention no longer sees them), in the device's memory, too.
 
-    A model's layers may be on several GPUs. `borders` has, for each GPU but the first, its first layer and the device.
-    `by_device` has a layout for the layers of each device, which begin at `first_layer` of the model. Users see the
-    device's memory as the tier `device_tier`. Files hold all layers, whatever the devices.
+    A model's layers may be on several GPUs. `borders` has a pair for each GPU but the first: the number of its first
+    layer, and the device. `by_device` has a layout for the layers of each device, which begin at `first_layer` of the
+    model. Users see the device's memory as the tier `device_tier`. Files hold all layers, whatever the devices.
     """
 
     n_layers: int
@@ -88,14 +88,14 @@ class CacheLayout:
 
     @cached_property
     def by_device(self) -> tuple[CacheLayout, ...]:
-        """A layout for the layers of each device, in order; only this layout if there is one device.
+        """One layout per device, for the device's layers, in order; only this layout if there is one device.
 
         The device with the most layers has the whole device budget. Other devices have the same budget per layer, so
-        that all devices overflow at the same length. The host budget is divided among the layers.
+        that all devices are full at the same length of text. The host budget is divided among the layers.
         """
         if not self.borders:
             return (self,)
-        whole = replace(self)  # a copy without `by_device`, which refers to the copy
+        whole = replace(self)  # a copy, because a reference to `self`, which caches the parts, would be a cycle
         firsts = [0, *(layer for layer, _ in self.borders)]
         counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], self.n_layers], strict=True)]
         parts, budgets = [], self.budgets
@@ -104,12 +104,12 @@ class CacheLayout:
             host = None if budgets.host is None else budgets.host * count // self.n_layers
             part = replace(self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=())
             kept = Budgets(own, host, budgets.spill_dir)
-            # a method checks its maps against the number of all layers
+            # a method may compare the number of all layers with that of its file of learned maps
             parts.append(replace(part, budgets=kept, make_state=lambda _: whole.make_state(whole)))
         return tuple(parts)
 
     def part_of(self, layer: int) -> CacheLayout:
-        """Return the layout of a layer's device."""
+        """Return the layout for the device that has this layer."""
         return next(part for part in self.by_device if layer < part.first_layer + part.n_layers)
 
     @property
@@ -129,7 +129,7 @@ class CacheLayout:
 
     @property
     def segment(self) -> int:
-        """The number of tokens in a piece of a long read: whole chunks, about `read_size` tokens."""
+        """The number of tokens that a long read takes at a time: about `read_size`, in whole chunks."""
         return max(1, self.read_size // self.chunk_size) * self.chunk_size
 
     @property
@@ -152,15 +152,15 @@ class CacheLayout:
         return -(-n_tokens // self.chunk_size) * self.chunk_size
 
     def old(self, n_tokens: int) -> int:
-        """Return how many of `n_tokens` tokens are in complete chunks that the next tokens do not see as local."""
+        """Return how many of the first `n_tokens` tokens are in chunks that local attention no longer reaches."""
         return max(n_tokens - self.access.local, 0) // self.chunk_size * self.chunk_size
 
     def state_bytes(self, n_tokens: int) -> int:
-        """Return the most bytes of the method's state after `n_tokens`, over all layers."""
+        """Return the most bytes that the method's state can take after `n_tokens` tokens, over all layers."""
         states = self.make_state(self).values()
         return self.n_layers * sum(state.most_bytes(n_tokens, self.block) for state in states)
 
-    # Pages
+    # Pages, the units that move between tiers
 
     @property
     def page_heads(self) -> int:
@@ -169,7 +169,7 @@ class CacheLayout:
 
     @property
     def n_groups(self) -> int:
-        """The number of head groups in a layer: each has one page of a chunk."""
+        """The number of head groups in a layer. A head group is the KV heads that share a page."""
         return self.n_kv_heads // self.page_heads
 
     @cached_property
@@ -179,15 +179,15 @@ class CacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """The bytes of a page on the device."""
+        """The bytes of one page on the device, where pages are not packed."""
         return self.chunk_size * self.token_bytes // (self.n_layers * self.n_groups)
 
     def n_pages(self, n_tokens: int) -> int:
-        """Return how many pages the complete chunks of `n_tokens` tokens are, over all layers."""
+        """Return how many pages hold the complete chunks of `n_tokens` tokens, over all layers."""
         return n_tokens // self.chunk_size * self.n_layers * self.n_groups
 
     def file_rows(self, n_tokens: int | NDArray[np.int64]) -> Any:
-        """Return how many rows of a file the first `n_tokens` tokens of a head group take: a number or an array."""
+        """Return how many rows of a file the first `n_tokens` tokens (a number or an array) of a head group take."""
         return n_tokens + n_tokens // self.chunk_size * self.format.extra_rows
 
     @property
@@ -195,7 +195,7 @@ class CacheLayout:
         """The number of chunks with sinks, which never leave the device."""
         return -(-self.access.sinks // self.chunk_size)
 
-    # Budgets
+    # Budgets, the user's limits on bytes in each tier
 
     @property
     def on_cpu(self) -> bool:
@@ -204,7 +204,7 @@ class CacheLayout:
 
     @property
     def budget(self) -> int | None:
-        """The most bytes of keys and values in the device's memory; None: unbounded."""
+        """The most bytes of keys and values in the device's memory; None: no limit."""
         if not self.on_cpu:
             return self.budgets.device
         return min((x for x in (self.budgets.device, self.budgets.host) if x is not None), default=None)
@@ -222,12 +222,12 @@ class CacheLayout:
 
     @property
     def overflows(self) -> bool:
-        """Whether a tier below the device is unbounded, so that a context may exceed the budgets of memory."""
+        """Whether a tier below the device is unbounded, so that a context may exceed the memory budgets."""
         return UNBOUNDED in self.lower.values()
 
     @property
     def resident_tokens(self) -> int:
-        """The largest number of tokens that need no lower tier."""
+        """The largest number of tokens whose keys and values fit in the device's budget, without a lower tier."""
         if self.budget is None:
             return UNBOUNDED
         if self.borders:
@@ -236,22 +236,25 @@ class CacheLayout:
 
     @property
     def recent_tokens(self) -> int:
-        """The number of tokens in the buffers of a context that is larger than its budget."""
+        """The capacity in tokens of each layer's buffer, in a context whose keys and values exceed the budget."""
         return self.whole_chunks(self.access.local + self.block) + self.chunk_size
 
     @property
     def least_pool_bytes(self) -> int:
-        """The bytes of the smallest pool, which holds the sinks of all layers and one more chunk of one layer."""
+        """The bytes of the smallest device pool: all layers' chunks with sinks, and one more chunk of one layer."""
         chunks = self.pinned_chunks * self.n_layers + 1
         return chunks * self.chunk_size * self.token_bytes // self.n_layers
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget, in bytes, with which a context may exceed the budget."""
+        """The smallest device budget, in bytes, that still works for contexts larger than the budget."""
         return self.recent_tokens * self.token_bytes + self.least_pool_bytes
 
     def device_slots(self, buffer_tokens: int = 0) -> int:
-        """Return how many pages fit beside buffers of `buffer_tokens` or more. Raises `CapacityError` if too few."""
+        """Return how many pages fit in the device's budget beside buffers of at least `buffer_tokens` tokens.
+
+        Raises `CapacityError` if these are too few to run.
+        """
         if self.budget is None:
             return UNBOUNDED
         in_buffers = max(buffer_tokens, self.recent_tokens) * self.token_bytes
@@ -266,7 +269,7 @@ class CacheLayout:
     def needs(self, n_tokens: int) -> dict[str, int]:
         """Return the most bytes of keys and values that a context of `n_tokens` holds in each tier.
 
-        Bytes that exceed all budgets count for the last tier in memory, so its number exceeds its budget.
+        Bytes that exceed all budgets count for the last tier in memory; its number then exceeds its budget.
         """
         whole = self.whole_chunks(n_tokens)
         needs = {DEVICE: whole * self.token_bytes} | {kind.name: 0 for kind in self.lower}
@@ -283,7 +286,7 @@ class CacheLayout:
         return needs
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
-        """Return the most bytes of memory for checks: of `n_tokens` tokens, and of `n_filed` in a context file."""
+        """Return the most bytes of memory for checksums of rows: of `n_tokens`, and of `n_filed` in a context file."""
         spilled = self.needs(n_tokens).get(DISK, 0) // self.format.row_bytes
         filed: int = self.n_layers * self.n_groups * self.file_rows(n_filed)
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
@@ -294,12 +297,12 @@ class CacheLayout:
 
 
 class FileLayout:
-    """The byte offsets in a context file of `n_tokens` tokens: a header, rows, checks of rows, and small tensors.
+    """The byte offsets in a context file of `n_tokens` tokens: header, rows, checksums of rows, small tensors.
 
-    The first `row_tokens` tokens have rows. If the format rounds, they are the tokens of old chunks; later tokens are
-    among the small tensors. A head group has `group_rows` rows, extra rows of pages included, and the file `n_rows`.
-    Rows begin at byte `rows_start`, checks at `checks_start`, and small tensors at `small_start`. The space for the
-    header is ample.
+    The first `row_tokens` tokens have rows. These are all tokens, or only those of old chunks if the format is lossy;
+    then later tokens are among the small tensors. A head group has `group_rows` rows, extra rows of pages included, and
+    the file `n_rows`. Rows begin at byte `rows_start`, checksums at `checks_start`, and small tensors at `small_start`.
+    The space for the header is ample.
     """
 
     def __init__(self, cache: CacheLayout, n_tokens: int) -> None:

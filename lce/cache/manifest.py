@@ -1,9 +1,10 @@
-"""The header of a context file: a manifest, and the entries of the tensors. Small tensors are all but keys and values.
+"""The header of a context file: a manifest, and an entry for each tensor.
 
 The header is that of a safetensors file: JSON, with the manifest in its metadata. Nothing in a file is trusted. A
-header is parsed only if a context may have one of its length and number of parts. Each entry is compared with the
-tensors that a context of this layout may have before any data is read. So a hostile file takes no more memory than an
-honest one. Small tensors follow one another in the order of their names. A digest covers them and the manifest.
+header is parsed only if its length and its number of JSON values are possible for a context. Before any data is read,
+each entry is compared with the tensors that a context of this layout may have. So a hostile file takes no more memory
+than an honest one. Small tensors are all but keys, values and their checksums. They are stored in the order of their
+names. A SHA-256 digest covers them and the manifest.
 """
 
 from __future__ import annotations
@@ -36,32 +37,34 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 NAMES = {kind: name for name, kind in KINDS.items()}
 MOST_TOKENS = 1 << 40  # the largest number of tokens of a text
-_LARGEST_HEADER = 16 << 20  # bytes: enough for 500 layers
-_MOST_PARTS = 200_000  # the largest number of values and names in a header
+_LARGEST_HEADER = 16 << 20  # in bytes: enough for 500 layers
+_MOST_PARTS = 200_000  # the largest number of JSON values and names in a header
 _MOST_DIMENSIONS = 8
-_STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)  # a state's layer, name and number
+# The name of a tensor of a method's state: its layer, the state's name, and the state's number.
+_STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a context file, `raw`, and its fields.
+    """The manifest of a context file: the JSON object `raw`, and its fields.
 
-    `read` tokens are in the cache, and the file has space for `capacity` tokens. `announced` is the length that was
-    announced for the context.
+    `identity` names the model and the method, `pages` the shape and format of a page, `text` is a hash of the tokens.
+    `read` tokens are in the cache, and the file has space for `capacity` tokens. `announced` is the length to which the
+    user said that the context would grow.
     """
 
     raw: Mapping[str, Any]
     identity: Mapping[str, Any]
     pages: Mapping[str, Any]
     text: str
-    version: str  # the version of the lce that wrote the file
+    version: str  # the version of lce that wrote the file
     capacity: int
     read: int
     announced: int
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
-        """Return the manifest in `raw`. Raises `DataError` for entries of wrong types and impossible numbers."""
+        """Return the manifest in the JSON object `raw`. Raises `DataError` for wrong types and impossible numbers."""
         identity, pages, text, version = (raw.get(name) for name in ("identity", "pages", "text", "lce"))
         numbers = (raw.get(name) for name in ("capacity", "read", "announced"))
         capacity, read, announced = (x if type(x) is int else -1 for x in numbers)
@@ -74,7 +77,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of an open file. Its `entries` are not checked yet; the tensors are bytes `start` to `file_bytes`."""
+    """The header of an open context file, with unchecked `entries`. Tensors are in bytes `start` to `file_bytes`."""
 
     descriptor: int
     path: Path
@@ -93,7 +96,7 @@ def contradiction(path: Path) -> DataError:
 
 
 def read_header(descriptor: int, path: Path) -> Header:
-    """Read the header of an open file. Raises `DataError` if no context of this format has such a header."""
+    """Read the header of an open file. Raises `DataError` if this is not the header of a context in this format."""
     strange = DataError(f"{named(path)} is not a context; expected a file that `lce prefill` or Context.save wrote")
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(_read(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
@@ -135,7 +138,7 @@ def _read(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:
 
 
 def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> bytes:
-    """Return a file's header behind its length, in `size` bytes in all; 0 is the smallest multiple of 8 that fits."""
+    """Return a file's first bytes: the header's length and the header, padded to `size` bytes (0: a multiple of 8)."""
     raw = json.dumps({"__metadata__": {"lce": manifest}, **entries}).encode()
     size = size or 8 + -(-len(raw) // 8) * 8
     assert 8 + len(raw) <= size, "the header is larger than its space"
@@ -143,18 +146,18 @@ def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> by
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:
-    """Return a page's shape and format as a manifest holds them."""
+    """Return the shape and the format of a page, as the manifest's entry `pages` has them."""
     facts = {name: getattr(layout, name) for name in ("n_layers", "n_groups", "chunk_size", "head_dim", "kv_dtype")}
     return facts | {"heads": layout.page_heads, "dtype": NAMES[layout.dtype]}
 
 
 def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
-    """Return a manifest as JSON text, with a digest of the manifest and the small tensors."""
+    """Return a manifest as JSON text, and add to it a digest of the manifest and of the tensors `small`."""
     return json.dumps({**manifest, "digest": digest(small, manifest)})
 
 
 def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = None) -> str:
-    """Return a SHA-256 of named tensors, and of a manifest."""
+    """Return a SHA-256 of tensors, their names and a manifest."""
     found = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(json.dumps([name, NAMES[tensor.dtype], list(tensor.shape)]).encode())
@@ -163,7 +166,7 @@ def digest(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any] | None = N
 
 
 def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, dict[str, Any]]:
-    """Return the header's entries of small tensors, which follow one another by name from byte `start` of the data."""
+    """Return header entries of tensors, which are stored in the order of their names from byte `start` on."""
     entries: dict[str, dict[str, Any]] = {}
     for name, x in sorted(tensors.items()):
         span = [start, start := start + x.nbytes]
@@ -174,11 +177,11 @@ def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, d
 def read_small(
     header: Header, layout: CacheLayout, check: Check, rows: Mapping[str, Any] = {}, start: int | None = None
 ) -> dict[str, Tensor]:
-    """Check, then read, all tensors of a file except `rows`.
+    """Check, then read, all tensors of a context file except `rows`.
 
-    The small tensors begin at byte `start`; None is the begin of the data. `check` checks the tensors that are not the
-    cache's, raises `DataError` if one is wrong, and removes them from the mapping. Raises `DataError` for a file that
-    is no context of this layout, and for an altered one.
+    These tensors begin at byte `start` of the file; None means where the data begins. `check` gets all their entries.
+    It checks those that are not the cache's, raises `DataError` if one is wrong, and removes them from the mapping.
+    Raises `DataError` if the file is no context of this layout, or was altered.
     """
     manifest, path = header.manifest, header.path
     if manifest.pages != page_facts(layout):
@@ -195,7 +198,7 @@ def read_small(
 
 
 def read_tensors(header: Header, tensors: Mapping[str, FileTensor]) -> dict[str, Tensor]:
-    """Read the small tensors and check the digest. Raises `CapacityError`, before reading, if memory is too small."""
+    """Read `tensors` and check their digest. Raises `CapacityError`, before reading, if there is too little memory."""
     needed, free = sum(x.n_bytes for x in tensors.values()), free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise CapacityError(
@@ -235,9 +238,9 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any]) -> dict[str,
 
 
 def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:
-    """Raise `DataError` for small tensors that a cache of `n_tokens` tokens, read in any blocks, cannot have.
+    """Raise `DataError` if `tensors` cannot be those of a cache of `n_tokens` tokens, read in blocks of any size.
 
-    A cache has the states of its method and, if the format rounds, the tokens that are not rounded and have no row.
+    A cache has the states of its method and, if the storage format is lossy, recent tokens that are not rounded yet.
     """
     n_unrounded = n_tokens - layout.file(n_tokens).row_tokens
     for layer in range(layout.n_layers if n_unrounded else 0):
@@ -260,5 +263,5 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite. A finite sum is a quick proof."""
+    """Return whether all numbers are finite. They are if their sum is, so the sum is tried first."""
     return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())

@@ -1,8 +1,8 @@
-"""The state of a method in a layer, besides keys and values: summaries, token rows, recent keys, tensors.
+"""What a method keeps in a layer besides keys and values: chunk summaries, token rows, recent keys, other tensors.
 
-No write changes committed numbers, so a `mark` to go back to is a reference or a number. Rows are written at the index
-of a token or a chunk: an interrupted pass leaves rows after the committed ones, and the next pass overwrites them.
-`OpenChunk` and `Staged` cannot be written by index; a pass makes a new tensor, which a commit puts in place.
+No write changes committed numbers, so a `mark` to go back to is only a reference or a number. Most states have rows,
+written at the index of a token or a chunk: an interrupted pass leaves rows after the committed ones, and the next pass
+overwrites them. In `OpenChunk` and `Staged` a pass makes a new tensor, which replaces the old one at the commit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from lce.cache.shared import SPARE, ForFork, RowBuffer
 from lce.profiling import count_compared, timed
 
-Held = tuple[Tensor | None, int]  # a tensor, None before the first write, and a number that says which rows it has
+Held = tuple[Tensor | None, int]  # a tensor (None before the first write), and a number that says which rows it has
 NOTHING: Held = (None, 0)
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file: its dtype, its shape, its first byte, and its size."""
+    """A tensor in a file: its dtype, its shape, the offset of its first byte, and its size in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,13 +34,13 @@ class FileTensor:
 
 
 class MethodState(ABC):
-    """A part of a method's state in a layer: a tensor and a number, replaced in one assignment.
+    """One named part of what a method keeps in a layer: a tensor and a number, replaced in one assignment.
 
-    Methods name these parts in `Method.state`. Each subclass says what the number means. If a pass cannot write by
-    index, the tensor and the number that it makes replace the present ones at the commit.
+    `Method.state` names these parts. Each subclass says what its number means. If a pass cannot write rows in place,
+    it makes a new tensor and a new number, which replace the present ones at the commit.
     """
 
-    floats: ClassVar[bool] = True  # whether the tensor has floating-point numbers only
+    floats: ClassVar[bool] = True  # whether the tensor's dtype must be floating-point
 
     def __init__(self) -> None:
         self._held: Held = NOTHING
@@ -48,14 +48,14 @@ class MethodState(ABC):
 
     @abstractmethod
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        """Return the most bytes after `n_tokens` tokens in blocks of at most `block`, spare rows included."""
+        """Return the most bytes, spare rows included, after `n_tokens` tokens read in blocks of at most `block`."""
 
     @abstractmethod
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        """Return whether a tensor and a number of a file can be the state after `n_tokens` tokens in any blocks."""
+        """Return whether a file's tensor and number can be this state after `n_tokens`, read in any blocks."""
 
     def committed(self, n_tokens: int) -> Held:
-        """Return the tensor and the number of the first `n_tokens` tokens."""
+        """Return the tensor and the number of this state, as they are for the first `n_tokens` tokens."""
         return self._held
 
     def restore(self, held: Held) -> None:
@@ -65,7 +65,7 @@ class MethodState(ABC):
     def commit(self, n_tokens: int = 0) -> None:
         """Commit the pass that just ended; the text has `n_tokens` tokens now. May be repeated."""
         if self._next[0] is not None:
-            self._held, self._next = self._next, NOTHING  # in this order: an interruption may come between
+            self._held, self._next = self._next, NOTHING  # assigned left to right: an interruption may come between
 
     def discard(self) -> None:
         """Drop what an interrupted pass wrote. May be repeated."""
@@ -73,37 +73,37 @@ class MethodState(ABC):
 
     @property
     def memory(self) -> Tensor | None:
-        """The tensor; None before the first write."""
+        """The state's tensor; None before the first write."""
         return self._held[0]
 
     @property
     def buffer(self) -> Tensor:
-        """The tensor. Only for use after the first write."""
+        """The state's tensor. Only for use after the first write."""
         assert self.memory is not None, "nothing was written yet"
         return self.memory
 
     @property
     def n_bytes(self) -> int:
-        """The bytes that are allocated now."""
+        """The bytes that this state's tensors take now."""
         return sum(tensor.nbytes for tensor, _ in (self._held, self._next) if tensor is not None)
 
     def has_space(self, start: int) -> bool:
-        """Return whether this state has memory for a step of token `start`."""
+        """Return whether a decode step of the token at index `start` needs no new memory for this state."""
         return True
 
     def make_space(self, start: int) -> None:  # noqa: B027
-        """Allocate memory for a step of token `start`, unless the state has no tensor yet."""
+        """Allocate memory for a decode step of the token at index `start`, unless this state has no tensor yet."""
 
     def nearest(self, n_tokens: int, length: int) -> int:
-        """Return the most tokens, at most `n_tokens`, to which this state of `length` committed tokens can go back."""
+        """Return the largest length, at most `n_tokens`, to which this state of `length` tokens can go back."""
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:
-        """Return a mark, for `as_of`, of the state of the first `n_tokens`, which `nearest` allows. Copies no rows."""
+        """Return a mark of the state at `n_tokens` tokens, for `as_of`; `nearest` must allow it. Copies no rows."""
         return self._held if n_tokens else NOTHING
 
     def as_of(self, mark: Held) -> Self:
-        """Return the state of the tokens that `mark` was taken for. Replaces this state: the two share rows."""
+        """Return this state as it was at `mark`. The result replaces this object, because the two share rows."""
         other = copy(self)
         other._go_back(mark)
         other.discard()
@@ -113,7 +113,7 @@ class MethodState(ABC):
         self._held = mark
 
     def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
-        """Return the buffers for a fork of the first `n_tokens` to share, as arguments of `lce.cache.shared.share`."""
+        """Return arguments of `lce.cache.shared.share`: the buffers that a fork of the first `n_tokens` can share."""
         return []
 
     def fork(self, n_tokens: int, for_fork: ForFork) -> Self:
@@ -125,14 +125,14 @@ class MethodState(ABC):
 
 
 class GrowingRows(MethodState):
-    """Rows from index 0 on along `axis` of one buffer, which grows by half and which forks share.
+    """A state with rows along `axis` of one buffer, which grows by half when it is full and which forks share.
 
-    A row stands for `tokens_per_row` tokens and takes at most `row_bytes` bytes. Plans use both before a token is read.
-    The state's number is how many rows were written.
+    A row stands for `tokens_per_row` tokens and takes at most `row_bytes` bytes. Memory plans use both numbers before a
+    token is read. The state's number is how many rows were written.
     """
 
     axis = 0
-    fewest = 64  # the fewest rows of a buffer
+    fewest = 64  # a buffer is allocated with at least this many rows
 
     def __init__(self, row_bytes: int, tokens_per_row: int = 1) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class GrowingRows(MethodState):
         self._n_rows = 0  # the number of rows that were written
 
     def write(self, rows: Tensor, start: int) -> None:
-        """Write `rows` from index `start` on. Time and bytes: O(rows), amortised."""
+        """Write `rows` at row indices from `start` on. Time and bytes: O(rows), amortised."""
         buffer, stop = self._rows, start + rows.shape[self.axis]
         assert start <= self._n_rows, "rows before these were not written"
         if buffer is None or stop > buffer.capacity:
@@ -163,7 +163,7 @@ class GrowingRows(MethodState):
         return self.buffer.narrow(self.axis, start, stop - start)
 
     def allocated(self, n_rows: int) -> Tensor:
-        """Return rows `0..n_rows-1`, or fewer if the buffer has fewer. Rows not written yet may hold anything."""
+        """Return the first `n_rows` rows, or all if the buffer has fewer. Rows not written yet may hold anything."""
         return self.buffer.narrow(self.axis, 0, min(n_rows, self.buffer.shape[self.axis]))
 
     @property
@@ -175,7 +175,7 @@ class GrowingRows(MethodState):
         return 0 if self._rows is None else self._rows.n_bytes
 
     def _rows_of(self, n_tokens: int) -> int:
-        """Return how many of the written rows are of the first `n_tokens`."""
+        """Return how many of the written rows belong to the first `n_tokens` tokens."""
         return min(self._n_rows, n_tokens // self.tokens_per_row)
 
     def committed(self, n_tokens: int) -> Held:
@@ -218,24 +218,25 @@ class GrowingRows(MethodState):
 
 
 class TokenRows(GrowingRows):
-    """One row of numbers `[R]` for each token, such as a low-dim key."""
+    """A state with one row of R numbers for each token, such as a key projected to R dimensions."""
 
 
 class Summaries(GrowingRows):
-    """S vectors or more for each of M complete chunks, `[S, M, …]`. A row, `[S, 1, …]`, is a chunk's summary."""
+    """A state with a summary of each of M complete chunks, `[S, M, …]` for S heads. One summary is `[S, 1, …]`."""
 
     axis = 1
     fewest = 16
 
 
 class RecentRows(MethodState):
-    """The rows `[heads, n, D]` of the last `n_kept` tokens and of the current block, from the token `number` on.
+    """A state with the rows `[heads, n, D]` of the last `n_kept` tokens and of the current block.
 
-    Example: recent keys, rotated to their positions, so that queries see near keys at their true distance. Time: O(1) a
-    token, amortised. Bytes: at most `2 · n_kept` rows, and the rows of a block.
+    The state's number is the index of the first row's token. Example: recent keys, rotated to their positions, so that
+    queries see near keys at their true distance. Time: O(1) per token, amortised. Bytes: at most `2 · n_kept` rows,
+    and the rows of a block.
 
-    With `remade`, the method writes the rows again that are `missing` after a truncation. Without it, the state can
-    only go back to tokens whose last `n_kept` rows it still has.
+    If `remade`, the method computes the rows that are `missing` after a truncation again. If not, the state can only go
+    back to a length before which it still has `n_kept` rows.
     """
 
     def __init__(self, n_kept: int, row_bytes: int, *, remade: bool = False) -> None:
@@ -253,7 +254,7 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
-        """Return a buffer with the rows before token `start` and space for `n_new` more, and the first row's token."""
+        """Return a new buffer, with the last rows before token `start` and space for `n_new`, and its first token."""
         buffer, first = self._held
         kept = 0 if buffer is None else min(start - first, self.n_kept)
         grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
@@ -270,12 +271,12 @@ class RecentRows(MethodState):
             self._held = self._grown(self._held[0], start, 1)
 
     def write_on_device(self, rows: Tensor, at: Tensor) -> None:
-        """Write the row `[heads, 1, D]` of token `at [1]`, a number on the device; the buffer must have space."""
+        """Write the row `[heads, 1, D]` of the token at index `at [1]`, a tensor on the device. There must be space."""
         self.buffer.index_copy_(1, at - self.first, rows.to(self.buffer.dtype))
 
     @property
     def first(self) -> int:
-        """The token of the buffer's first row."""
+        """The index of the token to which the buffer's first row belongs."""
         return self._held[1]
 
     def span(self, start: int, stop: int) -> Tensor:
@@ -284,7 +285,7 @@ class RecentRows(MethodState):
         return self.buffer[:, start - self.first : stop - self.first]
 
     def missing(self, start: int) -> range:
-        """Return the tokens before `start` whose rows are missing since the text was truncated."""
+        """Return the indices of tokens before `start` whose rows are missing since the text was truncated."""
         return range(max(0, start - self.n_kept) if self._held[0] is None else start, start)
 
     def committed(self, n_tokens: int) -> Held:
@@ -316,7 +317,9 @@ class RecentRows(MethodState):
 
 
 class OpenChunk(MethodState):
-    """Rows `[heads, L, D]` of the tokens in the open chunk, such as pending queries. The number is the chunk's index.
+    """A state with rows `[heads, L, D]` of the tokens in the open chunk, the last one, which is not complete yet.
+
+    Example: queries that wait for their chunk to be complete. The state's number is the chunk's index.
 
     A pass that enters another chunk writes to a new buffer, which replaces the old one at the commit.
     """
@@ -344,7 +347,7 @@ class OpenChunk(MethodState):
         return self._held[0] is not None and self._held[1] == start // self.size
 
     def make_space(self, start: int) -> None:
-        """At a chunk's border, reuse the complete chunk's memory for the next chunk, unless a mark refers to it."""
+        """If token `start` begins a chunk, reuse the previous chunk's memory, unless a mark refers to that memory."""
         buffer, chunk_id = self._held
         if buffer is not None and not start % self.size and chunk_id == start // self.size - 1:
             self._held = (torch.empty_like(buffer) if buffer is self._marked else buffer, chunk_id + 1)
@@ -357,7 +360,7 @@ class OpenChunk(MethodState):
         self._held, self._marked = mark, mark[0]
 
     def write_on_device(self, rows: Tensor, offset: Tensor) -> None:
-        """Write the row `[heads, 1, D]` at `offset [1]`, a number on the device, of the open chunk."""
+        """Write the row `[heads, 1, D]` of the open chunk's token at `offset [1]`, a tensor on the device."""
         self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
@@ -387,14 +390,14 @@ class OpenChunk(MethodState):
 
 
 def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
-    """Return whether a tensor has the shape `[heads, n_rows, D]`, with rows of `row_bytes`."""
+    """Return whether a tensor has the shape `[heads, n_rows, D]`, with rows of `row_bytes` bytes."""
     return len(tensor.shape) == 3 and tensor.shape[1] == n_rows and tensor.n_bytes == n_rows * row_bytes
 
 
 class Staged(MethodState):
-    """One tensor, which is replaced as a whole at a commit. `bound(n_tokens, block)` is the most bytes that it takes.
+    """A state with one tensor, replaced as a whole at a commit. `bound(n_tokens, block)` is the most bytes it takes.
 
-    The number is how many tokens the text had when the tensor was committed; 0 is unknown.
+    The state's number is how many tokens the text had when the tensor was committed; 0 means unknown.
     """
 
     floats = False
@@ -414,7 +417,7 @@ class Staged(MethodState):
         return self.value if self._next[0] is None else self._next[0]
 
     def stage(self, value: Tensor) -> None:
-        """Stage `value` as the tensor to commit with this pass."""
+        """Keep `value` as the tensor that the commit of this pass will put in place."""
         self._next = (value, 0)
 
     def fork(self, n_tokens: int, for_fork: ForFork) -> Self:

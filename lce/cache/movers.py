@@ -1,7 +1,8 @@
-"""Movers of pages into a pool's slots: by a plain copy, or on CUDA streams, one for each direction.
+"""Movers, which copy pages into a pool's slots: by plain copies, or on CUDA streams, one for each direction.
 
-A pool's memory is slabs. A slab is `Parts`: tensors with an entry for each slot. All slabs but the last have the same
-number of slots. Packed pages are unpacked on the device, so that fewer bytes move.
+A slot is the space for one page. A pool's memory is a list of slabs. A slab is `Parts`: tensors whose first dimension
+counts slots. All slabs but the last have the same number of slots. Packed pages are unpacked on the device, so that
+fewer bytes move.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from lce.cache.formats import Parts
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
-Unpack = Callable[[Parts], Parts]  # a function from packed pages to the parts that slots have
+Unpack = Callable[[Parts], Parts]  # converts packed pages to the tensors that slots hold
 
 
 def same(pages: Parts) -> Parts:
-    """Return the pages themselves: an `Unpack` for pages that are not packed."""
+    """Return `pages` unchanged: the `Unpack` for pages that are to stay as they are."""
     return pages
 
 
 class Mover:
-    """The base of all movers, and a mover to plain memory, whose `put` returns when the pages are there."""
+    """A mover to ordinary memory, whose `put` returns when the pages are there; the base class of all movers."""
 
     asynchronous = False  # whether `put` may return before the pages are there
 
-    @torch.inference_mode(mode=False)  # so that code outside inference mode can write too
+    @torch.inference_mode(mode=False)  # so that code outside inference mode can write to it, too
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor for slots `[n_slots, …]` or for pages to read."""
         return torch.empty(shape, dtype=dtype)
 
     def now(self) -> object:
-        """Return a mark of the work queued for the device so far: the argument `after` of `put` in another thread."""
+        """Return a mark of the work queued for the device so far, to pass as `after` to `put` in another thread."""
         return None
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
-        """Begin to copy pages `[n, …]` into slots, after the work marked by `after`, else after all queued work."""
+        """Begin to copy pages `[n, …]` into slots, once the work that `after` marks is done (None: all queued work)."""
         pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
             index = torch.from_numpy(rows)
@@ -51,7 +52,7 @@ class Mover:
         """Make later reads of these slots wait until the pages put into these slots have arrived."""
 
     def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
-        """Return copies `[n, …]` of slots; call `wait` first. Fastest if slots of one slab follow one another."""
+        """Return copies `[n, …]` of the pages in slots; call `wait` first. Fastest with slots of a slab together."""
         pages = tuple(self.empty((len(slots), *x.shape[1:]), x.dtype) for x in slabs[0])
         for held, rows, part in located(slabs, slots):
             index = self.upload(torch.from_numpy(rows))
@@ -60,12 +61,12 @@ class Mover:
         return pages
 
     def upload(self, x: Tensor) -> Tensor:
-        """Copy a host tensor to the slots' memory. Only later computation waits for the copy."""
+        """Copy a host tensor to the kind of memory that slots are in. Only later device work waits for the copy."""
         return x
 
 
 class Streamed(Mover):
-    """A mover with its own CUDA stream; an event says when pages have arrived in a slot."""
+    """A mover that copies on its own CUDA stream; an event for each slot says when its page has arrived."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,7 +84,7 @@ class Streamed(Mover):
             arrivals.pop(slot, None)
 
     def _note(self, slots: Numbers) -> None:
-        """Record that pages are in these slots once the stream has done its present work."""
+        """Record an event on the stream: once it has occurred, the pages are in these slots."""
         arrival = torch.cuda.Event()
         arrival.record(self.stream)
         self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
@@ -104,7 +105,7 @@ class Cuda(Streamed):
         return event
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
-        """Begin to copy pages into slots, once work queued before has read the slots. Bytes: one copy.
+        """Begin to copy pages into slots, once work queued earlier has finished reading the slots. Bytes: one copy.
 
         Call `wait` before reading the slots. PyTorch records that the stream uses the slots' memory: memory that is
         freed during a copy is not reused before the copy ends.
@@ -157,7 +158,7 @@ class Pinned(Streamed):
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:
-    """Yield runs of slots in one slab: the slab, the slot numbers in the slab, and a slice of `slots`.
+    """Split `slots` into runs in the same slab. Yield for each the slab, the numbers in the slab, a slice of `slots`.
 
     Example: with slabs of 4 slots, the slots 1, 3, 5, 2 are in slab 0 at 1 and 3, in slab 1 at 1, in slab 0 at 2.
     """
@@ -167,7 +168,7 @@ def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slic
 
 
 def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, slice]]:
-    """Yield runs of adjacent slots in one slab: the slab, a slice of the slab's slots, and a slice of `slots`."""
+    """Split `slots` into runs of adjacent slots. Yield for each the slab, a slice of the slab, a slice of `slots`."""
     for held, rows, part in located(slabs, slots):
         for run in runs(np.diff(rows) != 1, len(rows)):
             first, n = int(rows[run.start]), run.stop - run.start
@@ -175,6 +176,6 @@ def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, sli
 
 
 def runs(cuts: NDArray[np.bool_], n: int) -> Iterator[slice]:
-    """Yield `0..n-1`, cut behind each True of `cuts [n - 1]`."""
+    """Yield slices of `0..n-1`: after each index i where `cuts[i]` is True, a new slice begins."""
     bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), n] if n else []
     yield from map(slice, bounds, bounds[1:])

@@ -1,4 +1,4 @@
-"""The tiers in memory are pools of slots for pages. The least recently used pages leave first.
+"""Pools, the tiers in memory. A pool has slots for pages; the least recently used pages leave first.
 
 The device's pool is one tensor for keys and one for values, which kernels read in place. The host's pool grows by slabs
 of page-locked memory and never moves pages.
@@ -26,17 +26,17 @@ from lce.cache.tier import HOST, UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
 
-AT_ONCE = 64 << 20  # the bytes of pages that are read from or written to a lower tier at a time
-SLAB = 256 << 20  # the bytes of a slab of the host's pool: a power of two, because pinned memory is allocated so
-NEVER = np.iinfo(np.int64).max  # the age of slots that must not be filled
-QUEUED = 1024  # the fewest slots in a queue, if the pool has as many
+AT_ONCE = 64 << 20  # the most bytes of pages that are read from or written to a lower tier at a time
+SLAB = 256 << 20  # the bytes of a slab of the host's pool: a power of two, as page-locked memory is allocated
+NEVER = np.iinfo(np.int64).max  # stands for the last use of a slot that must not be filled
+QUEUED = 1024  # the fewest slots in a queue of slots to fill, if the pool has as many
 
 
 class Slots(NamedTuple):
-    """A pool's slots: slabs with the parts of pages, and which page each slot holds.
+    """The slots of a pool: slabs of memory, and which page each slot holds.
 
-    A slot holds a page if its `group` and `chunk` name the page and the pool's index has the slot for this page. A slot
-    that the index does not have, as an interruption may leave it, is free.
+    A slot holds the page that its `group` and `chunk` name, if the pool's index maps this page to the slot. Otherwise
+    the slot is free; an interruption may leave such a slot.
     """
 
     slabs: tuple[Parts, ...]
@@ -45,17 +45,17 @@ class Slots(NamedTuple):
     used: Numbers  # the number of the last request that used each slot
 
     def of_slabs(self, slabs: tuple[Parts, ...]) -> Slots:
-        """Return slots in larger or more slabs; the first slots hold the same pages as these."""
+        """Return the slots of larger or more `slabs`: the first slots hold the same pages as here, others are free."""
         more = (0, sum(len(slab[0]) for slab in slabs) - len(self.group))
         group = np.pad(self.group, more, constant_values=-1)
         return Slots(slabs, group, np.pad(self.chunk, more), np.pad(self.used, more))
 
 
 class Pool(Tier):
-    """A tier of at most `max_slots` slots in one kind of memory.
+    """A tier of at most `max_slots` slots, of one page each, in one kind of memory.
 
-    Pages of the first `pinned_chunks` chunks never leave. Bookkeeping takes 24 bytes a slot and 8 bytes a page of the
-    context. Time to free slots: O(n_slots / 16), and O(n_slots) when the queue of slots is renewed.
+    Pages of the first `pinned_chunks` chunks never leave. Bookkeeping takes 24 bytes per slot and 8 bytes per page of
+    the context. Time to free slots: O(n_slots / 16), and O(n_slots) when the queue of slots is renewed.
     """
 
     def __init__(self, layout: CacheLayout, below: Tier, mover: Mover, max_slots: int, pinned_chunks: int = 0) -> None:
@@ -64,7 +64,7 @@ class Pool(Tier):
         self.max_slots = max_slots
         self.pinned_chunks = pinned_chunks
         self.clock = 0  # the number of requests so far
-        self._queue = np.zeros((2, 0), np.int64)  # the slots to fill next, and the last use of each, or -1 if free
+        self._queue = np.zeros((2, 0), np.int64)  # the slots to fill next, and when each was last used (-1: free)
         self.slots = Slots((), *np.zeros((3, 0), np.int64))  # replaced in one assignment when the pool grows
 
     @property
@@ -73,14 +73,14 @@ class Pool(Tier):
 
     @property
     def n_free(self) -> int:
-        """The number of pages that can come before another page must leave."""
+        """The number of pages that can be added before another page must leave."""
         if self.max_slots == UNBOUNDED:
             return UNBOUNDED
         return int((self.slots.group < 0).sum()) + self.max_slots - self.n_slots
 
     @property
     def capacity(self) -> int:
-        """The largest number of pages at once, besides pinned pages."""
+        """The largest number of pages in the pool at once, pinned pages not counted."""
         return self.max_slots - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
 
     @property
@@ -92,7 +92,7 @@ class Pool(Tier):
 
     @timed("cache")
     def bring(self, pages: Pages) -> Numbers:
-        """Return the slots of at most `capacity` pages; missing pages are read. All stay until the next request."""
+        """Return the slots of at most `capacity` pages; read missing pages first. All stay until the next request."""
         slots, missing = self._request(pages)
         if len(missing):
             missing = missing[self.below.order(pages.at(missing))]
@@ -102,10 +102,10 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """Return work that reads the missing pages, these pages, and their slots; None if no page is missing.
+        """Return a `Fetch` that reads the missing ones of `pages`, the missing pages, and their slots.
 
-        The work may run in another thread. Nothing else may use this pool or the tiers below until it has ended. Then
-        call `arrived`.
+        Return None if no page is missing. The `Fetch` may run in another thread. Until it has ended, nothing else may
+        use this pool or the tiers below. Then call `arrived`.
         """
         self.clock += 1
         slots, here, absent = self.find(pages)
@@ -124,19 +124,19 @@ class Pool(Tier):
         return Fetch(work), missing, slots
 
     def _load(self, pages: Pages, slots: Numbers, slabs: Sequence[Parts], after: object = None) -> None:
-        """Copy pages from the tier below to slots, after the work marked by `after`: see `Mover.put`."""
+        """Copy pages from the tier below to slots, once the device work that `after` marks is done: see `Mover.put`."""
         for some in slices(len(slots), AT_ONCE // self.page_bytes):
             self.mover.put(slabs, slots[some], self.below.read(pages.at(some)), after, self._unpacked)
 
     def arrived(self, pages: Pages, slots: Numbers) -> None:
-        """Record in the index that pages are in slots."""
+        """Record in the pool's index that these pages are now in these slots."""
         self.slots.used[slots], self.slots.chunk[slots] = self.clock, pages.chunk
         self.slots.group[slots] = pages.group
         self.index[pages] = slots
         self.traffic.bytes_in += len(slots) * self.page_bytes
 
     def read(self, pages: Pages) -> Parts:
-        """Return copies of pages. Missing pages get slots only if slots are free."""
+        """Return copies of pages. Pages that are read from below get slots here only if slots are free."""
         slots, missing = self._request(pages)
         if not len(missing):
             return self.take(slots)
@@ -156,7 +156,7 @@ class Pool(Tier):
         for some in slices(len(pages.group), self.capacity):
             self.clock += 1
             part = pages.at(some)
-            self._drop(self.index[part])  # pages that a failed call left
+            self._drop(self.index[part])  # pages that an earlier, failed call left here
             self._fill(part, tuple(x[some] for x in parts))
 
     def forget(self, pages: Pages) -> None:
@@ -164,10 +164,10 @@ class Pool(Tier):
         self.below.forget(pages)
 
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
-        """Begin to copy pages, which are about to be written here, to the pool below: later they leave without a copy.
+        """Copy new pages to the pool below when they are written here, so that they can leave later without a copy.
 
-        Only as many pages are copied as the pool below has free slots; other pages move down when they leave. If the
-        pool below is the last tier, all pages are copied. Raises `CapacityError` if they do not fit.
+        Returns before the copy ends. Only as many pages are copied as the pool below has free slots; other pages move
+        down when they leave. If the pool below is the last tier, all are copied. Raises `CapacityError` if that fails.
         """
         below = self.below
         if not self.mover.asynchronous or not isinstance(below, Pool):
@@ -179,14 +179,14 @@ class Pool(Tier):
             self.traffic.bytes_out += some.stop * self.page_bytes
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
-        """Write the pages of this pool that `held_by` lacks to `target`."""
+        """Write to `target` those pages of this pool that are neither in the tier `held_by` nor below it."""
         held = self._holding(np.arange(self.n_slots))
         self._hand_down(held[~held_by.holds(self._pages(held))], target)
 
     def release(self, slots: Numbers) -> None:
         """Mark the pages in these slots as the next to leave."""
         self.slots.used[slots] = 0
-        self._queue = self._queue[:, :0]  # the queue lacks these slots, which are to be filled first
+        self._queue = self._queue[:, :0]  # emptied: it lacks these slots, which are to be filled first
 
     def _hand_down(self, slots: Numbers, target: Tier) -> None:
         """Write the pages in these slots to another tier: one below, or the same tier of another stack."""
@@ -196,15 +196,15 @@ class Pool(Tier):
             target.write(self._pages(slots[some]), *parts)
 
     def _packed(self, *parts: Tensor) -> Parts:
-        """Return pages of this pool as the tiers below have them."""
+        """Convert pages of this pool to the form that the tiers below have: packed in the storage format."""
         return parts
 
     def _unpacked(self, parts: Parts) -> Parts:
-        """Return pages of the tier below as this pool has them."""
+        """Convert pages from the form that the tier below has to the form that this pool has."""
         return parts
 
     def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
-        """Return the slots of pages, -1 for a missing page, and which pages are missing; record the use of slots."""
+        """Return the slot of each page, -1 if missing, and the indices of missing pages; note that slots were used."""
         self.clock += 1
         slots, here, missing = self.find(pages)
         self.slots.used[slots[here]] = self.clock
@@ -216,13 +216,13 @@ class Pool(Tier):
         return Pages(self.slots.group[slots], self.slots.chunk[slots])
 
     def _fill(self, pages: Pages, parts: Parts) -> None:
-        """Vacate slots and put pages into them."""
+        """Put pages into slots, from which other pages are removed if none are free."""
         slots = self._vacate(len(pages.group))
         self.mover.put(self.slots.slabs, slots, parts)
         self.arrived(pages, slots)
 
     def _vacate(self, n: int) -> Numbers:
-        """Free `n` slots and return them; dirty pages move down first."""
+        """Free `n` slots and return them. Pages that no tier below has are written down first."""
         slots = self._victims(n)
         held = self._holding(slots)
         dirty = held[~self.below.holds(self._pages(held))]
@@ -251,7 +251,7 @@ class Pool(Tier):
         return np.sort(found)
 
     def _take_queued(self, n: int) -> Numbers:
-        """Take up to `n` slots that may still be filled from the front of the queue, and return them."""
+        """Take from the front of the queue up to `n` slots that may still be filled, and return them."""
         queued, age = self._queue
         free, used = self.slots.group[queued] < 0, self.slots.used[queued]
         good = np.flatnonzero(np.where(age < 0, free, ~free & (used == age) & (used < self.clock)))[:n]
@@ -260,7 +260,7 @@ class Pool(Tier):
         return taken
 
     def _renew_queue(self, n: int) -> None:
-        """Make a queue of at least `n` slots, or of all slots that may be filled. Time: O(n_slots)."""
+        """Replace the queue of slots to fill: at least `n`, or all slots that may be filled. Time: O(n_slots)."""
         slots, n_queued = self.slots, min(max(n, self.n_slots // 16, QUEUED), self.n_slots)
         free = np.ones(self.n_slots, bool)
         free[self._holding(np.arange(self.n_slots))] = False
@@ -273,7 +273,7 @@ class Pool(Tier):
         self._queue = np.stack((oldest, age[oldest]))
 
     def _grown(self, n_slots: int) -> Slots:
-        """Return at least `n_slots` slots, which hold the same pages."""
+        """Return larger `Slots`, of at least `n_slots` slots, that hold the same pages."""
         raise NotImplementedError
 
     def _holding(self, slots: Numbers) -> Numbers:
@@ -290,10 +290,10 @@ class Pool(Tier):
 
 
 class Device(Pool):
-    """The pool that kernels read: one slab, with keys and values as the model computed them.
+    """The pool in the device's memory, which kernels read in place: one slab, with unpacked keys and values.
 
-    It shares the budget with buffers of at least `buffer_tokens` tokens, and all slots are allocated at once. Without a
-    budget the number of slots grows by half.
+    The pool shares the device's budget with buffers of at least `buffer_tokens` tokens, and all its slots are allocated
+    at once. Without a budget, the number of slots grows by half when all are in use.
     """
 
     def __init__(self, layout: CacheLayout, below: Tier, buffer_tokens: int = 0) -> None:
@@ -314,7 +314,7 @@ class Device(Pool):
         return self.slots.slabs[0][1]
 
     def _grown(self, n_slots: int) -> Slots:
-        """Return the slots of a larger slab. Bytes: one copy."""
+        """Copy the pages to a larger slab, and return its slots. Bytes: one copy of the pages."""
         n, n_slots = self.n_slots, min(max(n_slots, self.n_slots * 3 // 2), self.max_slots)
         shape = n_slots, self.layout.page_heads, self.layout.chunk_size, self.layout.head_dim
         slab = tuple(self.mover.empty(shape, self.layout.dtype) for _ in range(2))
@@ -341,7 +341,7 @@ class Host(Pool):
     """The pool in the host's memory beside a GPU, with packed pages.
 
     Page-locked memory is allocated in powers of two. So the pool takes slabs of `SLAB` bytes, or more for large pages.
-    The last slab of a budget is the largest power of two that is left.
+    The last slab within a budget is the largest power of two that is left.
     """
 
     name = HOST
@@ -393,12 +393,12 @@ class Host(Pool):
 
 
 def slab_bytes(layout: CacheLayout) -> int:
-    """Return the bytes of a slab of the host's pool."""
+    """Return the bytes that one slab of the host's pool takes."""
     return max(SLAB, power_of_two(layout.format.page_bytes))
 
 
 def slab_slots(layout: CacheLayout) -> int:
-    """Return how many whole pages are in a slab."""
+    """Return how many whole pages fit in a slab of the host's pool."""
     return slab_bytes(layout) // layout.format.page_bytes
 
 
@@ -408,7 +408,7 @@ def power_of_two(n: int) -> int:
 
 
 class Fetch:
-    """Work for another thread. A caller that needs the result before the thread has begun does the work itself.
+    """Work for another thread. A caller that needs its result before the thread has begun does the work itself.
 
     Ctrl-C does not interrupt the thread. A caller that was interrupted calls `finish` again.
     """
@@ -416,10 +416,10 @@ class Fetch:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._future: Future[None] = Future()
-        self.error: BaseException | None = None  # the error of work that has ended, if any
+        self.error: BaseException | None = None  # the error that the ended work raised, if any
 
     def begin(self) -> None:
-        """Hand the work to the thread."""
+        """Hand the work to the process' one fetching thread."""
         _thread().submit(self._by_the_thread)
 
     def _by_the_thread(self) -> None:
@@ -431,8 +431,8 @@ class Fetch:
                 self._future.set_exception(error)
 
     def finish(self) -> None:
-        """Wait until the work has ended, or do it. May be repeated."""
-        if not self._future.cancel():  # the thread has begun
+        """Wait until the thread has done the work, or do it here if the thread has not begun. May be repeated."""
+        if not self._future.cancel():  # the thread has begun the work
             wait([self._future])
             self.error = self._future.exception()
             return

@@ -1,11 +1,12 @@
-"""Files of rows: keys and values that memory does not hold. Each row has a check, which reveals damage.
+"""Files of rows: keys and values that are not held in memory. Each row has a checksum.
 
 A row has the keys and values of one token in the heads of one page, `[2, P, D]`. Rows are read and written through the
-file descriptor, so that a full disk, a failing disk or a truncated file is an error and not a signal. Rows in the
+file descriptor, so that a full disk, a failing disk or a truncated file raises an error, not a signal. Rows in the
 system's page cache are read first, then several threads read the other rows.
 
-The checks of a spill file are in memory. The checks of a context file come after its rows. They are read in blocks of
-some thousands, when a row of the block is first read, and stay in memory. A writer adds new checks to the file, too.
+The checksums of a spill file are in memory. The checksums of a context file come after its rows. They are read in
+blocks of some thousands, when a row of the block is first read, and stay in memory. A writer of rows also writes their
+checksums to the file.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from lce.cache.movers import Numbers, runs
 from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
 
-CHECK_BYTES = 4  # the bytes of the check of one row
-CHECK_BLOCK = 1 << 12  # the number of checks in a block
+CHECK_BYTES = 4  # the bytes of one row's checksum
+CHECK_BLOCK = 1 << 12  # the number of checksums in a block
 READERS = 8  # the number of threads that wait for the disk at once
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # a flag: read only from the system's page cache
 PER_CALL = 1 << 20  # the most bytes that one system call reads
 GAP = 4096  # the most unneeded bytes that are read to save a system call
-AT_ONCE = 4096  # the number of single rows that are read together
+AT_ONCE = 4096  # the most single rows that are read together
 FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
 GROWTH = 64 << 20  # the fewest bytes by which a spill file grows; it grows by half of its size if that is more
 
@@ -56,11 +57,11 @@ class Descriptor(int):
 
 
 class Checks:
-    """Checks of rows in memory, in blocks that are made as rows come. The checks of `n` rows are in a file, too.
+    """Checksums of rows in memory, in blocks that are allocated when they are first used.
 
-    The file has them from byte `start` on; a block is read when it is first used. Contexts in several threads may share
-    the checks. No lock guards the blocks, because Ctrl-C could leave the lock held. None is needed, because a block is
-    made once and never replaced.
+    If `n` is not 0, a file has the checksums of its `n` rows, too, from byte `start` on; a block is read from there.
+    Contexts in several threads may share the checksums. No lock guards the blocks, because Ctrl-C could leave the lock
+    held. None is needed, because a block is made once and never replaced.
     """
 
     def __init__(self, descriptor: int = -1, name: str = "", start: int = 0, n: int = 0) -> None:
@@ -72,16 +73,16 @@ class Checks:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of memory."""
+        """The bytes of memory that the checksums take."""
         return sum(block.nbytes for block in list(self._blocks.values()))
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for the checks of `n` rows."""
+        """Allocate memory for the checksums of `n` rows."""
         for block in range(-(-n // CHECK_BLOCK)):
             self._block(block)
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
-        """Set the checks `[n]` int32 of these rows."""
+        """Set the checksums `[n]` int32 of these rows, in the file, too, if it has checksums."""
         for run in runs(np.diff(rows) != 1, len(rows)) if self._n else ():
             start = self._start + int(rows[run.start]) * CHECK_BYTES
             write_all(self._descriptor, raw_bytes(checks[run]), start, self._name)
@@ -89,7 +90,7 @@ class Checks:
             self._block(block)[places] = checks[some].numpy()
 
     def of(self, rows: Numbers) -> NDArray[np.int32]:
-        """Return the checks of rows that were written."""
+        """Return the checksums of rows that were written."""
         found = np.empty(len(rows), np.int32)
         for block, some, places in _by_block(rows):
             found[some] = self._block(block)[places]
@@ -106,7 +107,7 @@ class Checks:
 
 
 class RowFile:
-    """The `n_rows` rows, of a format, in an open file, from byte `start` on.
+    """An open file that has `n_rows` rows in a storage format, from byte `start` on.
 
     New pages can be written only if the file is `writable`.
     """
@@ -125,7 +126,7 @@ class RowFile:
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._no_wait = NO_WAIT
-        self._reserved = 0  # the bytes of disk that were allocated in advance
+        self._reserved = 0  # the bytes of disk space allocated so far, for later rows, too
 
     @property
     def bytes_taken(self) -> int:
@@ -134,19 +135,19 @@ class RowFile:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of all rows."""
+        """The bytes of all rows in the file."""
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate pages of `size` rows, named as in `Pages`; return the first row of each. Raises `CapacityError`."""
+        """Allocate `size` rows for each page, named as in `Pages`; return the first of each. Raises `CapacityError`."""
         raise CapacityError(FULL)
 
     def for_fork(self) -> RowFile:
-        """Return the file for a fork, which has the same rows."""
+        """Return the row file that a forked context is to use; it has the same rows."""
         return self
 
     def write_pages(self, first: Numbers, pages: Tensor) -> None:
-        """Overwrite rows `first[i]..first[i]+size-1`, which exist, with `pages [n, size, *row_shape]`."""
+        """Write `pages [n, size, *row_shape]`: page i to the existing rows `first[i]..first[i]+size-1`."""
         size = pages.shape[1]
         assert not len(first) or int(first.max()) + size <= self.n_rows, "a row that does not exist"
         if not pages.numel():
@@ -160,7 +161,7 @@ class RowFile:
         self.bytes_written += len(raw)
 
     def read(self, rows: Numbers) -> Tensor:
-        """Read rows by number, `[n]` to `[n, *row_shape]`. Time: O(n). Raises `DataError` for a damaged row."""
+        """Return rows `[n, *row_shape]` by their numbers `[n]`. Time: O(n). Raises `DataError` for a damaged row."""
         found = torch.empty(len(rows), *self.format.row_shape, dtype=self.format.row_dtype)
         for start in range(0, len(rows), AT_ONCE):
             self._gather(rows[start : start + AT_ONCE], found[start : start + AT_ONCE])
@@ -188,7 +189,7 @@ class RowFile:
         torch.index_select(scratch, 0, torch.from_numpy(at), out=found)
 
     def read_pages(self, first: Numbers, size: int) -> Tensor:
-        """Read rows `first[i]..first[i]+size-1`: `[n, size, *row_shape]`. Raises `DataError` for a damaged row."""
+        """Return pages `[n, size, *row_shape]` that begin at rows `first [n]`. Raises `DataError` for a damaged row."""
         found = torch.empty(len(first), size, *self.format.row_shape, dtype=self.format.row_dtype)
         if not found.numel():
             return found
@@ -203,9 +204,9 @@ class RowFile:
         return found
 
     def _fetch(self, parts: Iterable[tuple[memoryview, int]]) -> None:
-        """Fill each part from its byte offset on: first from the system's page cache, then from the disk."""
+        """Fill each (memory, byte offset) of `parts`: first from the system's page cache, then from the disk."""
         descriptor, preadv, waiting = self._descriptor, os.preadv, []
-        for data, offset in parts:  # there may be thousands of parts, each of which takes a microsecond
+        for data, offset in parts:  # kept fast: there may be thousands of parts, each of about a microsecond
             try:
                 n = preadv(descriptor, [data], offset, self._no_wait)
             except OSError as error:
@@ -222,7 +223,7 @@ class RowFile:
             read_all(self._descriptor, data, offset, self.name)
 
     def _check(self, found: Tensor, rows: Numbers) -> None:
-        """Raise `DataError` unless rows `found [n, …]` agree with their checks; count the rows as read."""
+        """Raise `DataError` unless rows `found [n, …]` agree with their checksums; add their bytes to `bytes_read`."""
         if len(rows) and (fingerprints(found, torch.from_numpy(rows)).numpy() != self.checks.of(rows)).any():
             raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(rows) * self.row_bytes
@@ -240,7 +241,7 @@ class RowFile:
 
 
 class SpillFile(RowFile):
-    """A file without a name. The system removes the file when it is closed, however the process ends."""
+    """A temporary row file without a name. The system removes it when it is closed, however the process ends."""
 
     def __init__(self, folder: Path, format: KVFormat) -> None:
         try:
@@ -253,7 +254,7 @@ class SpillFile(RowFile):
         self._lock = Lock()  # several contexts may share the file
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate disk space for pages behind the last row, and some more for later pages."""
+        """Allocate disk space for pages after the last row, and some more for later pages."""
         with self._lock:
             first = self.n_rows + np.arange(len(groups)) * size
             wanted = (self.n_rows + len(groups) * size) * self.row_bytes
@@ -263,7 +264,7 @@ class SpillFile(RowFile):
         return first
 
     def reserve(self, n: int) -> None:
-        """Allocate disk space and memory for `n` rows and their checks now, so that later writes lack neither."""
+        """Allocate disk space for `n` rows, and memory for their checksums, so that later writes lack neither."""
         self.checks.reserve(n)
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)
@@ -285,7 +286,7 @@ def raw_bytes(x: Tensor) -> memoryview:
 
 
 def _rows_of(first: Numbers, size: int) -> Numbers:
-    """Return the numbers of the rows of pages of `size` rows, page by page."""
+    """Return the numbers of all rows of pages, page by page: `first[i]..first[i]+size-1` for page i."""
     rows: Numbers = (first[:, None] + np.arange(size)).reshape(-1)
     return rows
 
@@ -295,11 +296,11 @@ def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(READERS, "lce-read")
 
 
-os.register_at_fork(after_in_child=_readers.cache_clear)  # a forked process has no such threads
+os.register_at_fork(after_in_child=_readers.cache_clear)  # a forked process does not have the threads
 
 
 def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
-    """Yield runs of rows in one block: the block, a slice of `rows`, and the rows' indices in the block."""
+    """Split `rows` into runs in one block of checksums. Yield the block, a slice of `rows`, indices in the block."""
     blocks = rows // CHECK_BLOCK
     for run in runs(np.diff(blocks) != 0, len(rows)):
         block = int(blocks[run.start])
@@ -319,7 +320,7 @@ def read_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None:
-    """Write all bytes at an offset. Raises `CapacityError` if the disk refuses."""
+    """Write all of `data` at a byte offset. Raises `CapacityError` if the disk is full or refuses the bytes."""
     try:
         while data:
             n = os.pwrite(descriptor, data, offset)
@@ -331,12 +332,13 @@ def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None
 
 
 def fingerprints(rows: Tensor, index: Tensor) -> Tensor:
-    """Return a check of each row `[n, …]`, `[n]` int32: a hash of the inner product of its words with odd weights.
+    """Return a checksum of each row of `[n, …]`, as `[n]` int32.
 
-    The high half of each word also counts as a word of its own: a product modulo 2^64 keeps little of a word's highest
-    bits, so two flips there could cancel. `index [n]` are the rows' numbers, so exchanged rows are seen. One damaged or
-    exchanged row in 2^32 is not seen. The check guards against faulty disks and mistakes, not against forgery. Time:
-    about that of copying the rows.
+    The checksum is a hash of the inner product of the row's 64-bit words with odd weights. The high half of each word
+    also counts as a word of its own: a product modulo 2^64 keeps little of a word's highest bits, so two flipped bits
+    there could cancel. `index [n]` are the rows' numbers, which are hashed, too, so that exchanged rows are noticed.
+    One damaged or exchanged row in 2^32 is not noticed. The checksum guards against faulty disks and mistakes, not
+    against forgery. Time: about that of copying the rows.
     """
     words = rows.flatten(1).view(torch.int64)
     low, high = _weights(2 * words.shape[1]).chunk(2)

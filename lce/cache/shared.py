@@ -1,11 +1,11 @@
 """Memory that forks share: all contexts read one copy of the rows that a context had when it was forked.
 
-A buffer is copied to a file in memory when its context is first forked. From then on the context writes to the file,
-after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when the fork
-first writes to that page. A context that is about to overwrite shared rows maps the file privately, too.
+A buffer is copied to a file in memory (Linux' memfd) when its context is first forked. From then on the context writes
+to the file, after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when
+the fork first writes to that page. A context that is about to overwrite shared rows maps the file privately, too.
 
-The file has no name, so no other process can open it. It is sealed against shrinking, so access to a mapping cannot
-fail. On systems without such files, and on devices other than the CPU, each fork gets a copy.
+The file has no name, so no other process can open it. A seal (F_SEAL_SHRINK) keeps it from being truncated, so access
+to a mapping cannot fail. On systems without such files, and on devices other than the CPU, each fork gets a copy.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from lce.cache.row_file import Descriptor
 
-SPARE = 8192  # the tokens of space after shared rows, which takes no memory until it is written
+SPARE = 8192  # free space after shared rows, in tokens; it takes no memory until it is written
 PAGE = mmap.PAGESIZE
-UNRESERVED = 0x4000  # the flag MAP_NORESERVE of Linux
+UNRESERVED = 0x4000  # Linux' flag MAP_NORESERVE of mmap
 ALL = 1 << 62  # a number of rows larger than any cache has
 
 
 class MemoryFile:
-    """A file in memory, of a fixed size, as the buffers of one context map it. Holes take no memory.
+    """A file in memory, of a fixed size, with one context's mappings of it. Parts never written take no memory.
 
-    There are two mappings, a private one and one that writes to the file. Each is made once, because a mapping holds a
-    descriptor.
+    There are at most two mappings: a private one, whose writes do not change the file, and one that writes to the file.
+    Each is made once, because a mapping holds a file descriptor.
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -44,13 +44,13 @@ class MemoryFile:
         self._mappings: dict[bool, mmap.mmap] = {}
 
     def for_fork(self) -> MemoryFile:
-        """Return the same file for the buffers of another context."""
+        """Return a new `MemoryFile` for another context, with its own mappings of the same file in memory."""
         other = copy(self)
         other._mappings = {}
         return other
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
-        """Return the tensor from byte `start` on, in one of the mappings. Private writes do not change the file."""
+        """Return a tensor over the file from byte `start` on. Writes to a `private` one do not change the file."""
         if private not in self._mappings:
             flags = mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED
             self._mappings[private] = mmap.mmap(self._descriptor, self._size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -58,11 +58,11 @@ class MemoryFile:
         return torch.frombuffer(self._mappings[private], dtype=dtype, count=count, offset=start).view(*shape)
 
 
-ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called once for each file of a fork
+ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called only once per file and fork
 
 
 class RowBuffer:
-    """A tensor whose rows, along `axis`, are written one after another, in its own memory or shared with forks.
+    """A buffer of rows along `axis` of `tensor`, written in order. Its memory is its own or shared with forks.
 
     `prepare` must be called before rows are written.
     """
@@ -70,13 +70,12 @@ class RowBuffer:
     def __init__(self, tensor: Tensor, axis: int) -> None:
         self.tensor = tensor
         self.axis = axis
-        self._place: tuple[MemoryFile, int] | None = (
-            None  # the file with the rows and the first byte there; None if in own memory
-        )
+        # The file that has the rows, and their first byte; None if the rows are in the buffer's own memory.
+        self._place: tuple[MemoryFile, int] | None = None
         self._private = False  # whether writes go to a private mapping
-        self._frozen = 0  # forks see the rows of the file before this one
-        self._clean = 0  # the rows before this one are equal to those of the file
-        self._stop = 0  # the rows from this one on were never written
+        self._frozen = 0  # forks see this many first rows of the file
+        self._clean = 0  # this many first rows are the same in `tensor` and in the file
+        self._stop = 0  # rows from this one on were never written
 
     @property
     def capacity(self) -> int:
@@ -85,12 +84,12 @@ class RowBuffer:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of the rows; in a file only written rows count."""
+        """The bytes that the buffer takes; if it is in a file, only rows that were written count."""
         n_rows = self.capacity if self._place is None else self._stop
         return self.tensor.nbytes // max(self.capacity, 1) * n_rows
 
     def prepare(self, start: int, stop: int) -> None:
-        """Prepare to write rows `start..stop-1`: no other context may see the new values."""
+        """Prepare to write rows `start..stop-1`. If forks see some of them, map the file privately from now on."""
         if self._place is None:
             return
         if not self._private and start < self._frozen:
@@ -100,7 +99,7 @@ class RowBuffer:
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
 
     def can_share(self, n_rows: int) -> bool:
-        """Return whether a fork can map the first `n_rows` rows without a move."""
+        """Return whether forks can map the first `n_rows` rows where they are, without `move`."""
         return self._place is not None and (not self._private or n_rows <= self._clean)
 
     def move(self, file: MemoryFile, start: int, n_rows: int, shape: Sequence[int]) -> None:
@@ -127,7 +126,7 @@ _living: WeakSet[RowBuffer] = WeakSet()
 
 
 def _freeze_all() -> None:
-    """Make all contexts write to private mappings from now on: a fork of this process will have the files, too."""
+    """Make all contexts write to private mappings from now on, because a child process will have the files, too."""
     for rows in list(_living):
         rows._frozen = ALL
 
@@ -136,9 +135,9 @@ os.register_at_fork(before=_freeze_all)
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
-    """Move buffers whose rows cannot be shared yet to a file in memory.
+    """Move to a file in memory those buffers whose rows forks cannot map yet.
 
-    Each buffer comes with the number of its rows and with the capacity that it is to have.
+    Each buffer comes with the number of its rows and with the capacity that it is to have in the file.
 
     Does nothing if the system has no such files. Bytes: one copy of the moved rows.
     """
@@ -152,7 +151,7 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
         end += -(-torch.Size(shape).numel() * x.tensor.dtype.itemsize // PAGE) * PAGE
     try:
         file = MemoryFile(end)
-        for private in (True, False):  # a mapping that cannot be made fails here rather than in a fork
+        for private in (True, False):  # if a mapping cannot be made, it fails here and not in a fork
             file.tensor(0, (end,), torch.uint8, private=private)
     except OSError:
         return
@@ -161,10 +160,10 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
 
 
 def _available() -> bool:
-    """Return whether this system has files in memory, and never refuses memory when a page is written."""
+    """Return whether this system has files in memory, and never refuses memory when a mapped page is written."""
     if not hasattr(os, "memfd_create"):
         return False
-    try:  # in mode 2 the system may refuse a page, by a signal
+    try:  # in overcommit mode 2, the system may refuse a page by a signal
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     except OSError:
         return False

@@ -1,6 +1,6 @@
-"""Pages, which are the units that move between tiers, and `Tier`, a place for pages above another tier.
+"""`Pages`, the units of keys and values that move between tiers, and `Tier`, the base class of tiers.
 
-A kind of tier is one class in a file of this folder: see `kinds`.
+Tiers form a chain, fastest first. A kind of tier is one class in a file of this folder: see `kinds`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from lce.cache.layout import CacheLayout
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # the names of the tiers for users
-UNBOUNDED = 1 << 62  # a number of tokens, bytes or pages: no limit
-MOST_CHANGES = 64  # after more assignments the whole table is copied to the device again
+UNBOUNDED = 1 << 62  # in place of a number of tokens, bytes or pages: no limit
+MOST_CHANGES = 64  # after more assignments a `PageIndex` is copied to the device as a whole
 
 
 class Pages(NamedTuple):
-    """Names of n pages: `group [n]`, a head group counted over all layers, and `chunk [n]`."""
+    """The names of n pages. A page is named by its head group, counted over all layers, and its chunk: `[n]` each."""
 
     group: Numbers
     chunk: Numbers
 
     @classmethod
     def grid(cls, groups: Numbers, chunks: Numbers) -> Pages:
-        """Return every group with every chunk."""
+        """Return the pages of every head group in `groups` and every chunk in `chunks`."""
         return cls(np.repeat(groups, len(chunks)), np.tile(chunks, len(groups)))
 
     def at(self, index: Numbers | slice) -> Pages:
@@ -49,15 +49,15 @@ class Pages(NamedTuple):
 
 
 class PageIndex:
-    """A map from each page to a number, which is -1 until it is set. The map grows with the chunks.
+    """A map from each page to a number, such as its slot; -1 until it is set. The map grows with the chunks.
 
-    Beside a GPU there is a copy on the device. Changes are copied together when the copy is requested.
+    The index of a GPU's pool has a copy on the GPU. Changes are copied together when `on_device` asks for the copy.
     """
 
     def __init__(self, layout: CacheLayout, mover: Mover) -> None:
         self._numbers = np.full((layout.n_layers * layout.n_groups, 16), -1, np.int64)
         self._mover = mover
-        self._copy: Tensor | None = None  # the copy on the device; None if there is none that can be updated
+        self._copy: Tensor | None = None  # the copy on the device; None: the whole map must be copied
         self._changed: list[Pages] = []
 
     def __getitem__(self, pages: Pages) -> Numbers:
@@ -80,9 +80,10 @@ class PageIndex:
             self._numbers = np.pad(self._numbers, ((0, 0), (0, n_more)), constant_values=-1)
 
     def on_device(self, groups: slice, n_chunks: int) -> Tensor:
-        """Return the numbers `[groups, n_chunks]` of the first chunks of some groups, valid until the next change.
+        """Return a tensor on the device with the map's numbers of the first chunks of `groups`, `[groups, n_chunks]`.
 
-        Does not wait for the device. Bytes: 16 a changed page, or the whole table after many changes.
+        Valid until the next change. Does not wait for the device. Bytes copied: 16 per changed page, or the whole map
+        after many changes.
         """
         self._cover(np.array([n_chunks - 1]))
         if not self._mover.asynchronous:
@@ -100,9 +101,9 @@ class PageIndex:
 
 @dataclass
 class Traffic:
-    """The traffic of a tier: requested pages that were there (`hits`) or not (`misses`), bytes in and out.
+    """Counts of a tier's traffic: requested pages that were there (`hits`) or not (`misses`), bytes in and out.
 
-    `early` pages were fetched before they were requested, because the last request had them.
+    `early` counts prefetched pages: those that a layer's last request had, fetched before its next request.
     """
 
     hits: int = 0
@@ -113,16 +114,16 @@ class Traffic:
 
 
 class Tier(ABC):
-    """A place for the pages of a context, above another tier.
+    """A place for the pages of a context, in a chain of tiers: the tier `below` is slower.
 
-    The class methods say what layouts and plans must know before a tier is made. Their defaults are those of a tier in
+    The class methods say what layouts and memory plans must know before a tier is made. Their defaults fit a tier in
     the host's memory that has no budget of its own.
     """
 
-    rank: ClassVar[int] = 0  # the place in the chain below the device, fastest first; 0 if not in `kinds`
+    rank: ClassVar[int] = 0  # the order in the chain below the device, fastest first; 0: not in `kinds`
     name: str  # the name for users
-    mover: Mover = Mover()  # the mover to the memory into which pages are read
-    writable = True  # whether any page can be written here, so that forks share all pages
+    mover: Mover = Mover()  # a mover to the memory into which this tier reads pages
+    writable = True  # whether new pages can be written here; forks then share all pages
 
     def __init__(self, layout: CacheLayout, below: Tier) -> None:
         self.layout = layout
@@ -130,50 +131,50 @@ class Tier(ABC):
         self.format = layout.format
         self.page_bytes = layout.format.page_bytes
         self.traffic = Traffic()
-        self.index = PageIndex(layout, self.mover)  # the place of each page
+        self.index = PageIndex(layout, self.mover)  # each page's place in this tier, or -1
 
     @classmethod
     def limit(cls, layout: CacheLayout) -> int | None:
-        """Return the most pages that a context has here, or `UNBOUNDED`; None if a layout has no such tier."""
+        """Return the most pages of a context in such a tier, or `UNBOUNDED`; None if `layout` has no such tier."""
         return None
 
     @classmethod
     def bytes_for(cls, layout: CacheLayout, n_pages: int) -> int:
-        """Return the bytes that `n_pages` pages take."""
+        """Return the bytes that `n_pages` pages take in this kind of tier."""
         return n_pages * layout.format.page_bytes
 
     @classmethod
     def location(cls, layout: CacheLayout) -> torch.device | Path:
-        """Return the device or the folder where the pages are."""
+        """Return the device or the folder where this kind of tier keeps its pages."""
         return torch.device("cpu")
 
     @classmethod
     def build(cls, layout: CacheLayout, below: Tier, n_tokens: int) -> Self:
-        """Return an empty tier for a context of `n_tokens` tokens."""
+        """Return an empty tier above `below`, for a context of `n_tokens` tokens."""
         return cls(layout, below)
 
     @property
     @abstractmethod
     def n_bytes(self) -> int:
-        """The bytes that are allocated now."""
+        """The bytes that this tier takes now."""
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
-        """Return which pages are in this tier or below."""
+        """Return for each page whether it is in this tier or in a tier below."""
         return (self.index[pages] >= 0) | self.below.holds(pages)
 
     def find(self, pages: Pages) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the place of each page in this tier, or -1; which pages are here; and which are missing."""
+        """Return each page's place in this tier (-1: not here), and the indices of pages that are here and not here."""
         place = self.index[pages]
         return place, np.flatnonzero(place >= 0), np.flatnonzero(place < 0)
 
     def read(self, pages: Pages) -> Parts:
-        """Return copies of pages, from here or from below; they are packed if this tier is below the device."""
+        """Return copies of pages, from this tier or those below. They are packed unless this is the device's tier."""
         place, here, missing = self.find(pages)
         found = self.take(place[here])
         return found if not len(missing) else self.joined((here, missing), found, self.below.read(pages.at(missing)))
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        """Return copies of single tokens of pages, rows `[n, 2, P, D]`, from here or from below."""
+        """Return copies of one token per page, at `offsets [n]`, as `[n, 2, P, D]`, from this tier or those below."""
         place, here, missing = self.find(pages)
         found = self.take_rows(place[here], offsets[here])
         if not len(missing):
@@ -182,7 +183,7 @@ class Tier(ABC):
         return self.joined((here, missing), (found,), (rest,))[0]
 
     def joined(self, where: tuple[Numbers, Numbers], found: Parts, rest: Parts) -> Parts:
-        """Join pages `found` and `rest`, which become the entries `where[0]` and `where[1]` of the result."""
+        """Join pages `found` and `rest`. Their indices in the result are `where[0]` and `where[1]`."""
         order = self.mover.upload(torch.from_numpy(np.argsort(np.concatenate(where))))
         return tuple(torch.cat(both).index_select(0, order) for both in zip(found, rest, strict=True))
 
@@ -191,32 +192,32 @@ class Tier(ABC):
         return np.arange(len(pages.group))
 
     def take(self, place: Numbers) -> Parts:
-        """Return copies of the pages at these places."""
+        """Return copies of the pages at these places in this tier."""
         raise NotImplementedError
 
     def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
-        """Return copies of single tokens, `[n, 2, P, D]`, of the pages at these places."""
+        """Return copies of one token per page, at `offsets [n]`, as `[n, 2, P, D]`, of the pages at these places."""
         raise NotImplementedError
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Write pages that no tier below has; they are packed if this tier is below the device.
+        """Write pages, which no tier below has. They are packed unless this is the device's tier.
 
         Not atomic: call again after an error.
         """
 
     def forget(self, pages: Pages) -> None:
-        """Remove pages here and below, because new contents are about to be written."""
+        """Remove pages from this tier and those below, before other keys and values are written for them."""
         self.index[pages] = -1
         self.below.forget(pages)
 
     def fork(self) -> Tier:
-        """Return a tier for another context: this tier, or one with the same pages."""
+        """Return a tier with the same pages for another context. It may be this tier."""
         return self
 
 
 class Nowhere(Tier):
-    """The end of the chain, without pages."""
+    """The end of the chain of tiers, which has no pages and takes none."""
 
     name = ""
     writable = False
@@ -240,7 +241,7 @@ class Nowhere(Tier):
 
 @cache
 def kinds() -> tuple[type[Tier], ...]:
-    """Return the kinds of tiers below a device's, fastest first: the classes with a `rank` in files of this folder."""
+    """Return the classes of tiers below the device, fastest first: those in this folder with a `rank` above 0."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
     found, left = [], [Tier]
@@ -251,7 +252,7 @@ def kinds() -> tuple[type[Tier], ...]:
 
 
 def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:
-    """Return whole chunks of a buffer `[G, m·L, D]` as pages `[groups·m, P, L, D]`."""
+    """Return m whole chunks of a buffer, `[G, m·L, D]`, as pages `[groups·m, P, L, D]`."""
     heads = x.unflatten(1, (-1, layout.chunk_size)).unflatten(0, (-1, layout.page_heads))
     pages: Tensor = heads.transpose(1, 2).flatten(0, 1)
     return pages

@@ -1,4 +1,4 @@
-"""The tiers of a long context's keys and values, which form a chain.
+"""The tiers that hold a long context's keys and values. They form a chain, fastest first.
 
     recent buffers ──> device pool ──> host pool ──> file ──> nowhere      a tier that a machine lacks is left out:
                        └────────── pages come back ──┘                     without a GPU there is one pool
@@ -12,8 +12,7 @@ free slots, so that most pages are clean when they leave. Another thread (`lce.c
 layer is likely to need; every other use of the tiers waits for that thread first.
 
 The device's pool has keys and values as kernels read them. Tiers below it have packed pages, in the layout's format. A
-page is packed on its way down and unpacked on its way up, without loss: a format that rounds has rounded the numbers
-before.
+page is packed on its way down and unpacked on its way up, without loss: a lossy format has rounded the numbers before.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TierStack:
     def __init__(
         self, layout: CacheLayout, bottom: Tier, buffer_tokens: int = 0, n_tokens: int = 0, *, growing: bool = True
     ) -> None:
-        """Make empty tiers above `bottom`. Buffers of `buffer_tokens` tokens share the budget of the device's pool."""
+        """Create empty tiers above `bottom`. The device's pool and buffers of `buffer_tokens` tokens share a budget."""
         self.layout = layout
         self.growing = growing
         tier = bottom
@@ -55,13 +54,13 @@ class TierStack:
                 tier = kind.build(layout, tier, n_tokens)
         self.top = Device(layout, tier, buffer_tokens)
         self.pools = [tier for tier in self if isinstance(tier, Pool)]
-        self.bottom = self.pools[-1].below  # the tier of a file, or `Nowhere`
-        self._asked: dict[int, Pages] = {}  # the last request of each layer to the first pool
-        self._coming: tuple[Fetch, Pages, Numbers] | None = None  # a prefetch: the work, the pages and their slots
+        self.bottom = self.pools[-1].below  # a file's tier, or `Nowhere`
+        self._asked: dict[int, Pages] = {}  # the pages that each layer last requested from the device's pool
+        self._coming: tuple[Fetch, Pages, Numbers] | None = None  # the running prefetch: its work, pages and slots
 
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
-        """Return empty tiers for `n_tokens` tokens, over `file` if given. Raises `CapacityError` for too many."""
+        """Return empty tiers for `n_tokens` tokens, above `file` if given. Raises `CapacityError` for too many."""
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
             whole, most = layout.whole_chunks(n_tokens), layout.resident_tokens
@@ -103,7 +102,7 @@ class TierStack:
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of the chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`.
 
-        No page leaves the first pool: missing pages get slots only if slots are free.
+        No page leaves the device's pool: missing pages get slots there only if slots are free.
         """
         self.settle()
         pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
@@ -112,7 +111,7 @@ class TierStack:
         return k, v
 
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[G, n, D]` of tokens, ascending. A chunk of which half is requested is read whole."""
+        """Return keys and values `[G, n, D]` of ascending tokens. A chunk is read whole if half of it is requested."""
         self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
         present, counts = np.unique(index // size, return_counts=True)
@@ -124,11 +123,11 @@ class TierStack:
         return rows[:, :, 0].transpose(1, 2).flatten(0, 1), rows[:, :, 1].transpose(1, 2).flatten(0, 1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
-        """Yield pages of a layer, True in `wanted [groups, chunks]`, in rounds that the first pool can hold.
+        """Yield as tiles the pages of a layer that are True in `wanted [groups, chunks]`, in one or more rounds.
 
-        Each `Tiles` is valid until the next. If there is one round, its `Tiles` also have the layer's other pages that
-        are in the pool. If there are several, resident pages come first, and missing pages cycle through a quarter of
-        the slots, so that few pages leave.
+        The device's pool must hold all pages of a round. Each `Tiles` is valid until the next. If there is one round,
+        its `Tiles` also have the layer's other pages that are in the pool. If there are several, resident pages come
+        first, and missing pages cycle through a quarter of the slots, so that few pages leave.
         """
         self.settle()
         groups, chunks = np.nonzero(wanted)
@@ -156,7 +155,7 @@ class TierStack:
                 top.release(slots)
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
-        """Return the first pool as tiles. Head p of the page in slot s is tile `s·P + p`; -1 in `slot` is no page."""
+        """Return the device's pool as tiles. Head p of the page in slot s is tile `s·P + p`; -1 in `slot`: no page."""
         k, v, heads = self.top.k, self.top.v, self.layout.page_heads
         if heads > 1:
             slot = slot[:, None]
@@ -194,13 +193,13 @@ class TierStack:
             raise fetch.error
 
     def write_down(self) -> None:
-        """Copy to the file every page that is not there yet."""
+        """Copy to the tier `bottom`, a file, every page that is not there yet."""
         self.settle()
         for pool in reversed(self.pools):  # the host's pool first, whose pages need not come from the device
             pool.copy_down(self.bottom, self.bottom)
 
     def shrink(self, buffer_tokens: int) -> None:
-        """Replace the pools by smaller, empty ones beside buffers of `buffer_tokens` tokens; the file has all pages."""
+        """Replace the pools by smaller, empty ones, beside buffers of `buffer_tokens` tokens. A file has all pages."""
         self.settle()
         smaller = TierStack(self.layout, self.bottom, buffer_tokens)
         for pool, old in zip(smaller.pools, self.pools, strict=True):
@@ -208,7 +207,7 @@ class TierStack:
         self.top, self.pools = smaller.top, smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
-        """Return tiers of another context with the same pages, over the same file. Dirty pages are written down first.
+        """Return tiers for another context with the same pages and file. Pages not in the file are written there first.
 
         If there is no file to which pages can be written, the last pool of the other context gets copies.
         """

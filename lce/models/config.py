@@ -17,13 +17,13 @@ from lce.errors import ModelError, shown
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-_SCALING_NUMBERS = {  # the numbers that only one kind of scaling has
+_SCALING_NUMBERS = {  # keys of the numbers that only one kind of RoPE scaling has
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
 }
 
-# Keys of other families' configs that change what a model computes, with the values that change nothing. A model with
-# another value is not the architecture that its name says.
+# Keys of other families' configs that change what a model computes, each with the values that change nothing. A model
+# with any other value is not of the architecture that its config names, and is refused.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), (0,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
@@ -34,8 +34,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("no_rope_layer_interval", "attn_temperature_tuning", "use_qk_norm", "qk_norm"), (0,)),
     **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "attn_output_gate", "use_mrope"), (0,)),
 }
-# The least and the largest value of each number. No published model comes near these limits: a value beyond them means
-# that the file is damaged or hostile.
+# The least and the largest value of each number in config.json. No published model comes near these limits: a value
+# beyond them means that the file is damaged or hostile.
 _RANGES: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
@@ -59,8 +59,8 @@ _REMEDY = "correct the file or download the checkpoint again"
 class Fields:
     """A JSON object in a file, read by key. A wrong value raises ModelError.
 
-    A key that is missing or null has its value in `defaults`; `optional_integer` returns None for a null. `within`
-    gives the limits of a key that only one family reads. `where` names the file in messages.
+    A key that is missing or null takes its value from `defaults`; only `optional_integer` returns None for a null. The
+    argument `within` gives the limits of a key that only one family reads. `where` names the file in messages.
     """
 
     where: str
@@ -68,7 +68,7 @@ class Fields:
     defaults: Mapping[str, object] = field(default_factory=dict)
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
-        """Return the error for the value under `key`."""
+        """Return the error that says that the value under `key` is wrong, what was `expected`, and a `remedy`."""
         got = "is missing"
         if key in self.values:
             got = f"is {shown(self.values[key])}"
@@ -116,7 +116,7 @@ class Fields:
         return listed
 
     def section(self, key: str) -> Fields:
-        """Return the object under `key`, which must have no objects in it; an empty object for a missing key."""
+        """Return the JSON object under `key`, which must contain no other object; an empty one for a missing key."""
         value = self._filled(key, {})
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
@@ -125,7 +125,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The base `theta` of the rotary embedding, and the scaling that stretches the window.
+    """The base `theta` of the rotary position embedding, and the scaling that stretches the model's window.
 
     `original_window` is the window before scaling; None means the model's window. The fields from `attention_factor` to
     `truncate` belong to YaRN, the last two to Llama 3.1.
@@ -149,10 +149,10 @@ class RopeConfig:
 class ModelConfig:
     """A model's sizes, window and RoPE, and the values that its family adds. Only `read` checks the values.
 
-    `biases` names the weights that have a bias, by our names ("q", "down"). `sliding_window` is None if every query
+    `biases` lists the weights that have a bias, by lce's names ("q", "down"). `sliding_window` is None if every query
     attends every earlier key. `extra` holds numbers that only the model's own family reads. `dtype` is the dtype in
-    config.json, if any. `eos_ids` are the tokens that end a text. `weight_prefix` begins the published name of every
-    weight that the model uses; `unused` are patterns of published names that it ignores. `published` is config.json.
+    config.json, if any. `eos_ids` are the tokens that end a text. `weight_prefix` begins the name of every weight
+    of the model in its checkpoint; `unused` are patterns of the names of other weights. `published` is config.json.
     """
 
     architecture: str
@@ -179,12 +179,12 @@ class ModelConfig:
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
-        """Read what all families share; `fields` has the family's defaults, `generation` is generation_config.json."""
+        """Read what all families share from config.json with the family's defaults, and from generation_config.json."""
         _check_supported(fields)
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
-        dual_chunk = fields.section("dual_chunk_attention_config")  # has the trained window; `announced` is longer
+        dual_chunk = fields.section("dual_chunk_attention_config")  # has the trained window; `announced` is larger
         bos_ids = _special_tokens("bos_token_id", (fields, generation), vocab_size)
         return cls(
             architecture=architecture,
@@ -208,9 +208,10 @@ class ModelConfig:
     def dual_chunk(self, path: object) -> tuple[int, int] | None:
         """Return the chunk size of Dual Chunk Attention, and the position of a query for keys of older chunks.
 
-        Both are those with which Qwen's models are served: a chunk is `chunk_size - local_size` tokens long, and the
-        query stands at `chunk_size`, one beyond the paper's position, or at the last position of successive chunks if
-        that is less. Returns None for a config without `dual_chunk_attention_config`. `path` is named in the error.
+        Both are those with which Qwen's models are served. A chunk has `chunk_size - local_size` tokens (keys of the
+        config). The query's position is the config's `chunk_size`, one more than in the paper, or the last position of
+        two successive chunks if that is less. Returns None for a config without `dual_chunk_attention_config`. `path`
+        is named in the error.
         """
         found = self.published.get("dual_chunk_attention_config")
         if found is None:
@@ -233,7 +234,7 @@ class ModelConfig:
 
 
 def rope_section(fields: Fields) -> Fields:
-    """Return the RoPE scaling, from `rope_scaling` or `rope_parameters`. Raises ModelError if the two differ."""
+    """Return the config's RoPE scaling, `rope_scaling` or `rope_parameters`. Raises ModelError if the two differ."""
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
@@ -247,7 +248,7 @@ def rope_section(fields: Fields) -> Fields:
 
 
 def check_layer_types(fields: Fields, config: ModelConfig) -> None:
-    """Raise ModelError for `layer_types` that contradict the config."""
+    """Raise ModelError if `layer_types` contradicts the rest of the config, or if layers have different types."""
     kinds = fields.names("layer_types")
     if kinds and len(kinds) != config.n_layers:
         raise fields.refusal("layer_types", f"one for each of the {config.n_layers} layers")
@@ -297,7 +298,7 @@ def _dtype(fields: Fields) -> str | None:
 
 
 def _special_tokens(key: str, files: Sequence[Fields], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids under `key` in both files. If there are none, return the default of a key that is missing."""
+    """Return the token ids under `key` in all `files`; if there are none, the defaults of files that lack the key."""
     found: dict[int, None] = {}
     for fields in files:
         value: Any = fields.values.get(key)
@@ -331,7 +332,7 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
     original = original or scaling.optional_integer("original_max_position_embeddings")
     implied = max(1.0, window / original) if kind == "yarn" and original else None
     factor = scaling.number("factor", default=implied)
-    if kind in ("linear", "dynamic"):  # as in transformers, whose `dynamic` reads max_position_embeddings alone
+    if kind in ("linear", "dynamic"):  # as in transformers, which reads only max_position_embeddings here
         original = None
     given = [key for key in _SCALING_NUMBERS.get(kind, ()) if scaling.values.get(key) is not None]
     own: dict[str, Any] = {key: scaling.number(key) for key in given}
@@ -346,7 +347,7 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
 
 
 def _kind(scaling: Fields) -> str | None:
-    """Return the kind of scaling: the value of `rope_type`, or of `type` in older files."""
+    """Return the kind of RoPE scaling: the value of `rope_type`, or of `type` in older files."""
     kind, older = scaling.text("rope_type"), scaling.text("type")
     if kind is not None and older is not None and kind != older:
         raise scaling.refusal("rope_type", f"the same as type, which is {shown(older)}")

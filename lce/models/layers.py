@@ -1,7 +1,7 @@
-"""The base classes of all families: the model around its layers, and a layer with its weights and operations.
+"""The base classes of all model families: the model around its layers, and a layer with its weights and operations.
 
-A family declares its weights in two tables, one for the model and one for each layer. An entry maps our name to the
-published name and to the shape, written in the words that `Model.weights` knows:
+A family declares its weights in two tables, one for the model and one for each layer. An entry maps lce's name of a
+weight to its name in published checkpoints and to its shape, in words to which `Model.weights` gives sizes:
 
     "q": ("self_attn.q_proj.weight", "query hidden")        the query heads' rows, [H * D, hidden]
 """
@@ -24,7 +24,7 @@ WeightTable = Mapping[str, tuple[str, str]]
 
 
 class Layer:
-    """One decoder layer. It has its weights by our names, and the operations that families build their layers from."""
+    """A decoder layer: its weights `w` by lce's names, and operations from which families build their layers."""
 
     def __init__(self, index: int, config: ModelConfig, weights: Mapping[str, Any]) -> None:
         self.index = index
@@ -42,7 +42,7 @@ class Layer:
     def project(
         self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
     ) -> Tensor:
-        """Multiply `x [T, in]` with the matrix `name`, plus its bias, as `linear` does. `norm` names a weight."""
+        """Multiply `x [T, in]` with the weight `name` and add its bias: see `linear`. `norm` names a norm's weight."""
         scale = None if norm is None else self.w[norm]
         return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
 
@@ -56,7 +56,7 @@ class Layer:
 
 
 class Model:
-    """A model: embedding, layers, norm, head. A family derives from this class and declares the attributes below.
+    """A model: embedding, layers, norm, head. A family derives from this class and sets its class attributes.
 
     `defaults` holds transformers' values for the keys that a config.json of this family may leave out. Layers may be on
     several devices. Then hidden states are copied before a layer that is on another device than the layer before it.
@@ -68,8 +68,8 @@ class Model:
     layer: ClassVar[type[Layer]]
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
-    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # a joined matrix's name to the matrices stacked in it
-    unused: ClassVar[tuple[str, ...]] = ()  # patterns of published names that no model of the family uses
+    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # a joined matrix's name -> the matrices stacked in it
+    unused: ClassVar[tuple[str, ...]] = ()  # name patterns of published weights that the family ignores
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
         self.config = config
@@ -83,7 +83,7 @@ class Model:
     def __call__(self, ids: Tensor, indices: Tensor, attend: Attend) -> Tensor:
         """Return the last layer's hidden states `[T, hidden]` for token ids `[T]` at `indices [T]` in their texts.
 
-        The tokens may belong to several texts. No shape and no branch depends on the values of the two tensors.
+        The tokens may belong to several texts. No shape and no branch depends on the values of `ids` and `indices`.
         """
         x = rows_of(self.embed, ids, self.final_norm.dtype)
         borders = self.borders
@@ -107,12 +107,12 @@ class Model:
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
-        """Return `config` with the fields that this family reads in its own way; shared keys are already read."""
+        """Return `config` with the fields added that this family reads itself; those of all families are there."""
         return config
 
     @classmethod
     def weights(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the published name and the shape of every weight, by our names.
+        """Return the name in published checkpoints and the shape of every weight, by lce's name.
 
         A weight in `config.biases` has a bias: `q` has `q_bias`, published as `self_attn.q_proj.bias`. `stored` are the
         names in the checkpoint. As in transformers, a stored head is used even if the config ties the head to the
@@ -143,13 +143,13 @@ class Model:
 
     @classmethod
     def layer_of(cls, name: str, config: ModelConfig) -> int:
-        """Return the layer on whose device a weight is: 0 for the embedding, the last one for norm and head."""
+        """Return the layer on whose device a weight is: 0 for the embedding, the last for final norm and head."""
         index, dot, _ = name.partition(".")
         return int(index) if dot else 0 if name == "embed" else config.n_layers - 1
 
     @classmethod
     def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Return the names of the matrices, or biases, that each joined matrix or bias is made of, by its name."""
+        """Map the name of each joined matrix or bias to the names of the matrices or biases that it is made of."""
         found = {}
         for whole, parts in cls.joins.items():
             assert len({part in config.biases for part in parts}) == 1, f"some of {parts} have a bias"
@@ -160,9 +160,9 @@ class Model:
 
     @classmethod
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
-        """Return the scheme of each matrix that is rounded, by the matrix's published name.
+        """Return the scheme that quantises each matrix, by the matrix's name in published checkpoints.
 
-        Embedding and head are rounded to 8 bits, because they are few of a model's bytes and cause much of the error.
+        Embedding and head always get 8 bits: they are few of a model's bytes and cause much of the error.
         """
         return {
             published: all_schemes()["int8"] if name in ("embed", "head") else scheme

@@ -13,7 +13,7 @@ from lce.models.registry import family
 
 
 class LlamaLayer(Layer):
-    """Attention, then the gated MLP. Both take normalised hidden states, and add their results to the hidden states."""
+    """A decoder layer: attention, then a gated MLP. Both normalise the hidden states and add their result to them."""
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         self.project("o", merge_heads(self.attention(x, attend)), onto=x)
@@ -48,7 +48,7 @@ class Llama(Model):
         "down": ("mlp.down_proj.weight", "hidden inner"),
     }
     joins = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-    unused = ("*.rotary_emb.inv_freq",)  # frequencies in old checkpoints; lce computes them
+    unused = ("*.rotary_emb.inv_freq",)  # RoPE frequencies in old checkpoints; lce computes them
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

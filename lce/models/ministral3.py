@@ -15,11 +15,11 @@ from lce.models.registry import family
 
 @family("ministral3", "Ministral3ForCausalLM")
 class Ministral3(Mistral):
-    """Mistral whose query i is multiplied by `1 + beta * ln(1 + floor(i / L))`.
+    """A Mistral model that multiplies query i by `1 + beta * ln(1 + floor(i / L))`.
 
     L is the window before YaRN's scaling. As in Llama 4, the factor keeps softmax sharp over long texts. `i` is the
     query's index in the text. The factor does not depend on the position at which a method places the query, nor on the
-    RoPE scaling that a user chooses.
+    RoPE scaling that a user chooses. `beta` is `llama_4_scaling_beta` in config.json.
     """
 
     defaults = {
@@ -57,6 +57,6 @@ class Ministral3(Mistral):
         return super().__call__(ids, indices, attend_scaled)
 
     def query_scale(self, indices: Tensor) -> Tensor:
-        """Return the factors `[T, 1]`, float64, of queries at `indices [T]`."""
+        """Return the factors `[T, 1]`, float64, by which queries at `indices [T]` in the text are multiplied."""
         spans = indices // int(self.config.extra["query_length"])
         return 1 + self.config.extra["query_beta"] * (1 + spans).to(torch.float64).log()[:, None]

@@ -11,7 +11,7 @@ from lce.models.registry import family
 
 @family("mistral", "MistralForCausalLM")
 class Mistral(Llama):
-    """Llama with a sliding window: 4096 tokens if the config does not have the key, no window if its value is null."""
+    """Llama with the config's `sliding_window`: 4096 tokens if the key is missing, no window if its value is null."""
 
     defaults = Llama.defaults | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 

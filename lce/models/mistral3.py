@@ -1,4 +1,4 @@
-"""Mistral 3: the layout of image-and-text checkpoints such as Mistral Small 3.1 and Ministral 3."""
+"""Mistral 3: the layout of checkpoints for images and text, such as Mistral Small 3.1 and Ministral 3."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lce.models.config import Fields, ModelConfig
 from lce.models.layers import Model
 from lce.models.registry import family, family_of
 
-# These keys beside `text_config` describe the weights of the text model and of the image encoder.
+# These keys of config.json, outside its `text_config`, describe the weights of the text model, too.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 
 
 @family("mistral3", "Mistral3ForConditionalGeneration")
 class Mistral3(Model):
-    """The layout of a text model with an image encoder, whose weights are not used.
+    """The layout of a checkpoint with a text model and an image encoder. The encoder's weights are not used.
 
     `read` returns the config of the text model. The family that `text_config` names builds the model.
     """

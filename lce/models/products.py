@@ -1,7 +1,7 @@
-"""Products with weights, norms, gates and rotary angles: the only module of models that chooses between kernels.
+"""Products with weights, norms, gates and rotary angles: the only module of this package that chooses kernels.
 
-Each function calls the kernel that can take the tensors, or else PyTorch's operators. Nothing else in this package
-depends on kernels or devices.
+Each function calls one of lce's kernels if it can take the tensors, else PyTorch's operators. No other module of this
+package depends on kernels or devices.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from lce.kernels.cuda import launching
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked
 
-SHARED_ROWS = MOST_ROWS  # The most rows of several texts in one product that give each row the bits it has alone.
-SCRATCH = 64 << 20  # The most bytes of rows that a product of many rows unpacks at once.
-_thread = threading.local()  # has as `memory` the thread's scratch for unpacked rows
-# Whether PyTorch has this operator, which is not part of its public interface.
+SHARED_ROWS = MOST_ROWS  # In a product of up to this many rows of several texts, each row has the same bits as alone.
+SCRATCH = 64 << 20  # The most bytes of unpacked weights that a product with quantised weights holds at once.
+_thread = threading.local()  # `memory`: this thread's scratch memory for unpacked weights
+
+# Whether PyTorch has this operator of oneDNN, which is not part of PyTorch's public interface.
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -35,10 +36,10 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
-    With `norm [in]`, `x` is first normalised by `rms_norm`. With `gated`, the result is SiLU of its first half times
-    its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in place. For few rows one kernel
-    does everything, reads the weights at the speed of memory, and rounds once. On a CPU each of up to `MOST_ROWS` rows
-    has the bits that the row has alone.
+    With `norm [in]`, `x` is first normalised by `rms_norm`. With `gated`, the result is SiLU of the product's first
+    half times its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in place. For few rows,
+    one kernel does everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of up to
+    `MOST_ROWS` rows, each row has the same bits as in a product of its own.
     """
     few = len(x) <= MOST_ROWS
     if not isinstance(weight, Tensor):
@@ -53,7 +54,7 @@ def linear(
     if norm is not None:
         x = rms_norm(x, norm, eps)
     if onto is not None and x.is_cuda and bias is None and not gated and isinstance(weight, Tensor):
-        return onto.addmm_(x, weight.T)  # one launch, which adds before it rounds
+        return onto.addmm_(x, weight.T)  # one kernel launch, which adds before it rounds
     out = _product_of_many(x, weight, bias)
     if gated:
         out = silu_mul(out)
@@ -61,7 +62,7 @@ def linear(
 
 
 def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
-    """Return whether the kernel can take these tensors: of one dtype, contiguous, without gradients."""
+    """Return whether lce's kernels can take these tensors: of one dtype, contiguous, without gradients."""
     if x.dtype not in STORED or weight.dtype is not x.dtype or x.requires_grad or weight.requires_grad:
         return False
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
@@ -73,10 +74,10 @@ def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> T
 
 
 def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
-    """Multiply many rows. Packed weights are unpacked first.
+    """Multiply many rows `x [T, in]` with a weight matrix. Quantised weights are unpacked first.
 
-    In float32 on a CPU oneDNN multiplies. On AMD processors it is about twice as fast as the MKL routine that PyTorch
-    calls for this dtype, and as exact.
+    Products in float32 on a CPU use oneDNN. On AMD processors, oneDNN is about twice as fast as the MKL routine that
+    PyTorch calls for this dtype, and as exact.
     """
     if isinstance(weight, Stacked):
         return torch.cat([_product_of_many(x, *part) for part in weight.with_biases(bias)], dim=1)
@@ -89,7 +90,10 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Unpack up to `SCRATCH` bytes of rows at a time, in memory that the thread keeps: allocating it takes time."""
+    """Multiply with quantised weights, which are unpacked up to `SCRATCH` bytes at a time.
+
+    The thread keeps the memory for unpacked weights, because allocating it takes time.
+    """
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
     needed, memory = block * size * x.element_size(), getattr(_thread, "memory", None)
@@ -108,7 +112,7 @@ def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -
 
 @timed("norms")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide `x [..., D]` by its root mean square, times `weight [D]`; computed in float32 for any dtype."""
+    """Divide vectors `x [..., D]` by their root mean squares and multiply by `weight [D]`, in float32 for any dtype."""
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps)
     if launching.runs_on(x):
@@ -147,9 +151,9 @@ def merge_heads(out: Tensor) -> Tensor:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `scale` times the cosines and sines of the angles, `[*positions.shape, D/2]` each.
+    """Return `scale` times the cosines and the sines of RoPE's angles, `[*positions.shape, D/2]` each.
 
-    The angles are each position times `frequencies [D/2]`, which are float64.
+    An angle is a position times one of `frequencies [D/2]`, which are float64.
     """
     if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
         from lce.kernels.cuda import elementwise as on_gpu

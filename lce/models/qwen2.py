@@ -11,7 +11,7 @@ from lce.models.registry import family
 
 @family("qwen2", "Qwen2ForCausalLM")
 class Qwen2(Llama):
-    """Llama with three biases. The sliding window is off unless `use_sliding_window` is true."""
+    """Llama with biases on queries, keys and values. The sliding window is off unless `use_sliding_window` is true."""
 
     defaults = {
         "max_position_embeddings": 32768,
@@ -28,8 +28,8 @@ class Qwen2(Llama):
 def sliding_window(fields: Fields) -> int | None:
     """Return the sliding window of all layers, or None. Raises ModelError if only some layers have a window.
 
-    In the published models the first `max_window_layers` layers attend to all tokens. A list of `layer_types` takes
-    precedence.
+    In the published models the first `max_window_layers` layers attend all tokens. If config.json has a list
+    `layer_types`, the list decides.
     """
     window = fields.optional_integer("sliding_window")
     if window is None or not fields.flag("use_sliding_window"):

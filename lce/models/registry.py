@@ -1,7 +1,7 @@
 """The model families by name.
 
-A family is one file of this package. The decorator of its class registers the two names that a config.json has for the
-family: its `model_type`, and the class in `architectures`. Adding a family takes one new file.
+A family is one file of this package. The decorator `family` registers its class under the two names that a config.json
+has for it: the `model_type`, and the class in `architectures`. Adding a family takes one new file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ F = TypeVar("F", bound="type[Model]")
 
 
 def family(model_type: str, architecture: str) -> Callable[[F], F]:
-    """Decorate the class of a family that a config.json names by this `model_type` and this architecture."""
+    """Return a decorator that registers a class under the `model_type` and architecture of its config.json."""
 
     def enter(cls: F) -> F:
         assert model_type not in _FAMILIES, f"two families are called {model_type}"

@@ -17,10 +17,10 @@ from lce.models.products import turns
 
 
 class Rope:
-    """The frequencies of one context, and the factor by which YaRN multiplies rotated vectors.
+    """RoPE's frequencies for one context, and the factor by which YaRN multiplies rotated vectors.
 
-    Only `dynamic` scaling depends on `length`, the context's length. It is announced when the context starts and then
-    fixed, because cached keys are rotated with its frequencies.
+    Only `dynamic` scaling depends on `length`, the context's final length. A user announces it when the context starts.
+    It is fixed from then on, because cached keys are rotated with the frequencies that depend on it.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:
@@ -28,12 +28,11 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _yarn_scale(config)
-        self._uploaded: dict[
-            torch.device, Tensor
-        ] = {}  # copies on other devices, made once: a copy waits for the device
+        # Copies of `inv_freq` on other devices. Each is made once, because a copy waits for the device.
+        self._uploaded: dict[torch.device, Tensor] = {}
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
-        """Return cosines and sines `[*positions.shape, D/2]` in `dtype`, on the positions' device."""
+        """Return cosines and sines of the rotation to `positions`, `[*positions.shape, D/2]` each, on their device."""
         device = positions.device
         if device != self.inv_freq.device and device not in self._uploaded:
             self._uploaded[device] = self.inv_freq.to(device)
@@ -65,7 +64,7 @@ def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -
 
 
 def _ntk_theta(theta: float, factor: float, head_dim: int) -> float:
-    """Return the NTK-aware base (bloc97, 2023). It interpolates the slowest frequency and keeps the fastest."""
+    """Return the NTK-aware base of RoPE (bloc97, 2023). It interpolates the slowest frequency and keeps the fastest."""
     return float(theta * factor ** (head_dim / (head_dim - 2)))
 
 
@@ -83,7 +82,7 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
 
 
 def _yarn_scale(config: RopeConfig) -> float:
-    """Return the factor by which YaRN multiplies rotated queries and keys; 1 for the other kinds."""
+    """Return the factor by which YaRN multiplies rotated queries and keys; 1 for other kinds of scaling."""
 
     def mscale(weight: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0

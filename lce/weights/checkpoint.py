@@ -1,8 +1,8 @@
 """A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-Weights are converted while they are read: peak memory is the model in its final dtype and at most 64 MiB. No file is
-mapped, so changes to a file after loading have no effect. A file that changes between the check of its header and the
-end of loading is refused.
+Weights are converted while they are read: peak memory is the model in its final dtype, plus at most 64 MiB. No file is
+memory-mapped, so changes to a file after loading have no effect. A file that changes between the check of its header
+and the end of loading is refused.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
 
 @dataclass
 class _Target:
-    """A tensor or a packed matrix in memory: the stored matrices `names`, of `shapes`, one beneath the other.
+    """A tensor or a quantised matrix to load: the stored tensors `names`, of `shapes`, joined along dimension 0.
 
-    `parts` are the tensors of a packed matrix; a plain tensor has one part, "". `dtype` is the dtype of a plain tensor,
-    or of a matrix before it is rounded; None for a matrix that is stored packed.
+    `parts` has its tensors in memory, by name: several for a quantised matrix, one with the name "" for a plain tensor.
+    `dtype` is the dtype of a plain tensor, or of a matrix before loading quantises it; None for a matrix that is stored
+    quantised.
     """
 
     names: Sequence[str]
@@ -57,29 +58,30 @@ class _Target:
 
     @property
     def sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and dtype of each part."""
+        """The shape and dtype of each tensor in `parts`, by name."""
         return self.scheme.parts(self.shape) if self.scheme else {"": (self.shape, self.dtype or torch.float32)}
 
     @property
     def staged(self) -> int:
-        """The bytes of a matrix before it is rounded; 0 for a target that is not rounded."""
+        """The bytes of a matrix before loading quantises it; 0 for a target that loading does not quantise."""
         return math.prod(self.shape) * self.dtype.itemsize if self.scheme and self.dtype else 0
 
     def split(self, whole: Tensor, part: str = "") -> dict[str, Tensor]:
-        """Split a part into stored tensors, by name. A row of a packed part holds `ROW_BLOCK` rows of the matrix."""
+        """Split a part into views, one per stored tensor, by name. A quantised part's row holds `ROW_BLOCK` rows."""
         block = ROW_BLOCK if part else 1
         rows = whole.split([-(-shape[0] // block) for shape in self.shapes])
         return {f"{name}.{part}" if part else name: stored for name, stored in zip(self.names, rows, strict=True)}
 
     def value(self) -> Tensor | PackedMatrix:
-        """Return the tensor or matrix once its parts are filled."""
+        """Return the loaded tensor or quantised matrix. Only for use when all parts are filled."""
         return self.scheme.matrix(self.shape, self.parts) if self.scheme else self.parts[""]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint folder, and the files' `stamps`, taken when their headers were read.
+    """The tensors in the weight files of a checkpoint folder; they are not loaded yet.
 
+    A file that was changed after its header was read no longer matches its stamp in `stamps`: size, inode and times.
     `manifest` describes quantised weights; it is None for other checkpoints.
     """
 
@@ -109,18 +111,19 @@ class Checkpoint:
         ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
         schemes: Mapping[str, Scheme] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Load the tensors of `wanted`, in `dtype` (None: as stored) on `device`, or on the device of each key.
+        """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`.
 
-        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. Every other
-        tensor of the checkpoint must match one of the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a
-        new name to names of `wanted` whose tensors are read into one tensor, one beneath the other.
+        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. `device` may
+        be a function that gives the device for a caller's name. Every other tensor of the checkpoint must match one of
+        the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a new name to names in `wanted` whose
+        tensors are read into one tensor, joined along dimension 0.
 
-        `schemes` maps names in the checkpoint to schemes by which their matrices are packed. These matrices, and
-        matrices stored packed, come as `PackedMatrix`. Joined matrices of different schemes, or without whole blocks of
-        rows, come as one `Stacked`.
+        `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These matrices, and matrices
+        that are stored quantised, are returned as `PackedMatrix`. Matrices to be joined are returned as one `Stacked`
+        if their schemes differ, or if one has a number of rows that is no multiple of `ROW_BLOCK`.
 
-        Raises, before anything is read, `CapacityError` for weights larger than the free memory, and ModelError for
-        wrong names, shapes and dtypes; while reading, ModelError for NaN, infinity, and a file that was changed.
+        Before anything is read, raises `CapacityError` for weights larger than the free memory, and ModelError for
+        wrong names, shapes and dtypes. While reading, raises ModelError for NaN, infinity, and a file that was changed.
         """
         shapes = dict(wanted.values())
         self.check(shapes, ignore)
@@ -146,7 +149,7 @@ class Checkpoint:
         self._allocate(targets.values())
         with self._opened() as files:
             self._read(files, targets.values())
-            self.fingerprint()  # samples the bytes that were just read
+            self.fingerprint()  # computed now, while the bytes that it samples are in the system's page cache
         found: dict[str, Any] = {key: target.value() for key, target in targets.items()}
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
 
@@ -168,7 +171,7 @@ class Checkpoint:
                 target.parts = {part: next(memory) for part in target.sizes}
 
     def _read(self, files: Mapping[Path, int], targets: Collection[_Target]) -> None:
-        """Read the targets that are not rounded. Then read and round one matrix after the other, in the same memory."""
+        """Read all targets. Matrices to quantise come last: each is read into one buffer and quantised from there."""
         outs: dict[str, Tensor] = {}
         for target in targets:
             for part, whole in {} if target.staged else target.parts.items():
@@ -185,9 +188,9 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self) -> Iterator[dict[Path, int]]:
-        """Open all files. Raises ModelError if a file is not what it was when its header was read.
+        """Open all files. Raises ModelError if a file has changed since its header was read.
 
-        Files are checked again at the end, so that all data read belongs to the checked headers.
+        Files are checked again before they are closed, so that all data read belongs to the checked headers.
         """
         files: dict[Path, int] = {}
 
@@ -206,7 +209,7 @@ class Checkpoint:
             yield files
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that most bytes are stored in; for quantised weights, the dtype before rounding."""
+        """Return the dtype that most bytes are stored in; for quantised weights, the dtype before quantisation."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes = {kind: sum(x.stop - x.start for x in self.tensors.values() if x.dtype == kind) for kind in DTYPES}
@@ -216,7 +219,7 @@ class Checkpoint:
         return DTYPES[max(sizes, key=sizes.__getitem__)]
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 that ties a context or a map file to these weights, however they are sharded.
+        """Return a SHA-256 of the weights, however they are sharded. It ties contexts and learned maps to them.
 
         The hash covers every name, dtype and shape, and samples of every tensor's beginning, middle and end. A change
         elsewhere in a large tensor is not seen. `load` takes the samples when it reads the weights. Quantised weights
@@ -231,7 +234,7 @@ class Checkpoint:
 
     @cached_property
     def _samples(self) -> str:
-        """The fingerprint of these files' own tensors."""
+        """The SHA-256 of the tensors in these files, quantised or not: see `fingerprint`."""
         digest = hashlib.sha256()
         with self._opened() as files:
             for name, info in sorted(self.tensors.items()):
@@ -245,7 +248,7 @@ class Checkpoint:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor, by name. A packed matrix counts as one tensor."""
+        """The shape of every tensor, by name. A quantised matrix counts as one tensor."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         if self.manifest:
             for name, shape in self.manifest.shapes.items():
@@ -255,7 +258,7 @@ class Checkpoint:
         return shapes
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
-        """Raise ModelError unless the tensors are those of `wanted`, and others that match a pattern in `ignore`."""
+        """Raise ModelError unless all of `wanted` are there, and all other tensors match a pattern in `ignore`."""
         published, where = self.shapes, named(self.folder)
         faults = {"missing": sorted(wanted.keys() - published.keys())}
         extra = [name for name in published if name not in wanted]

@@ -1,8 +1,8 @@
 """Packed matrices: weights that are stored in quantised blocks and multiplied without unpacking.
 
-A quantised type is one file of this package. The file has a `Scheme`, entered by `register`, and the scheme's
-`PackedMatrix`. A quantised file stores a matrix `NAME` as several tensors, which the scheme names: `NAME.codes` and
-`NAME.scales`. The `Manifest` in its metadata lists the matrices.
+Each way to quantise is one file of this package, which defines a `PackedMatrix` and registers a `Scheme`. A quantised
+checkpoint stores a matrix `NAME` as several tensors, which the scheme names, such as `NAME.codes` and `NAME.scales`.
+The `Manifest` in its file's metadata lists the quantised matrices.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lce.kernels.cpu.products import product
 from lce.weights.safetensors_file import MOST_VALUES, NAMES, Damaged, TensorInfo
 
 ROW_BLOCK = 16  # The number of rows in one block of a packed matrix.
-METADATA = "lce.quantised"  # the manifest's key in the file's metadata
+METADATA = "lce.quantised"  # the key of the `Manifest` in a safetensors file's metadata
 FORMAT = 1
 _REMEDY = "quantize the checkpoint again"
 _SCHEMES: dict[str, Scheme] = {}
 
 
 class PackedMatrix(Protocol):
-    """A matrix `[out, in]` of packed weights on the CPU. A loaded matrix never changes."""
+    """A matrix `[out, in]` of quantised weights on the CPU. A loaded matrix never changes."""
 
     shape: tuple[int, int]
     parts: Mapping[str, Tensor]  # the stored tensors, by name
@@ -44,19 +44,19 @@ class PackedMatrix(Protocol):
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply a few contiguous rows `x [T, in]` with the transposed matrix: `[T, out]`.
 
-        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gated`, `onto`. The bits of a result
-        row do not depend on the other rows.
+        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gated`, `onto`. The bits of a row of
+        the result do not depend on the other rows of `x`.
         """
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
-        """Fill `out [rows, in]`, of any dtype, with rows from `first` on, a multiple of `ROW_BLOCK`. Return `out`."""
+        """Unpack rows from row `first`, a multiple of `ROW_BLOCK`, to `out [rows, in]` of any dtype. Return `out`."""
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows `ids [T]`, unpacked to `dtype`: `[T, in]`."""
 
 
 class Scheme(ABC):
-    """A format of packed weights. The first dimension of each stored tensor counts blocks of `ROW_BLOCK` rows."""
+    """A way to quantise a matrix. The first dimension of each stored tensor counts blocks of `ROW_BLOCK` rows."""
 
     name: str
 
@@ -66,33 +66,33 @@ class Scheme(ABC):
 
     @abstractmethod
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
-        """Return the matrix whose stored tensors are `parts`."""
+        """Return the quantised matrix of this shape whose stored tensors are `parts`."""
 
     @abstractmethod
     def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Round a contiguous `weight [out, in]`, and write it to the stored tensors `parts`."""
+        """Quantise a contiguous `weight [out, in]` into the stored tensors `parts`."""
 
     def n_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes that a matrix of this shape takes in memory and on disk."""
+        """Return the bytes that a quantised matrix of this shape takes, in memory and on disk alike."""
         return sum(math.prod(part) * dtype.itemsize for part, dtype in self.parts(shape).values())
 
 
 def register(scheme: Scheme) -> None:
-    """Enter a scheme under its name."""
+    """Register a scheme under its name."""
     assert scheme.name not in _SCHEMES, f"two schemes are called {scheme.name}"
     _SCHEMES[scheme.name] = scheme
 
 
 @functools.cache
 def all_schemes() -> Mapping[str, Scheme]:
-    """Return all schemes by name."""
+    """Return all registered schemes by name."""
     for module in pkgutil.iter_modules(lce.weights.__path__):
         importlib.import_module(f"{lce.weights.__name__}.{module.name}")
     return _SCHEMES
 
 
 def scheme_of(name: object) -> Scheme | None:
-    """Return the scheme that a user names, None for "auto" (weights as stored). Raises `UsageError` for others."""
+    """Return the scheme that a user names; None for "auto", weights as stored. Raises `UsageError` for other names."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return None
     if not isinstance(name, str) or name not in all_schemes():
@@ -102,11 +102,11 @@ def scheme_of(name: object) -> Scheme | None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a quantised file.
+    """The manifest of a quantised checkpoint's file.
 
-    `weights` is the scheme that the user chose; `matrices` has the scheme and shape of each packed matrix. `dtype` and
-    `source` are the dtype and the fingerprint of the source checkpoint. `samples` is the fingerprint of the file's own
-    tensors.
+    `weights` is the name of the scheme that the user chose; `matrices` has the scheme and shape of each quantised
+    matrix. `dtype` and `source` are the dtype and the fingerprint of the checkpoint that was quantised. `samples` is
+    the fingerprint of the file's own tensors.
     """
 
     weights: str
@@ -156,21 +156,21 @@ class Manifest:
 
 
 class Stacked:
-    """A matrix made of matrices of one width, one beneath the other. Their types may differ."""
+    """A matrix made of matrices of equal width, joined along dimension 0. Each may be plain or of any scheme."""
 
     def __init__(self, parts: Sequence[Tensor | PackedMatrix]) -> None:
         self.parts = tuple(parts)
         self.shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
 
     def with_biases(self, bias: Tensor | None) -> Iterator[tuple[Tensor | PackedMatrix, Tensor | None]]:
-        """Pair each part with its rows of `bias [out]`."""
+        """Return pairs of a part and its slice of `bias [out]`; None in place of the slice if there is no bias."""
         rows = [part.shape[0] for part in self.parts]
         return zip(self.parts, [None] * len(rows) if bias is None else bias.split(rows), strict=True)
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, gated: bool = False, onto: Tensor | None = None, **norm: Any
     ) -> Tensor:
-        """Multiply as `PackedMatrix.product` does."""
+        """Multiply rows `x [T, in]` with the transposed matrix, as `PackedMatrix.product` does."""
         found = []
         for part, own in self.with_biases(bias):
             found.append(product(x, part, own, **norm) if isinstance(part, Tensor) else part.product(x, own, **norm))

@@ -1,7 +1,7 @@
-"""Matrices rounded to 8 and 4 bits, in the layout of `lce.kernels.cpu.quantised`.
+"""Matrices quantised to 8 and 4 bits, in the layout of `lce.kernels.cpu.quantised`.
 
-int8   each 128 weights of a row share a scale: 8.1 bits a weight
-int4   each 32 weights of a row share a scale and a zero, fitted by least squares: 4.75 bits a weight
+int8   each 128 weights of a row share a scale: 8.1 bits per weight
+int4   each 32 weights of a row share a scale and a zero point, fitted by least squares: 4.75 bits per weight
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lce.weights.packed import PackedMatrix, Scheme, register
 
 @dataclass(frozen=True)
 class Rounded(Scheme):
-    """The scheme of weights that are rounded to `bits` bits."""
+    """A scheme that quantises weights to `bits` bits by rounding."""
 
     name: str
     bits: int

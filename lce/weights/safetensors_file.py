@@ -5,7 +5,7 @@ The tensors must fill the data exactly: no overlap, no hole, nothing left over. 
 without further checks. The header's size is limited before the header is parsed, so that a hostile file takes little
 time and memory. The limit is far above the size of any published header.
 
-No file is mapped. A file that is cut short while it is read is an error, never a signal.
+No file is memory-mapped, so a file that is truncated while it is read raises an error, never a signal.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lce.files import JsonError, named, open_regular, parse_json, read_file
 from lce.sizes import size_text
 
 LARGEST_HEADER = 8 << 20  # The most bytes of a header. The largest published headers are below 1 MiB.
-MOST_TENSORS = 50_000  # The most tensors of a checkpoint. The largest models of our families have about 1,200.
-MOST_VALUES = 12 * MOST_TENSORS  # The most JSON values and names in a header. The entry of a matrix has 12.
+MOST_TENSORS = 50_000  # The most tensors of a checkpoint. The largest supported models have about 1,200.
+MOST_VALUES = 12 * MOST_TENSORS  # The most JSON values and names in a header. A matrix takes 12.
 
 ITEM_SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
@@ -47,16 +47,16 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 STORED = {**DTYPES, "I8": torch.int8, "U8": torch.uint8}  # also the dtypes of quantised weights
 NAMES = {dtype: name for name, dtype in STORED.items()}
 
-PIECE = 8 << 20  # The bytes of one read: enough for a disk's full speed, and still in the cache when they are checked.
+PIECE = 8 << 20  # The bytes of one read: enough for a disk's full speed, and still in the CPU's cache when checked.
 READERS = 4  # The number of threads that read: a disk answers several requests faster than one.
 _ALIGNED = 64  # Tensors in memory begin at multiples of this number of bytes.
 
 # Key: the stored and the loaded dtype. Value: the bits of the least positive stored number that is loaded as infinity.
 _TOO_LARGE = {
     ("F32", torch.float32): 0x7F80_0000,
-    ("F32", torch.bfloat16): 0x7F7F_8000,  # rounds to infinity
-    ("F32", torch.float16): 0x477F_F000,  # the bits of 65520
-    ("BF16", torch.float16): 0x4780,  # the bits of 65536
+    ("F32", torch.bfloat16): 0x7F7F_8000,  # the least float32 that bfloat16 rounds to infinity
+    ("F32", torch.float16): 0x477F_F000,  # the bits of 65520, which float16 rounds to infinity
+    ("BF16", torch.float16): 0x4780,  # the bits of 65536, which float16 cannot hold
     **{("BF16", dtype): 0x7F80 for dtype in (torch.float32, torch.bfloat16)},
     **{("F16", dtype): 0x7C00 for dtype in (torch.float32, torch.bfloat16, torch.float16)},
 }
@@ -74,7 +74,7 @@ class TensorInfo:
 
 
 class Damaged(ModelError):
-    """The error for a damaged file."""
+    """The error for a damaged safetensors file."""
 
     def __init__(
         self, path: Path, what: str, remedy: str = "the file is damaged or incomplete: download it again"
@@ -83,9 +83,9 @@ class Damaged(ModelError):
 
 
 def only_file(folder: Path) -> Path:
-    """Return the one safetensors file of a folder without `model.safetensors` and without an index.
+    """Return the only safetensors file of a folder that has neither `model.safetensors` nor an index.
 
-    `model*` is preferred to Mistral's own `consolidated*`, which names tensors in another way.
+    `model*` is preferred to Mistral's own `consolidated*`, whose tensors are not named as in transformers.
     """
     where = named(folder)
     try:
@@ -108,12 +108,12 @@ def only_file(folder: Path) -> Path:
 
 
 def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
-    """Return the tensors of the index's shards, and the shards' stamps."""
+    """Read the headers of the shards that an index lists. Return their tensors by name, and the shards' stamps."""
     weight_map = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise Damaged(index, "weight_map is not an object of tensor names and file names")
     shards = sorted(set(weight_map.values()))
-    for shard in shards:  # only a name, no path; the file may be a link, as in Hugging Face's cache
+    for shard in shards:  # only a file name, no path; the file may be a link, as in Hugging Face's cache
         if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
             remedy = "use a checkpoint from a source you trust"
             raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
@@ -137,7 +137,7 @@ def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[
 
 
 def few(names: Sequence[str]) -> str:
-    """Return the first three names, for messages, and the number of the other names."""
+    """Return text for a message: the first three names, and how many more there are."""
     return ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -238,7 +238,7 @@ def stamp_of(descriptor: int) -> tuple[int, ...]:
 def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
     """Allocate tensors of these shapes and dtypes. On the CPU all of them are in one block of huge pages.
 
-    The system gets the block back when its last tensor is gone. Raises `CapacityError` if there is too little memory.
+    The block's memory is freed with its last tensor. Raises `CapacityError` if there is too little memory.
     """
     lengths = [dtype.itemsize * math.prod(shape) for shape, dtype in sizes]
     try:
@@ -260,17 +260,17 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
     """Read stored tensors from open files into the tensors `outs` of the same names, in the order of the files.
 
     A tensor of `outs` must be contiguous. It may be a part of a larger tensor, have another dtype than the stored
-    tensor, and be on any device. Peak memory beside `outs` is `2 * READERS` pieces, if numbers are converted. Reading
-    1.5 GiB from the page cache takes some 0.2 s. Raises ModelError for a file that ends too early or cannot be read,
-    and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
+    tensor, and be on any device. Peak memory beside `outs` is `2 * READERS` pieces of `PIECE` bytes, if tensors are
+    converted. Reading 1.5 GiB from the page cache takes some 0.2 s. Raises ModelError for a file that ends too early or
+    cannot be read, and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
     """
     pinned = any(out.is_cuda for out in outs.values())
-    # A piece to convert is first read into a stage. Stages are used in turn: the last piece of a stage was delivered.
+    # A piece to convert is first read into one of `stages`, which take turns: the one before was delivered by then.
     stages = cycle(torch.empty(2 * READERS, PIECE, dtype=torch.uint8, pin_memory=pinned))
     reading: deque[tuple[Future[None], Tensor, Tensor]] = deque()
 
     def deliver() -> None:
-        """Wait for the oldest piece, and convert it if needed."""
+        """Wait until the oldest piece is read, and convert it if needed."""
         read, raw, part = reading.popleft()
         read.result()
         if raw is not part:
@@ -299,8 +299,8 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
 def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descriptor: int, offset: int) -> None:
     """Read a piece of a stored tensor into `raw`. Raises ModelError for a number that is not finite in `dtype`.
 
-    The bits of a float, read as an integer, grow with its absolute value. So the largest signed integer shows the
-    largest positive float, and the largest unsigned integer shows the largest negative float.
+    The bits of a float, read as an integer, grow with its absolute value. So the largest signed integer is that of the
+    largest positive float, and the largest unsigned integer is that of the negative float of largest magnitude.
     """
     array = raw.view(torch.uint8).numpy()
     _read_into(memoryview(array), descriptor, offset, info.file)  # type: ignore[arg-type]

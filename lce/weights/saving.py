@@ -24,10 +24,10 @@ def save_quantised(
     checkpoint: Checkpoint, path: Path, shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme],
     weights: str, progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    """Write a checkpoint's tensors to `path`: matrices in `schemes` are rounded, other tensors are copied.
+    """Write a checkpoint's tensors to `path`: matrices in `schemes` are quantised, others copied.
 
     `shapes` has the shape of each tensor to write. `weights` is the name of the scheme that the user chose. The file
-    appears whole or not at all. `progress` is called with the bytes read and all bytes.
+    appears whole or not at all. `progress` is called with the bytes read so far and with the bytes of all tensors.
     """
     if checkpoint.manifest:
         raise ModelError(f"{named(checkpoint.folder)} is quantised already; give the checkpoint that it was made of")
@@ -60,7 +60,7 @@ def save_quantised(
 
 
 def _header(entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], manifest: Manifest) -> bytes:
-    """Return the header of a file that has the tensors of `entries` in this order."""
+    """Return the first bytes of a safetensors file that has the tensors of `entries` in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: manifest.text()}}
     start = 0
     for name, (shape, dtype) in entries.items():

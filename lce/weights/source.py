@@ -56,5 +56,5 @@ class Source:
 
 
 def source_of(model: object) -> Source:
-    """Return the source that a user names: a folder, or the embedded "demo". Raises `UsageError` for other values."""
+    """Return the source that a user names: a folder, or the built-in "demo". Raises `UsageError` for other values."""
     return Source(DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model"))
