@@ -52,7 +52,7 @@ class Mover:
         """Make later reads of these slots wait until the pages put into these slots have arrived."""
 
     def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
-        """Return copies `[n, …]` of the pages in slots; call `wait` first. Fastest with slots of a slab together."""
+        """Return copies `[n, …]` of the pages in slots; call `wait` first. Fastest if a slab's slots are adjacent."""
         pages = tuple(self.empty((len(slots), *x.shape[1:]), x.dtype) for x in slabs[0])
         for held, rows, part in located(slabs, slots):
             index = self.upload(torch.from_numpy(rows))

@@ -107,7 +107,7 @@ class Model:
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
-        """Return `config` with the fields added that this family reads itself; those of all families are there."""
+        """Return `config` plus the fields that this family reads itself; `config` has those that all families share."""
         return config
 
     @classmethod
