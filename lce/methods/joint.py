@@ -50,7 +50,7 @@ class JointSelection(LocalMethod, ABC):
     def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Return the `top_k` best candidates, or fewer with `top_p`, ascending: `[K]`."""
         n_candidates, first, size = self.n_candidates(step.start), *self.choices
-        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # number of candidate 0
+        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # choices before candidate 0
         if n == n_candidates and self.top_p is None and not step.note_scores:
             chosen = torch.arange(n, device=q.device)
         else:

@@ -51,9 +51,9 @@ for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "n
 class Observation:
     """The choices of a block of queries in a layer.
 
-    `rows [n]` are the observed queries, 0 for the block's first. `chosen [H, T, K]` are the choices of all T queries of
-    the block, -1 for none. `scores [C, n, M]` are the observed queries' scores of M chunks or tokens, -inf for those
-    that a query cannot choose; C is below H if heads choose together. None: the method did not report any.
+    `rows [n]` are the observed queries, counted from 0 in the block. `chosen [H, T, K]` are the choices of all T
+    queries of the block, -1 for none. `scores [C, n, M]` are the observed queries' scores of M chunks or tokens, -inf
+    for those that a query cannot choose; C is below H if heads choose together. None: the method reported none.
     """
 
     method: Method

@@ -18,7 +18,7 @@ from lce.methods.step import Step
 @register("random")
 @dataclass(frozen=True)
 class RandomChunks(BudgetedChunks):
-    """Attention to random chunks, drawn for every query of every head: a baseline for methods that select.
+    """Attention to random chunks, drawn for every query of every head. For analysis: a baseline for selecting methods.
 
     A draw depends on `seed`, layer, head, query index and chunk alone, not on the block size. The first chunk and the
     last complete one are always attended, as in `SelectiveMethod`, unless `keep_first` or `keep_last` is false.
