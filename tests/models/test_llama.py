@@ -58,7 +58,7 @@ def test_stops_at_any_of_several_end_tokens(tmp_path: Path) -> None:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@pytest.mark.parametrize("wanted", ["auto", *DTYPES])
+@pytest.mark.parametrize("wanted", [*DTYPES, "auto"])
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.covering("stored")
 def test_any_dtype_is_read_as_any_other(stored: str, wanted: str, tmp_path: Path) -> None:

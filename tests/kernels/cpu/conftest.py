@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+SLOW = pytest.param(torch.float16, marks=pytest.mark.slow)  # kernels of a third dtype compile for half a minute
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, SLOW], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     found: torch.dtype = request.param
     return found
