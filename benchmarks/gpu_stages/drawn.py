@@ -38,7 +38,7 @@ class Drawn:
     """A substitute for a `Checkpoint` that has every wanted weight, drawn when loaded."""
 
     manifest = None
-    names: Sequence[str] = ()
+    shapes: Mapping[str, tuple[int, ...]] = {}
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

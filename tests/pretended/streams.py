@@ -136,6 +136,9 @@ class Event:
         if self.stream is not None:
             self.stream.host_waits(self.place)
 
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
 
 def _do(work: Work) -> None:
     """On tensors of the CPU, some of which were made in inference mode."""
