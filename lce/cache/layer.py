@@ -312,11 +312,12 @@ class LayerCache:
         return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
 
     def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
-        """Return this layer's cache as it was at `n_tokens` tokens, when `marks` were taken. It replaces this object.
+        """Return this layer's cache as it was at `n_tokens` tokens; the returned cache replaces this one.
 
-        Tokens that local attention sees come back from the tiers to the buffer. Pages of chunks that are no longer
-        complete stay in the tiers; they are not read, and `TierStack.add` replaces them. Tokens that were rounded
-        after `marks` were taken are restored from `unrounded`, taken with them; without it they stay rounded.
+        `marks` are the method states' marks at that length. Tokens within the reach of local attention are copied from
+        the tiers to the buffer. Pages of chunks that are no longer complete stay in the tiers until `TierStack.add`
+        replaces them; nothing reads these pages. `unrounded` has the tokens that were not rounded at that length. If
+        `unrounded` is None, tokens that were rounded since then stay rounded.
         """
         layout, buffer = self.layout, self.buffer
         border = layout.old(n_tokens)

@@ -3,8 +3,8 @@
 The header is that of a safetensors file: JSON, with the manifest in its metadata. Nothing in a file is trusted. A
 header is parsed only if its length and its number of JSON values are possible for a context. Before any data is read,
 each entry is compared with the tensors that a context of this layout may have. So a hostile file takes no more memory
-than an honest one. Small tensors are all but keys, values and their checksums. They are stored in the order of their
-names. A SHA-256 digest covers them and the manifest.
+than an honest one. All tensors except keys, values and their checksums are called small. Small tensors are stored in
+the order of their names. One SHA-256 digest covers the small tensors and the manifest.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ class Pool(Tier):
         raise NotImplementedError
 
     def _holding(self, slots: Numbers) -> Numbers:
-        """Return the slots, among these, that hold a page."""
+        """Return those of `slots` that hold a page."""
         slots = slots[self.slots.group[slots] >= 0]
         held: Numbers = slots[self.index[self._pages(slots)] == slots]
         return held

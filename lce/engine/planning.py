@@ -292,7 +292,7 @@ class Allowance:
                 self._promises[cache] = held[0], n_tokens
 
     def _unused(self, own: KVCache | None) -> Counter[str]:
-        """Return the bytes, by the names of `kinds_of`, promised to other caches than `own` and not used yet."""
+        """Return the bytes that caches except `own` were promised and do not use yet, by memory or disk."""
         total: Counter[str] = Counter()
         for cache, (planner, n_tokens) in list(self._promises.items()):
             if cache is not own:

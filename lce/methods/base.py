@@ -223,9 +223,10 @@ class Method:
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Return the attention of a token's unrotated query `[H, 1, D]` to chosen keys and to the spans `others`.
+        """Choose keys for a token's unrotated query `[H, 1, D]`; return the attention to them and to spans `others`.
 
-        `turn` is the rotation of the query for the chosen keys. Without this hook, decode steps are not recorded.
+        `turn` is the rotation of the query for the chosen keys. The decode steps of a method that does not define
+        `decode_chosen` are not recorded as a CUDA graph.
         """
         raise OnDevice("decode_chosen")
 

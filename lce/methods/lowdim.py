@@ -31,7 +31,8 @@ class LowDimMap:
     """The linear maps of one layer to R dimensions: matrices `query [H·D, R]` and `key [G·D, R]`, and biases `[R]`.
 
     `query_bias` adds `query_bias · (k @ key)` to the score of a key k. `key_bias` adds the same number to all scores of
-    a query. It can cancel the mean of the keys, so that low-dim keys are small and lose less in rounding.
+    a query, which leaves their order. With `key_bias` the low-dim keys can have the mean 0: small numbers lose less in
+    rounding.
     """
 
     query: Tensor

@@ -14,7 +14,7 @@ from lce.models.config import ModelConfig, RopeConfig
 from lce.models.rope import Rope
 from lce.weights.source import Source
 
-Note = Callable[[int, Tensor], None]  # takes a layer's index, and the layer's choices `[H, T, K]`
+Note = Callable[[int, Tensor], None]  # takes a layer's index, and the chunks or tokens `[H, T, K]` that queries chose
 T = TypeVar("T")
 NoteScores = Callable[["Step", int, Tensor], None]  # takes the queries' step, a layer's index, scores `[C, T, M]`
 

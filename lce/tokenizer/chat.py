@@ -58,7 +58,7 @@ def render_chat(
     special: Mapping[str, str | bool],
     controls: Iterable[str] = (),
 ) -> ChatText:
-    """Render `messages` with `template`. The text is cut wherever a message has one of the control tokens `controls`.
+    """Render `messages` with `template`. A token of `controls` in a message is split, to be encoded as plain text.
 
     `special` has `bos_token`, `eos_token`, `add_generation_prompt`. Raises DataError for messages that are not a list
     of {"role": str, "content": str} or that the template refuses with `raise_exception`, and ModelError for a template

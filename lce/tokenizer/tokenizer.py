@@ -188,7 +188,7 @@ class Tokenizer:
         return self.encode_parts(self.render_chat(messages, add_generation_prompt))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
-        """Return the text that `chat` returns, with cuts where a message has the text of a control token."""
+        """Return the chat's text, and where it is split to encode control tokens in messages as plain text."""
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
         return render_chat(self.require_chat(), messages, given, self._controls)

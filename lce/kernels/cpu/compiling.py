@@ -271,10 +271,10 @@ def separate(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def intrinsic_of(name: str, signature: Any, emit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Numba intrinsic: a function for kernels whose LLVM code `emit(builder, *values)` emits.
+    """Return a Numba intrinsic: a function that kernels can call. `emit(builder, *values)` emits its LLVM code.
 
     `emit` returns the LLVM value of the result, or None if there is no result. `signature` is the only signature of the
-    intrinsic. `name` distinguishes the intrinsic from others in the cache's keys.
+    intrinsic. `name` is part of the key under which Numba caches a caller's machine code, so it must be unique.
     """
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:

@@ -113,9 +113,9 @@ def _pack_values(v_at, row, n, dim, packed):
 
 @by_dtype(inner)
 def _soften(scores, first, stop, scale, state, sums, dim):
-    """Replace a row's dot products with keys `first..stop-1` by softmax weights `2^(scale · product - largest)`.
+    """Turn a row's scores of keys `first..stop-1` into softmax weights `2^(scale · score - largest)`, in place.
 
-    `state` has the row's largest score `scale · product` so far and the sum of its weights. If the largest score grows,
+    `state` has the row's largest `scale · score` so far and the sum of its weights. If the largest score grows,
     the sum of weights and `sums [D]`, the sum of weighted values so far, are scaled down. Keys outside the range get
     the weight 0 if they are in the same block of 32 keys as a key of the range.
     """

@@ -40,10 +40,10 @@ SCORED = ("last", "all")
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity in windows of one length, or of the tokens `first..length-1` of streams.
+    """A perplexity: in windows of `length` tokens, or of the tokens `first..length-1` of texts read in one pass.
 
-    `samples` is the number of windows or runs, and `tokens` the number of scored tokens. `low` and `high` are the ends
-    of the 95% interval, or None if there is only one sample.
+    `samples` is the number of windows, or of runs of tokens in one pass that have a record of their own; `tokens` is
+    the number of scored tokens. `low` and `high` are the ends of the 95% interval, or None if there is one sample.
     """
 
     method: str

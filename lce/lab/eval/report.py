@@ -63,7 +63,9 @@ class Table:
     task: str
     way: str  # the options that are not defaults: task knobs, filler, mode and others
     cells: dict[Place, Cell] = field(default_factory=dict)
-    ceilings: dict[Place, Cell] = field(default_factory=dict)  # cells of the method `full` within the window
+    ceilings: dict[Place, Cell] = field(
+        default_factory=dict
+    )  # scores of the method `full` at lengths within the window
 
     @property
     def title(self) -> str:
@@ -109,7 +111,10 @@ class Table:
         return None if self.ceiling is None else fails(self.ceiling[1]) is None
 
     def tells(self, length: int) -> bool | None:
-        """Return whether scores at `length` can distinguish methods; None if the ceiling was not measured."""
+        """Return whether scores at `length` distinguish methods; None if `full` was not measured within the window.
+
+        They do if `full` can do the task within the window, and not every method reaches the score that `full` has.
+        """
         if self.ceiling is None:
             return None
         scores = [cell.score for (_, own), cell in self.cells.items() if own == length]

@@ -23,9 +23,10 @@ Run = Callable[[str, int], Any]  # (command, tokens of prose to put in for its F
 class Entry:
     """A table or figure that lce can reproduce.
 
-    `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` need
-    no data of the paper; `suite` measures on the user's copy of the data. If `same` is set, `measures` are those of the
-    paper, on another model or text. `multiples` are the text lengths as multiples of the model's window.
+    `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` do
+    not need the paper's data. `suite`, if set, replaces `measures` if the user has these data. `same` says that
+    `measures` measure what the paper measured, though on another model or text. `multiples` are the text lengths as
+    multiples of the model's window.
     """
 
     id: str

@@ -25,8 +25,8 @@ from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 BEST = 8  # How many choices with the most true attention are listed for each head.
 ENOUGH = 0.9  # A head that attends keys with this share of its true attention misses nothing.
 MOVED = 0.5  # A head misses by `placement` if own and true attention have a larger total variation distance.
-MOST_TOKENS = 1 << 14  # Own attention is not computed for a query whose heads attend more tokens than this.
-COMPARED = 16  # Own attention is computed for this many last tokens of the prompt, and for generated tokens.
+MOST_TOKENS = 1 << 14  # Attention by the method is compared only for queries that attend at most 16,384 tokens.
+COMPARED = 16  # Attention by the method is compared for the last 16 prompt tokens, and for generated tokens.
 
 Mark = tuple[int, int]  # (start, stop): the marked tokens are start..stop-1.
 Look = dict[str, Any]  # docs/inspect.md describes the fields of a look.

@@ -31,7 +31,7 @@ FORMAT = 1
 TOP = 5  # How many of the likeliest tokens are listed with each generated token.
 MOST_GENERATED = 4096
 MOST_MARKS = 32  # The largest number of marked places in a text.
-UNITS = 32  # If a method chooses nothing, true attention is summed over pieces: this many per window.
+UNITS = 32  # For a method that never chooses keys, true attention is summed over pieces of 1/32 window.
 
 Recording = dict[str, Any]
 

@@ -17,9 +17,10 @@ _CODE_SIGNS = ((",", ""), ("'", ""), ("\\", ""), (".0", ""), ("] [", "]["), ("[ 
 
 
 def exact(prediction: str, references: tuple[str, ...]) -> float:
-    """Return 1 if the answer agrees with a reference, 1/4 for some of the right letters without a wrong one, else 0.
+    """Return 1 if the answer agrees with a reference, else 0.
 
-    Numbers are compared as numbers. Other answers must contain the reference, without regard to spaces and case.
+    If the reference is letters of options, an answer of right letters alone, but not of all of them, gets 1/4. Numbers
+    are compared as numbers. Other answers must contain the reference, without regard to spaces and case.
     """
     return max(_exact(prediction, reference) for reference in references)
 
