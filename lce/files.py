@@ -25,7 +25,7 @@ MAX_JSON_VALUES = 1_000_000  # the most JSON values in such a file; one token in
 
 
 def path_of(path: object, what: str = "the path") -> Path:
-    """Convert a user's value to a `Path`. Raises `UsageError`, naming it `what`, if no file can have this name."""
+    """Convert a user's value to a `Path`. Raises `UsageError` about `what` if no file can have this name."""
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
     text = os.fspath(path)
@@ -46,7 +46,7 @@ def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
-        if stat.S_ISREG(mode):  # opening a device may already have an effect
+        if stat.S_ISREG(mode):  # checked first, because opening a device may have an effect
             return os.open(path, flags)
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the name
         raise error(f"cannot read {named(path)}: {_reason(failure)}; check the path and its permissions") from None
@@ -203,16 +203,16 @@ def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
 
 
 class JsonError(ValueError):
-    """The error for a text that is not JSON or has too many values. Callers put its message into their own."""
+    """The error for a text that is not JSON or has too many values. Callers put the message into their own error."""
 
 
 def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
     """Parse an untrusted JSON text. Raises `JsonError`.
 
-    Refuses a text with more than `most` values and names before parsing it, because each takes up to about 100 bytes of
-    memory. With `unique`, refuses an object that has a name twice.
+    Refuses a text with more than `most` values and names without parsing, because a value takes up to about 100 bytes
+    of memory. With `unique`, refuses an object that has a name twice.
     """
-    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # each value and name but the first follows one of these
+    n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # one precedes each value and name except the first
     if n_values > most:
         raise JsonError(f"more than {most} JSON values; expected far fewer")
     try:

@@ -26,7 +26,7 @@ CATEGORIES = ("products", "attention", "selection", "cache", "norms", "activatio
 
 @dataclass
 class Profile:
-    """The profile of a run. `seconds` has the time of each of `CATEGORIES`; `calls` counts calls of `timed` functions.
+    """The profile of some work. `seconds` has the time of each category; `calls` counts calls of `timed` functions.
 
     The time of a `timed` call inside another one counts for the inner call's category alone. `read_bytes` counts
     the keys and values given to attention, each chosen chunk once per KV head and call, and the summaries and low-dim
@@ -41,7 +41,7 @@ class Profile:
 
     @property
     def total_s(self) -> float:
-        """The seconds of the whole run."""
+        """The seconds of all categories together."""
         return sum(self.seconds.values())
 
 
@@ -87,7 +87,7 @@ Count = Callable[..., None]  # takes the clock, a marked function's result, and 
 
 
 def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that adds a function's time to `category`, and its work by `count`, during a profile."""
+    """Return a decorator. During a profile, a call's time is added to `category`, and `count` adds the call's work."""
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -133,7 +133,7 @@ def count_dense(
 
 def count_routed(clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, *_: Any) -> None:
     """Add the bytes read and the FLOPs of a call of `Attention.routed`, which reads a chosen chunk once per KV head."""
-    chosen = chunk_ids.unflatten(0, (clock.n_kv_heads, -1)).flatten(1)  # [G, choices]
+    chosen = chunk_ids.unflatten(0, (clock.n_kv_heads, -1)).flatten(1)  # [G, chosen chunks]
     n_different = sum(len(ids[ids >= 0].unique()) for ids in chosen)
     clock.profile.read_bytes += n_different * 2 * clock.chunk_size * q.shape[-1] * q.itemsize
     clock.profile.attention_flops += 4.0 * q.shape[-1] * clock.chunk_size * int((chosen >= 0).sum())

@@ -15,7 +15,7 @@ MOST = 1 << 60  # larger counts are refused as mistakes
 
 
 def in_bytes(size: object, what: str) -> int:
-    """Parse a size in bytes: `8 << 30`, "8GiB", "8GB" and "8G" are equal. Raises `UsageError`, naming it `what`."""
+    """Parse a size in bytes: `8 << 30`, "8GiB", "8GB" and "8G" are equal. Raises `UsageError` about `what`."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(Fraction(match[1]) * _factor(match[2]))
@@ -26,7 +26,7 @@ def in_bytes(size: object, what: str) -> int:
 
 
 def count(value: object, what: str, least: int = 1, most: int = MOST) -> int:
-    """Parse a number from `least` to `most`: 4096, "4096" and "4k" are equal. Raises `UsageError`, naming it `what`."""
+    """Parse a number from `least` to `most`: 4096, "4096" and "4k" are equal. Raises `UsageError` about `what`."""
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
     number = int(match[1]) * _factor(match[2]) if match is not None else _whole(value)
     if number is None:

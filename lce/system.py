@@ -31,7 +31,7 @@ _MEMORY_FILES = {  # by cgroup version: the file of the limit, the file of the u
 }
 
 TRIM_THRESHOLD = 512 << 20  # the most bytes of freed memory that glibc keeps at the end of its heap
-MMAP_THRESHOLD = 32 << 20  # glibc gives a larger allocation its own mapping, and returns the mapping when it is freed
+MMAP_THRESHOLD = 32 << 20  # glibc maps a larger allocation separately, and unmaps the allocation when it is freed
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
@@ -86,7 +86,7 @@ def memory_name(device: torch.device) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest parent that exists. Raises `OSError` if what exists is no folder."""
+    """Return the folder, or the nearest parent that exists. Raises `OSError` if a file is in the way."""
     folder = folder.absolute()
     found = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     if not found.is_dir():
@@ -115,9 +115,9 @@ def default_threads() -> int | None:
 def wait_passively() -> None:
     """Set the environment so that waiting OpenMP threads soon sleep instead of spinning. Call before torch is loaded.
 
-    By default, OpenMP threads that wait for the slowest thread spin, on a busy machine even on the core that it needs.
-    With the settings in `PASSIVE` they spin for about 20 microseconds: not less, because the kernels of a decode step
-    follow each other faster than a thread wakes up. If the environment has one of these settings, it stays as it is.
+    By default, waiting OpenMP threads spin, on a busy machine even on the core that the slowest thread needs. With the
+    settings in `PASSIVE`, they spin for about 20 microseconds: not less, because the kernels of a decode step follow
+    each other faster than a thread wakes up. If the environment has one of these settings, nothing is changed.
     """
     if not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
@@ -127,7 +127,7 @@ def uses_threads() -> None:
     """Record that this process computes with several threads. Call this before such work.
 
     OpenMP's threads do not survive a fork, and a forked process that needs them hangs. So this function raises
-    `UsageError` in a process whose parent called it before the fork, unless the process computes with one thread.
+    `UsageError` if the parent called this function before the fork, unless the process computes with one thread.
     """
     import torch
 
@@ -176,7 +176,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _folders(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield each folder, parents too, with a cgroup controller's limits for this process, and the cgroup version."""
+    """Yield the folders with a cgroup controller's limits for this process, with parents, and the cgroup version."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):

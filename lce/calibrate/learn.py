@@ -203,7 +203,7 @@ class Calibrator:
         return LowDimMap(**tensors), recall
 
     def exact(self, q: Tensor) -> Tensor:
-        """Sum queries `[N, H·D]` over the heads of each KV head, `[N, G·D]`; sums times keys are the exact scores."""
+        """Sum queries `[N, H·D]` over the heads of each KV head, `[N, G·D]`. Sums times keys are exact scores."""
         grouped: Tensor = q.unflatten(1, (self.n_kv_heads, self.n_heads // self.n_kv_heads, -1))
         return grouped.sum(dim=2).flatten(1)
 

@@ -1,8 +1,8 @@
 """The work folder of a calibration: finished pieces and layers stay there until all are finished.
 
-Each file has a digest of its content, and names its calibration's plan (options, model and text) and its place, which
-is its file name. A file that is damaged, or has another plan or place, counts as missing. Anything but a regular file
-is refused.
+Each file contains a digest of its content, a digest of the calibration's plan (options, model and text), and its own
+file name (`place`). A file that is damaged, renamed, or from another plan counts as missing. Anything except a regular
+file is refused.
 """
 
 from __future__ import annotations

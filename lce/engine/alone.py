@@ -41,7 +41,7 @@ class Alone:
     tape: Callable[[torch.device], CudaTape] | None
 
     def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
-        """Return the `Lane`, a context's part in a pass, that appends `ids`. With `driver`, no step is recorded."""
+        """Return a `Lane` (a context's part in a pass) that appends `ids`. With a `driver`, no step is recorded."""
         if self.tape is not None and context.graph is None:
             context.graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
         recorder = context.graph if driver is None else None
@@ -65,7 +65,7 @@ class Alone:
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
-        """Prefill the uncached tokens. If all are cached but the last token's logits are unknown, prefill it again."""
+        """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again."""
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for ids in blocks(context.uncached, self.block, progress):
@@ -77,7 +77,7 @@ class Alone:
         """Prefill the prompt `ids` after a context's tokens, then yield the answer's text until `flag` is set.
 
         If prefill does not complete, the context goes back to its state before the call. If decode fails, the context
-        keeps the answer's tokens so far, which `result` has too; with `undo` the context goes back.
+        keeps the answer's tokens so far, which `result` has too; with `undo`, the context goes back then, too.
         """
         stats, started, mark = result.stats, time.perf_counter(), context.mark()
         said: int | None = None  # the number of the context's tokens before the answer; None during prefill
@@ -117,7 +117,7 @@ class Alone:
 
 
 def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
-    """Yield `ids` in blocks, and call `progress` after each. Progress counts from `done`, the tokens read before."""
+    """Yield `ids` in blocks, and call `progress` after each. Progress begins at `done`, the tokens read before."""
     for start in range(0, len(ids), block):
         part = ids[start : start + block]
         yield part

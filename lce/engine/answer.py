@@ -45,7 +45,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A drawn token's log-probability, and `top`: `(id, logprob)` of the likeliest, before temperature and filters."""
+    """The log-probabilities of a drawn token and, in `top`, of the likeliest tokens, before temperature and filters."""
 
     token_id: int
     logprob: float
@@ -103,7 +103,7 @@ class Answer:
 
     @property
     def ahead(self) -> bool:
-        """Whether the next step may be launched before the host knows its token: sampling is greedy, a step follows."""
+        """Whether the next step may be launched before its token is read: if sampling is greedy and a step follows."""
         options = self.options
         plain = options.sampling.temperature == 0 and options.logprobs is None
         return plain and len(self.result.token_ids) + 1 < options.max_tokens

@@ -25,7 +25,7 @@ _SAID = "This is what was said before."  # stands for the text of a given contex
 class _Turn:
     """A turn of a conversation: the new messages `asked`, and the answer's `stream`.
 
-    `chat` is the chat template's text of all messages up to the answer: the first `n_asked` tokens of the context.
+    `chat` is the template's text of all messages before the answer, held by the context's first `n_asked` tokens.
     """
 
     asked: list[dict[str, str]]
@@ -46,8 +46,8 @@ class _Turn:
 class _Past:
     """The history of a conversation. It is replaced as a whole, so that Ctrl-C cannot leave it half changed.
 
-    `text` is the chat template's text of `messages`. Each of `marks` pairs a number of characters at the beginning of
-    `text` with the number of context tokens that hold them. `turn` is the last turn, until `messages` has its messages.
+    `text` is the chat template's text of `messages`. Each of `marks` has the number of characters in a prefix of `text`
+    and the number of context tokens that hold the prefix. `turn` is the last turn; None once it is in `messages`.
     """
 
     messages: Sequence[dict[str, str]]
@@ -177,7 +177,7 @@ class Conversation(Unique):
         marks += self._mark_of_answer(chat.text, n_same)
         n_chars, n_tokens = marks[-1] if marks else (0, 0)
         ids = self.engine.tokenizer.encode_parts(chat, n_chars)
-        if not marks:  # the context lost even the tokens of the context given at first
+        if not marks:  # even the tokens of the context given at first are missing
             ids = [*self._before, *ids]
         self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))])
         if self.context is None:

@@ -124,7 +124,7 @@ class Context(Unique):
 
         The next call prefills the last remaining token again, because the logits after it were not kept. More tokens
         are prefilled again if the method's state cannot go back to exactly `n_tokens`: at most those of an incomplete
-        chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. Blocks may begin at other tokens.
+        chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. The new blocks may begin at other tokens.
         """
         with self.hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
@@ -132,7 +132,7 @@ class Context(Unique):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.length:
                 self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
-            del self.token_ids[n_tokens:]  # last: after an interruption before this line, tokens are read again
+            del self.token_ids[n_tokens:]  # last: if interrupted before this, the next call prefills again
 
     def close(self) -> None:
         """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""

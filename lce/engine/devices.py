@@ -58,9 +58,9 @@ def device_of(name: object) -> torch.device:
 
 
 def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
-    """Divide `n_layers` layers among devices by their free memory (see `counts_of`), and return the borders.
+    """Divide `n_layers` layers among devices by free memory (see `counts_of`); return each later device's first layer.
 
-    One device has no borders. `sizes` are the weights' bytes by lce's names. A tied head is copied to the last device.
+    Returns () for one device. `sizes` has each weight's bytes, by lce's name. A tied head is copied to the last device.
     """
     if len(devices) == 1:
         return ()

@@ -6,7 +6,7 @@ the index (`lce.methods.step.DeviceStep`). The step is recorded again when the t
 larger ones, and when the text exceeds the length (`bound`) for which the step was recorded.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
-after the committed tokens, so it can be dropped if the text ends or continues with another token.
+after the committed tokens, so its result can be dropped if the text ends or continues with another token.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Recording:
 class DecodeGraph:
     """The recorded decode steps of one context, which owns this object.
 
-    The graph's own memory holds the temporary tensors of one step. `refused` says why steps cannot be recorded, if so.
+    The graph's own memory holds one step's temporary tensors. `refused` says why no step can be recorded, or is empty.
     """
 
     def __init__(self, model: Model, driver: Driver, device: torch.device, tape: CudaTape) -> None:
@@ -147,7 +147,7 @@ class DecodeGraph:
         Returns False, and appends nothing, if this step must run kernel by kernel. If `lane.ahead`, the step of the
         likeliest next token is launched too. After an error or an interruption the cache is as before.
         """
-        early, self._early = self._early, None  # an early step can serve the next pass only
+        early, self._early = self._early, None  # a step launched early can serve only the next pass
         if self.refused or _pauses or len(lane.token_ids) > 1:
             return False
         start, cache, token_id = lane.start, lane.cache, lane.token_ids[0]
@@ -185,12 +185,12 @@ class DecodeGraph:
         return True
 
     def _bound_of(self, cache: KVCache, start: int) -> int | None:
-        """Return the length of text up to which the step of the token at `start` is recorded; None: not recorded."""
+        """Return the longest text for which a step recorded at `start` is valid; None: do not record that step."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
         """Return the current recording, or a new one if `bound` or the tensors of the cache have changed."""
-        memory = [None if x is None else ref(x) for x in cache.memory]  # `ref` returns one object per tensor
+        memory = [None if x is None else ref(x) for x in cache.memory]  # a tensor's `ref` is always the same object
         found, layers = self._recording, cache.layers
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
             return found

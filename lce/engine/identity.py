@@ -62,7 +62,7 @@ class Identity:
         }
 
     def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
-        """Raise `DataError`, which says what differs, if `found`, the identity in the file `path`, is not this one."""
+        """Raise a `DataError` that says what differs if `found`, the identity in the file `path`, is not this one."""
         theirs = found if isinstance(found, dict) else {}
         for difference, option in _differences(theirs, self.facts):
             raise DataError(f"{named(path)} was made with {difference:.280}: {option:.140}, or {remedy}")
@@ -74,7 +74,7 @@ def model_identity(fingerprint: str, weights: str | None) -> str:
 
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs in an identity's facts for `lce.methods.make`. Objects are given by their files, or left out."""
+    """Return an identity's knobs for `lce.methods.make`. An object becomes its file's path, if any, or is left out."""
     knobs = facts.get("knobs")
     found = knobs.items() if isinstance(knobs, dict) else ()
     plain = {name: value for name, value in found if not isinstance(value, dict)}
@@ -132,7 +132,7 @@ def _differing(theirs: object, ours: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _content(value: Any) -> tuple[str, Any]:
-    """Return the value to compare, or its digest, with its type's name, so that 1, 1.0 and true differ."""
+    """Return the type's name and the value to compare (an object's digest), so that 1, 1.0 and true differ."""
     compared = value.get("digest") if isinstance(value, dict) else value
     return type(compared).__name__, compared
 

@@ -1,7 +1,7 @@
 """One pass through the model for several contexts. A lane is a context's part in the pass: the tokens that it adds.
 
 Each lane attends with its own method and cache. Lanes of one token share matrix products in groups of a few rows, and
-the kernel sums each row in the same order as for one row alone. A longer lane has its products to itself. So on a CPU
+the kernel sums each row in the same order as for one row alone. A longer lane shares no product. So on a CPU
 the bits of a lane's results do not depend on other lanes.
 """
 

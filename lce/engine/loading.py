@@ -111,7 +111,7 @@ def resolved(
     model: str | Path, method: str | Method, *, window: int | str | None = None, rope: str | None = None,
     rope_factor: float | None = None,
 ) -> Method:  # fmt: skip
-    """Return the method, knobs filled in, of the engine that `load` makes. Loads no weights; raises the same errors."""
+    """Return the method of the engine that `load` makes, with all knobs. Raises `load`'s errors; loads no weights."""
     config = read_config(source := source_of(model))
     window = sized(window, "window", 2) or config.window
     return fitted(method, ModelFacts(source, config, window, scaled(config.rope, rope, rope_factor)))
@@ -152,8 +152,8 @@ def plan(
     """Plan a context of `tokens` tokens: the bytes that each tier must hold, and the longest context that fits.
 
     Takes these options of `load`: `device`, `dtype`, `block`, `window`, `kv_device_budget`, `kv_host_budget`,
-    `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights count by their shapes. The `dtype` "auto" is
-    the one in config.json, else float32. A method that needs a file of learned maps is planned without the file.
+    `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights' bytes follow from shapes. The `dtype`
+    "auto" is the one in config.json, else float32. A method that needs a file of learned maps is planned without one.
     """
     made = planned(model, method, options)
     layout, sizes = made.layout, made.weight_bytes
@@ -195,7 +195,7 @@ def _sizes(
     facts: ModelFacts, method: str | Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
     stored: Collection[str], block: int | None, budgets: Budgets, kv_dtype: object, borders: Borders | None = None,
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes. `stored` names the weights. `borders` puts layers on devices; None: by free memory."""
+    """Return an engine's sizes. `stored` has the stored weights' names. If `borders` is None, see `borders_of`."""
     config, chosen = facts.config, fitted(method, facts)
     family = model_class(config)
     schemes = family.schemes(config, scheme, stored) if scheme else {}

@@ -22,7 +22,7 @@ from lce.models.registry import model_class
 from lce.sizes import count
 
 PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices for attention; its other matrices are the MLP's
-LONGEST = 1 << 24  # the longest text, in tokens; the slowest methods take a minute or more to count it
+LONGEST = 1 << 24  # the longest text that is counted, in tokens: a minute or more for the slowest methods
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class OperationCount:
     `projections`, `mlp` and `head` are products with weights; the head runs only for each block's last token.
     `attention`, `scores`, `summaries` and `low_dim` are the method's: see `lce.methods.Cost`. Plain causal attention
     would take `causal` multiply-adds instead of these four. `key_bytes` counts keys and values; it is an upper bound if
-    heads choose independently, because their choices may coincide.
+    heads choose independently, because two heads may choose the same chunk.
     """
 
     tokens: int

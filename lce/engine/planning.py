@@ -3,9 +3,9 @@
 A plan counts keys and values, the method's own state, and the weights of a model that is not loaded yet. It does not
 count the activations of a block, which do not grow with the text.
 
-Free memory alone would admit two contexts that do not fit together, because neither uses all its memory yet. So the
-process' `Allowance` promises each context its bytes, and plans count the unused promises of other contexts as taken. A
-promise ends with the context's cache: when the context is closed or freed, or when the call that made it fails.
+Two contexts may each fit in free memory and yet not fit together, because memory is taken only as a context grows. So
+the process' `Allowance` promises (reserves) each context's bytes, and other contexts' plans count these bytes as taken.
+A promise ends when the context is closed or freed, or when the call that made the promise fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lce.cache.tier import DEVICE, DISK, HOST
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
-UNBOUNDED_TOKENS = 1 << 40  # a layout that fits this many tokens counts as unbounded
+UNBOUNDED_TOKENS = 1 << 40  # if a context of this many tokens fits, the longest length counts as unbounded
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Planner:
             budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
             for tier, n_bytes in part.needs(n_new).items():
                 name = part.device_tier if tier == DEVICE else tier
-                before = found.get(name, Need(0))  # the need of the devices before, for a tier that they share
+                before = found.get(name, Need(0))  # the sum so far: several devices share the tiers host and disk
                 found[name] = Need(
                     before.keys_and_values + n_bytes + self.pool_bytes.get(name, 0),
                     before.besides + besides[tier],
@@ -207,13 +207,13 @@ class Planner:
 
 
 def kinds_of(layout: CacheLayout) -> dict[str, str]:
-    """Return the name of each tier's memory or disk. Layouts that share a memory or disk get the same name for it."""
+    """Return the name of the memory or disk that holds each tier. A memory or disk has one name in all layouts."""
     places = _places(layout).items()
     return {tier: system.disk_name(x) if isinstance(x, Path) else system.memory_name(x) for tier, x in places}
 
 
 def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the free bytes of each tier, less those `taken` of its memory or disk; None: the machine does not say."""
+    """Return each tier's free bytes minus the `taken` bytes of the tier's memory or disk; None if unknown."""
     kinds, found = kinds_of(layout), dict[str, int | None]()
     for tier, place in _places(layout).items():
         free = system.free_disk(place) if isinstance(place, Path) else system.free_memory(place)
@@ -228,7 +228,7 @@ def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
 
 
 class Allowance:
-    """The bytes that a process has promised to its contexts. Any thread may use this object."""
+    """The memory that a process has promised to (reserved for) its contexts. Any thread may use this object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -242,7 +242,7 @@ class Allowance:
     ) -> Planner:
         """Return a planner for a new context and for `weights`, bytes by device, that are not loaded yet.
 
-        A context that is prefilled `into_file` reserves its own disk space. Promises to the cache `own` do not count.
+        A context that is prefilled `into_file` reserves disk space itself. Bytes promised to cache `own` count as free.
         """
         if into_file:
             layout = replace(layout, budgets=replace(layout.budgets, spill_dir=Path()))
@@ -250,7 +250,7 @@ class Allowance:
         return Planner(layout, free | ({DISK: None} if into_file else {}), weights)
 
     def promise(self, cache: KVCache, n_tokens: int) -> None:
-        """Promise a cache the memory of `n_tokens` tokens. Raises `CapacityError` if they do not fit."""
+        """Reserve the memory of `n_tokens` tokens for a cache. Raises `CapacityError` if the tokens do not fit."""
         if n_tokens <= self.promised(cache):
             return
         with self._lock:
@@ -285,14 +285,14 @@ class Allowance:
         return 0 if held is None else held[1]
 
     def give_back(self, cache: KVCache, n_tokens: int) -> None:
-        """Reduce the promise to a cache to `n_tokens` tokens."""
+        """Reduce the memory promised to a cache to that of `n_tokens` tokens."""
         with self._lock:
             held = self._promises.get(cache)
             if held is not None and n_tokens < held[1]:
                 self._promises[cache] = held[0], n_tokens
 
     def _unused(self, own: KVCache | None) -> Counter[str]:
-        """Return the bytes that caches except `own` were promised and do not use yet, by memory or disk."""
+        """Return the bytes that are promised to caches other than `own` and not used yet, by memory or disk."""
         total: Counter[str] = Counter()
         for cache, (planner, n_tokens) in list(self._promises.items()):
             if cache is not own:

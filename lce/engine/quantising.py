@@ -27,7 +27,7 @@ def quantize(
     """Write a quantised checkpoint to the folder `out`: config, tokenizer, and the weights in "int8" or "int4".
 
     `lce.load(out)` computes the same as `lce.load(model, weights=…)`, and opens the same context files. `out` must be a
-    new or an empty folder. Two copies of one matrix are held at a time. `progress` counts bytes. Raises `ModelError`
+    new or an empty folder. Holds two copies of one matrix at a time. `progress` counts bytes. Raises `ModelError`
     for a `model` that is invalid or quantised already, and `UsageError` for `weights` or an `out` that cannot be used.
     """
     source, target, scheme = source_of(model), path_of(out, "out"), scheme_of(weights)

@@ -25,9 +25,9 @@ class Sampling:
 
     With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
     keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
-    whose probability is at least `min_p` times that of the likeliest. 0, 1 and 0 switch these filters off. The same
-    `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the strings
-    `stop`; a function `stop` is called with the text so far after each token, and ends the text by returning True.
+    whose probability is at least `min_p` times that of the likeliest. `top_k` 0, `top_p` 1 and `min_p` 0 drop nothing.
+    The same `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the
+    strings `stop`. A function `stop` is called with the text so far after each token; True ends the text.
     """
 
     temperature: float = 0.0
@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", "a number, 0 or more", _number, lambda x: 0 <= x < math.inf),
-            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # refuses None by a TypeError
+            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # `None >= 0` is a TypeError
             ("top_p", "more than 0 and at most 1", _number, lambda x: 0 < x <= 1),
             ("min_p", "0 (off) to 1", _number, lambda x: 0 <= x <= 1),
             ("seed", "a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),
@@ -119,9 +119,9 @@ def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
-    """Set to 0, in place, those `probabilities [vocab]` of tokens that `top_p` drops.
+    """Set the `probabilities [vocab]` of the tokens that `top_p` drops to 0, in place.
 
-    `top_p` drops a token if the likelier tokens add up to `top_p`. Of equally likely tokens the earlier count as
+    `top_p` drops a token if the likelier tokens add up to `top_p`. Of equally likely tokens, lower ids count as
     likelier. Time: O(vocab) if hundreds of tokens are kept. The cumulative sums equal those of a full sort bit by bit.
     """
     n_ranked = min(len(probabilities), 256)

@@ -1,4 +1,4 @@
-"""Saves and opens context files, and prefills into them over several runs."""
+"""Saves and opens context files. Prefills a document into a context file; an interrupted prefill can be resumed."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def state_of(path: Path) -> Path:
 
 
 def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool) -> None:
-    """Remove token ids and logits from the tensors `small` of a file. Raises `DataError` if they contradict `manifest`.
+    """Check and remove the token ids and the logits in `small`, a context file's tensors besides keys and values.
 
-    `own` says that the file is a prefill job's own unfinished file.
+    Raises `DataError` for ids or logits that contradict `manifest`. `own`: the file is a prefill job's unfinished file.
     """
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
     most = manifest.capacity if own else manifest.capacity + MOST_UNCACHED
@@ -153,7 +153,7 @@ def check_writable(path: Path) -> None:
 
 
 class PrefillJob:
-    """A prefill into the context file `path`, which a later run can resume after an interruption.
+    """A prefill into the context file `path`. After an interruption, a new job for the same `path` resumes the prefill.
 
     The file `path.part` takes keys and values as they are computed, and `path.part.state` holds the last checkpoint.
     Call `start`, prefill the tokens that the cache lacks, call `checkpoint` from time to time, and `finish` at the end.

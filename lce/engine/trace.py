@@ -14,15 +14,15 @@ from lce.methods.step import Step
 
 @dataclass(frozen=True)
 class Trace:
-    """The choices of a method for T queries: `chosen[layer]` `[H, T, K]` are chunk ids, ascending, -1 for none.
+    """The chunks that a method chose for T queries. `chosen[layer]` `[H, T, K]` has chunk ids, ascending, -1 for none.
 
     Chunk id c stands for the `chunk_size` tokens from `first + c · chunk_size` on. Tokens that every query sees without
-    a choice, such as those of its own chunk, are not listed. K is 0 for a method that chooses nothing.
+    choosing them, such as those of the query's own chunk, are not listed. K is 0 for a method that chooses nothing.
 
-    `scores[layer]` `[H, T, K]` are the scores of the choices, NaN for none. `ranks[layer]` `[H, T, K]` are their ranks
-    among all candidates of the query, 0 for the best, -1 for none; a chunk that is always chosen has the rank of its
-    score. `all_scores[layer]` `[C, T, M]`, if requested, are the scores of all M candidates, -inf for those that a
-    query cannot choose. C is H, or less if heads share their choices.
+    `scores[layer]` `[H, T, K]` are the chosen chunks' scores, NaN for none. `ranks[layer]` `[H, T, K]` are the chosen
+    chunks' ranks by score among all M chunks, 0 for the best, -1 for none. `all_scores[layer]` `[C, T, M]`, if
+    requested, are the scores of all M chunks, -inf for chunks that a query cannot choose. C is H, or less if several
+    heads choose together. A chunk that is always chosen has its score's rank, too.
     """
 
     chunk_size: int
@@ -34,7 +34,7 @@ class Trace:
 
 
 class TraceObserver:
-    """A collector of the choices of a prefill. With `keep_all`, it collects the scores of all candidates too."""
+    """A collector of the chunks chosen in a prefill, with their scores; with `keep_all`, of all chunks' scores too."""
 
     def __init__(self, *, keep_all: bool = False) -> None:
         self.keep_all = keep_all
@@ -44,7 +44,7 @@ class TraceObserver:
         """Return None, which means that all queries of the block are observed."""
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Record the choices of a layer for a block of queries; return `out` unchanged."""
+        """Record the chunks that a layer's heads chose for a block of queries; return `out` unchanged."""
         n_heads, n_tokens = seen.q.shape[:2]
         chosen = torch.empty(n_heads, n_tokens, 0, dtype=torch.int64) if seen.chosen is None else seen.chosen
         scores = chosen.new_empty(1, n_tokens, 0, dtype=torch.float32) if seen.scores is None else seen.scores
@@ -53,7 +53,7 @@ class TraceObserver:
         return out
 
     def trace(self, choices: tuple[int, int]) -> Trace:
-        """Return the trace of all blocks. `choices` is `Method.choices`: the first token, and a chunk's size."""
+        """Return the trace of all blocks. `choices` is `Method.choices`: chunk 0's first token, and the chunk size."""
         first, size = choices
         fills = (-1, torch.nan, -1, -torch.inf)[: 4 if self.keep_all else 3]
         layers = [self._parts[layer] for layer in sorted(self._parts)]
@@ -73,7 +73,7 @@ def ranks_of(scores: Tensor) -> Tensor:
 
 
 def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores and the ranks of choices, both `[H, T, K]`: NaN and -1 where choice or score is missing."""
+    """Return scores and ranks `[H, T, K]` of the chosen chunks; NaN and -1 where a chunk or its score is missing."""
     none = chosen < 0
     if not scores.shape[-1]:
         return none.float().fill_(torch.nan), none.long().fill_(-1)
@@ -86,7 +86,7 @@ def _of_choices(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: list[Tensor], fill: float) -> Tensor:
-    """Join the parts `[H, T, K]` of several blocks along T. Pads K with `fill`; repeats heads that share choices."""
+    """Join tensors `[H, T, K]` of several blocks along T. Pads K with `fill`; repeats rows that several heads share."""
     widest, most = max(part.shape[-1] for part in parts), max(len(part) for part in parts)
     same = (part.repeat_interleave(most // len(part), 0) for part in parts)
     return torch.cat([pad(part, (0, widest - part.shape[-1]), value=fill) for part in same], dim=1)

@@ -208,7 +208,7 @@ class ModelConfig:
     def dual_chunk(self, path: object) -> tuple[int, int] | None:
         """Return the chunk size of Dual Chunk Attention, and the position of a query for keys of older chunks.
 
-        Both are those with which Qwen's models are served. A chunk has `chunk_size - local_size` tokens (keys of the
+        Both are the values with which Qwen serves its models. A chunk has `chunk_size - local_size` tokens (keys of the
         config). The query's position is the config's `chunk_size`, one more than in the paper, or the last position of
         two successive chunks if that is less. Returns None for a config without `dual_chunk_attention_config`. `path`
         is named in the error.

@@ -47,7 +47,7 @@ class Layer:
         return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
 
     def heads(self, x: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise `x [T, hidden]` and project it to `q [H, T, D]` and `k v [G, T, D]`, which are views."""
+        """Normalise `x [T, hidden]` and project the result to `q [H, T, D]` and `k v [G, T, D]`, which are views."""
         config, dim = self.config, self.config.head_dim
         joined = self.project("qkv", x, norm=norm)
         rows = joined.view(-1, 1, dim) if len(x) == 1 else joined.view(len(x), -1, dim).transpose(0, 1)
@@ -68,7 +68,7 @@ class Model:
     layer: ClassVar[type[Layer]]
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
-    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # a joined matrix's name -> the matrices stacked in it
+    joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # a joined matrix's name -> the names of the stacked matrices
     unused: ClassVar[tuple[str, ...]] = ()  # name patterns of published weights that the family ignores
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class Model:
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
         """Return the scheme that quantises each matrix, by the matrix's name in published checkpoints.
 
-        Embedding and head always get 8 bits: they are few of a model's bytes and cause much of the error.
+        The embedding and the head always get 8 bits, because they have few of the bytes and cause much of the error.
         """
         return {
             published: all_schemes()["int8"] if name in ("embed", "head") else scheme

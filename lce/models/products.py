@@ -21,7 +21,7 @@ from lce.kernels.cuda import launching
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked
 
-SHARED_ROWS = MOST_ROWS  # In a product of up to this many rows of several texts, each row has the same bits as alone.
+SHARED_ROWS = MOST_ROWS  # Each row of a product of up to this many rows has the same bits as in a product of its own.
 SCRATCH = 64 << 20  # The most bytes of unpacked weights that a product with quantised weights holds at once.
 _thread = threading.local()  # `memory`: this thread's scratch memory for unpacked weights
 

@@ -23,7 +23,7 @@ class Qwen3Layer(LlamaLayer):
 
 @family("qwen3", "Qwen3ForCausalLM")
 class Qwen3(Llama):
-    """Llama with norms of queries and keys, over a head's D channels, before RoPE. All heads share the weights."""
+    """Llama with norms of queries and keys, over a head's D channels, before RoPE. All heads share the norm weights."""
 
     defaults = Qwen2.defaults | {"head_dim": 128}
     layer = Qwen3Layer

@@ -19,8 +19,8 @@ from lce.models.products import turns
 class Rope:
     """RoPE's frequencies for one context, and the factor by which YaRN multiplies rotated vectors.
 
-    Only `dynamic` scaling depends on `length`, the context's final length. A user announces it when the context starts.
-    It is fixed from then on, because cached keys are rotated with the frequencies that depend on it.
+    Only `dynamic` scaling depends on `length`, the context's final length. A user announces `length` when the
+    context starts. `length` never changes, because cached keys are rotated with frequencies that depend on `length`.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:

@@ -27,14 +27,14 @@ from typing import Any
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
-MAX_CHARS = 1 << 20  # A rendered text has at most so many characters, plus eight per character of the messages.
-MAX_SECONDS = 2  # A rendering takes at most so much processor time, plus 1 s per 500,000 characters of the messages.
-MAX_BYTES = 384 << 20  # The rendering process has at most so much memory, plus 96 bytes per character of the messages.
+MAX_CHARS = 1 << 20  # A rendered text may have this many characters, plus eight per character of the messages.
+MAX_SECONDS = 2  # A rendering may take this much processor time, plus 1 s per 500,000 characters of the messages.
+MAX_BYTES = 384 << 20  # The rendering process may take this much memory, plus 96 bytes per character of the messages.
 MOST_WAITED = 60  # The most seconds that lce waits for the rendering process, even on a busy machine.
 
 # The rendering process gets only these environment variables: TZ for the time of day, the others for Python to start.
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # Marks for cuts: Unicode keeps these characters out of texts.
+_CUTS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters, which Unicode keeps out of texts, mark the cuts
 _REMEDY = "use the template that came with this checkpoint"
 _START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'))"
 
@@ -126,7 +126,7 @@ def _answer(request: str) -> bytes:
         raise ModelError(_cannot_start("this program has no Python interpreter of its own"))
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin]
     folders = dict.fromkeys(str(Path(origin).parent.parent) for origin in origins)
-    command = [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]  # imports no site packages but Jinja's
+    command = [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]  # imports only Jinja's site packages
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     try:  # in a process group of its own: Ctrl-C interrupts only lce, which then ends the process
         process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=kept, process_group=0)

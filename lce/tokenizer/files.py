@@ -32,7 +32,7 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the tokenizer's files in a checkpoint folder, all but the vocabulary."""
+        """Read the tokenizer's files in a checkpoint folder, all except the vocabulary."""
         config = read_object(folder / "special_tokens_map.json")
         own = read_object(folder / "tokenizer_config.json")
         config |= {key: value for key, value in own.items() if value is not None}

@@ -24,7 +24,7 @@ MOST_GROWTH = 64  # The largest factor by which all steps may lengthen a text. P
 MOST_INSERTED = 64  # The most characters that a step may insert at once.
 MOST_PATTERN = 4096  # The most characters of a regular expression. Published ones have some 400.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# `_ESCAPES` finds a regular expression's escapes and conditions. `_RECALLS` are those that refer to an earlier match.
+# `_ESCAPES` finds a regular expression's escapes and conditions. `_RECALLS` has all that refer to earlier matches.
 _ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in "123456789kg"), "(?("}
 # GPT-2's table from characters to bytes. Printable bytes are written as themselves, other bytes as the characters
 # from U+0100 on: a space is `Ġ`.
@@ -63,7 +63,7 @@ class Spelling:
 
     @classmethod
     def of_decoder(cls, decoder: Mapping[str, Any] | None) -> Spelling:
-        """Return the spelling of tokenizer.json's decoder. Raises ModelError if it does not work token by token."""
+        """Return the spelling of tokenizer.json's decoder. Raises ModelError if a step needs several tokens at once."""
         if decoder is None:
             return cls(separator=" ")
         check_steps(decoder, "decoder")
@@ -95,7 +95,7 @@ class Spelling:
         return "replace" if self.form == "byte_level" else "lce.replace_each_byte"
 
     def bytes_of(self, token: str, first: bool) -> bytes:
-        """Return the bytes that `token` adds to a text, as its `first` token or not. Byte-level `Ġé` adds b' \\xe9'."""
+        """Return the bytes that `token` adds to a text; `first`: as the first token. Byte-level `Ġé` adds b' \\xe9'."""
         if not first:
             token = self.separator + token
         elif self.first_drops:

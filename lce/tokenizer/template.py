@@ -1,7 +1,7 @@
 """Renders one untrusted Jinja template, in a process of its own that `chat.py` starts.
 
 The process reads a request from stdin, limits its own time and memory, and writes the text or the failure to stdout,
-both as JSON. Under `python -I -S` it sees no environment, no working folder and no site packages but Jinja's. Jinja's
+both as JSON. Under `python -I -S` it sees no environment, no working folder, and only Jinja's site packages. Jinja's
 immutable sandbox keeps the template away from Python's objects. Without a loader the template can read no files. If the
 template takes too much time or memory, the limits end the process.
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def render(template: str, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
-    """Return what `main` answers: a text of at most `chars` characters, or a failure. Raises MemoryError."""
+    """Return what `main` answers: a text of at most `chars` characters, or a failure. MemoryError is not caught."""
     pieces, length = [], 0
     try:
         for piece in _sandbox().from_string(template).generate(variables):

@@ -34,7 +34,7 @@ MOST_AROUND = 64  # The most ids that a post-processor may add to a text. Publis
 
 @contextmanager
 def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
-    """Turn every error of a library into a `kind` with one line of text. A Rust panic raises a BaseException."""
+    """Turn every error of a library into a one-line error of class `kind`. A Rust panic raises a BaseException."""
     try:
         yield
     except (LceError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -46,7 +46,7 @@ def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
 
 
 class JsonVocabulary:
-    """The vocabulary in a tokenizer.json. Its tokens that are in `special_names` become special."""
+    """The vocabulary in a tokenizer.json. Tokens that `special_names` lists become special."""
 
     def __init__(self, raw: bytes, path: Path, special_names: Iterable[str]) -> None:
         self._path = path
@@ -106,7 +106,7 @@ class JsonVocabulary:
 def _check_normalizer(raw: bytes) -> None:
     """Check the normalizer's steps before the library reads the file and applies them to the added tokens.
 
-    Parsing the file takes as long as the library does, so it is parsed only if it may have steps that are refused.
+    Parsing the file takes as long as the library does, so Python parses a file only if one of its steps may be refused.
     """
     if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
         content = parse_json(raw, MOST_VALUES)

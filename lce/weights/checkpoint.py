@@ -39,7 +39,7 @@ _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
 class _Target:
     """A tensor or a quantised matrix to load: the stored tensors `names`, of `shapes`, joined along dimension 0.
 
-    `parts` has its tensors in memory, by name: several for a quantised matrix, one with the name "" for a plain tensor.
+    `parts` has the loaded tensors, by name: several for a quantised matrix, one with the name "" for a plain tensor.
     `dtype` is the dtype of a plain tensor, or of a matrix before loading quantises it; None for a matrix that is stored
     quantised.
     """
@@ -67,7 +67,7 @@ class _Target:
         return math.prod(self.shape) * self.dtype.itemsize if self.scheme and self.dtype else 0
 
     def split(self, whole: Tensor, part: str = "") -> dict[str, Tensor]:
-        """Split a part into views, one per stored tensor, by name. A quantised part's row holds `ROW_BLOCK` rows."""
+        """Split a part into views, one per stored tensor, by name. A quantised part has a row per `ROW_BLOCK` rows."""
         block = ROW_BLOCK if part else 1
         rows = whole.split([-(-shape[0] // block) for shape in self.shapes])
         return {f"{name}.{part}" if part else name: stored for name, stored in zip(self.names, rows, strict=True)}
@@ -219,11 +219,11 @@ class Checkpoint:
         return DTYPES[max(sizes, key=sizes.__getitem__)]
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the weights, however they are sharded. It ties contexts and learned maps to them.
+        """Return a SHA-256 of the weights, however sharded. The hash ties contexts and learned maps to the weights.
 
         The hash covers every name, dtype and shape, and samples of every tensor's beginning, middle and end. A change
         elsewhere in a large tensor is not seen. `load` takes the samples when it reads the weights. Quantised weights
-        have the fingerprint of their source checkpoint; their file is compared with the samples in its manifest.
+        have the fingerprint of their source checkpoint; their file must match the samples in the file's manifest.
         """
         if self.manifest is None:
             return self._samples

@@ -92,7 +92,7 @@ def all_schemes() -> Mapping[str, Scheme]:
 
 
 def scheme_of(name: object) -> Scheme | None:
-    """Return the scheme that a user names; None for "auto", weights as stored. Raises `UsageError` for other names."""
+    """Return the scheme that a user names; None for "auto" (weights as stored). Raises `UsageError` for other names."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return None
     if not isinstance(name, str) or name not in all_schemes():

@@ -265,7 +265,7 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
     cannot be read, and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
     """
     pinned = any(out.is_cuda for out in outs.values())
-    # A piece to convert is first read into one of `stages`, in turn. By then, the stage's last piece was delivered.
+    # Pieces to convert are first read into `stages`, in turn. A stage's earlier piece has been delivered by then.
     stages = cycle(torch.empty(2 * READERS, PIECE, dtype=torch.uint8, pin_memory=pinned))
     reading: deque[tuple[Future[None], Tensor, Tensor]] = deque()
 
