@@ -67,7 +67,7 @@ def keep_interrupts() -> None:
     def hook(ignored: sys.UnraisableHookArgs) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             main = threading.main_thread().ident
-            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # a signal also ends a wait
+            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # a signal also interrupts a wait
             again.daemon = True
             again.start()
         else:
@@ -87,7 +87,7 @@ def report_failure(error: BaseException) -> int:
     """Print one line about a failed command to stderr and return the exit code."""
     try:
         sys.stdout.flush()
-    except OSError:  # stdout is broken: what is pending goes to /dev/null, so that Python's exit does not fail too
+    except OSError:  # stdout is broken: unwritten text goes to /dev/null, so that Python's exit does not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     notes: list[str] = getattr(error, "__notes__", [])  # such as how to resume an interrupted command
     cause: BaseException | None = error  # Ctrl-C while a compiled module is imported raises ImportError

@@ -1,4 +1,4 @@
-"""`lce inspect` and `lce trace`: recordings as pages, JSON, lines and pictures, and a page with an engine behind it."""
+"""`lce inspect` and `lce trace`: recordings as pages, JSON, lines and pictures, and a page served by an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_recording(
 
     if out is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
-    options: dict[str, str] = {}  # by file, its option: no output may overwrite another file of this command
+    options: dict[str, str] = {}  # file -> the option that names the file; no file may be named twice
     for option, file in {"--prompt-file": prompt["prompt_file"], "--out": out, "--json": json_file}.items():
         if file not in (None, "-") and (same := options.setdefault(os.path.realpath(file), option)) != option:
             raise UsageError(f"{same} and {option} are both {named(file)}; name another file")
@@ -65,7 +65,7 @@ def serve_live(
     model: str, prompt: dict[str, str | None], port: int, most_prompt: int, loading: dict[str, Any], output: Output,
     **_not_live: Any,
 ) -> None:  # fmt: skip
-    """Serve the page of `lce inspect --live`, with an engine behind it, until Ctrl-C. Only its URL goes to stdout."""
+    """Serve the page of `lce inspect --live`, for which an engine runs, until Ctrl-C. Only its URL goes to stdout."""
     from lce.lab.study.live import Live
     from lce.lab.study.live_server import LiveServer
 
@@ -90,7 +90,7 @@ def serve_live(
 def show_trace(
     model: str, method: lce.Method, prompt: str, plot: str | None, loading: dict[str, Any], output: Output, **what: Any
 ) -> None:
-    """Trace a text and print the choices for its last tokens, a line for each token, layer and head."""
+    """Print the chunks or tokens chosen for the last tokens of a text: a line for each token, layer and head."""
     from lce.lab.study.pictures import draw_choices, drawable
     from lce.lab.study.recording import Recorder, RecordingRequest
 
@@ -110,7 +110,7 @@ def show_trace(
 
 
 def _rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield an object per traced token, layer and head with the head's choices. Rank 0 is the best; -1 is unknown."""
+    """Yield an object per traced token, layer and head with what the head chose. Rank 0 is the best; -1 is unknown."""
     run, n_heads = recording["runs"][0], recording["model"]["heads"]
     looks = {int(query): look for segment in run["segments"] for query, look in segment["looks"].items()}
     for query in run["looked"]:
@@ -127,7 +127,7 @@ def _rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each mark and layer, how often the heads of the traced tokens attend the mark.
+    """Return, for each mark (a span of the text) and layer, how often heads of the traced tokens attend the mark.
 
     `attended` is the share of heads that attend a token of the mark. `hit1` and `hit5` are the shares of heads to which
     a choice with tokens of the mark has the best score, or one of the five best; None for layers that choose nothing.

@@ -109,7 +109,7 @@ def show_perplexities(
     model: str, methods: Sequence[lce.Method], lengths: Sequence[int], files: Sequence[str], streams: bool, stride: int,
     scored: str, most: int | None, longest: int | None, record: str | None, loading: Mapping[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Measure each method's perplexity at each length over the texts of some files. Errors precede all output.
+    """Measure each method's perplexity at each length over the texts of some files. Errors come before any output.
 
     Windows of all lengths end at the same tokens: where windows of the largest length, or of `longest` tokens, end.
     """

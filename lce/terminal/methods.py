@@ -42,7 +42,7 @@ class MethodOption:
 
 
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `loading`, options of `lce.load`, in which missing options are taken from a context file."""
+    """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
     own: dict[str, Any] = {"window": context.window, "dtype": context.dtype, "weights": context.weights or "auto"}
     own["kv_dtype"] = "int8" if context.kv_dtype == "int8" else "auto"
     if loading.get("rope") is None and loading.get("rope_factor") is None:
@@ -63,7 +63,7 @@ def methods_of(
 ) -> list[lce.Method]:  # fmt: skip
     """Return the methods called `names`. `all` stands for the methods that serve the model and that `suits` accepts.
 
-    `all` excludes methods for analysis; they can be named beside `all`. A method of `all` that lacks something, such as
+    `all` excludes methods for analysis, which can be named as well. A method of `all` that lacks something, such as
     the learned maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, a knob
     KEY=VALUE is for the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises
     `UsageError` for wrong names or knobs.
@@ -143,7 +143,7 @@ def _serving(
         serves = False
         with contextlib.suppress(LceError):
             resolved(method=name, **loading)
-            serves = True  # with its defaults, so the given knobs are wrong
+            serves = True  # the method works with its defaults, so the given knobs are wrong
         if serves or any(key.startswith(f"{name}.") for key in knobs):
             raise
         note(f"--method all leaves {name} out: {error}")
@@ -151,7 +151,7 @@ def _serving(
 
 
 def check_capacity(model: str, methods: Sequence[lce.Method], tokens: int, loading: Mapping[str, Any]) -> None:
-    """Raise `CapacityError` if `tokens` tokens do not fit under one of the methods. `loading` is for `lce.load`."""
+    """Raise `CapacityError` if `tokens` tokens do not fit into memory with a method. `loading` is for `lce.load`."""
     from lce.engine.loading import SizeOptions
 
     sizes: Any = {name: loading[name] for name in SizeOptions.__annotations__}

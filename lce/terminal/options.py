@@ -94,7 +94,7 @@ def _suite(
     tasks: list[str], task_knobs: dict[str, str], depths: str | None, mode: str, shard: str, contexts: str | None,
     **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the tasks of `lce eval run` and the suite that asks them."""
+    """Return the tasks of `lce eval run`, and their suite."""
     from lce.lab.eval.running import Asking, Shard
     from lce.lab.eval.suite import MadeSuite, make_tasks
 
@@ -109,7 +109,7 @@ def _suite(
 def new_file(path: str | None, force: bool) -> str | None:
     """Check the path of a file that a command will write, before any work, and return the path. Accepts None: no file.
 
-    Raises `DataError` for anything but a regular file, and `UsageError` for an existing file unless `force`.
+    Raises `DataError` for a path that is not a regular file, and `UsageError` for an existing file unless `force`.
     """
     if path is None:
         return None
@@ -140,7 +140,7 @@ def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False
 def _benchmark(
     suite: str, data: str, tasks: list[str], samples: int | None, prompts: str | None, mode: str, shard: str, **how: Any
 ) -> dict[str, Any]:
-    """Return the tasks of a published benchmark and the suite that asks them."""
+    """Return the tasks of a published benchmark, and their suite."""
     from lce.lab.eval.published import find
     from lce.lab.eval.published.suite import PublishedSuite
     from lce.lab.eval.running import Asking, Shard
@@ -289,5 +289,5 @@ def asked_options(n: int) -> Decorator:
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:
-    """Declare `--NAME FILE`, a file to write, and `--force`. The two reach the command as one checked path."""
+    """Declare `--NAME FILE`, a file to write, and `--force`. The command gets one argument: the checked path."""
     return packed(name, new_file, flag(f"--{name} FILE", help, dest="path", required=required), _FORCE)

@@ -30,7 +30,7 @@ def note(text: str) -> None:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table; all columns but the first are right-aligned, for numbers."""
+    """Return a Markdown table; all columns except the first are right-aligned, for numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
@@ -108,7 +108,7 @@ class Output:
 
     @contextmanager
     def noting(self, *beyond: str | None) -> Iterator[list[str]]:
-        """Show the first warning of each of lce's own classes as a note on stderr; append its text to the yielded list.
+        """Show the first warning of each lce warning class as a note on stderr. Append the note to the yielded list.
 
         `beyond` has notes on texts longer than the window, which are shown at once; None is for a text within the
         window. If any `beyond` is given, later `WindowWarning`s are dropped.

@@ -51,7 +51,7 @@ def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: An
 def read_text(name: str) -> str:
     """Return the text of a UTF-8 file, or of stdin for "-", without the final line break.
 
-    Raises `DataError` for anything but a text file, and `CapacityError` for a text too long for this machine.
+    Raises `DataError` for a file that is not text, and `CapacityError` for a text too long for this machine.
     """
     source, data = read_bytes(name)
     text = decoded(data, source).removesuffix("\n").removesuffix("\r")

@@ -115,7 +115,7 @@ def _bytes(table: Table) -> list[str]:
 
 
 def _depths(table: Table) -> list[str]:
-    """Return a table for each method of scores by the fact's depth in the text; empty if no depths were asked for."""
+    """Return for each method a table of scores by the fact's depth in the text; [] if no depths were asked for."""
     lines = []
     for method in table.methods:
         rows, cells = [], [table.row(method).get(length, Cell()) for length in table.lengths]

@@ -60,7 +60,7 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
 
 
 class Commands(contextlib.ExitStack):
-    """A runner of `lce` commands in this process, a context manager. Files of prose for them are deleted on exit."""
+    """A context manager that runs `lce` commands in this process. It deletes the commands' files of prose on exit."""
 
     def __init__(self, setting: Setting, output: Output) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Commands(contextlib.ExitStack):
         self.texts: dict[int, str] = {}
 
     def run(self, command: str, tokens: int) -> Any:
-        """Run a command line and return its JSON output. Its word FILE becomes a file of `tokens` tokens of prose."""
+        """Run a command line and return its JSON output. The word FILE becomes a file of `tokens` tokens of prose."""
         words = [self._file(tokens) if word == "FILE" else word for word in shlex.split(command)[1:]]
         words += ["--json", *(["-"] if words[0] == "bench" else [])]
         words += ["--quiet"] * (self.output.quiet and words[0] not in ("plan", "explain"))
@@ -95,7 +95,7 @@ def _prose(setting: Setting, tokens: int) -> str:
     """Return generated prose of `tokens` tokens, as counted by the model's tokenizer."""
     tokenizer = lce.load(setting.model).tokenizer
     prose, text, ids = sentences(Random(setting.seed)), "", list[int]()
-    while len(ids) < tokens:  # each step adds a tenth, so each token is encoded some ten times
+    while len(ids) < tokens:  # the text grows by a tenth per step, so a token is encoded about ten times
         text = " ".join([text, *(next(prose) for _ in range(100 + len(text) // 1000))]).strip()
         ids = tokenizer.encode(text, bos=False)
     return tokenizer.decode(ids[:tokens])

@@ -181,9 +181,8 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
 
 def detail_lines(found: TaskScore) -> list[str]:
     """Return lines with a task's scores by group and by its other metrics."""
-    lines = [
-        f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()
-    ]  # groups are named by the user's files: cut long names
+    # The user's files name the groups, so names can be long.
+    lines = [f"  {cut(name)}: {score:.2f}" for name, score in found.groups.items()]
     return lines + [f"  by {name}: {score:.2f}" for name, score in found.others.items()]
 
 

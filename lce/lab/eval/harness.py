@@ -2,8 +2,8 @@
 
 The harness makes prompts and scores answers, and `lce.lab.eval.requests` generates the answers. The harness finds the
 class `LceLM` by the name `lce`, an entry point of the group `lm_eval.models`. Releases of lm_eval up to 0.4.13 ignore
-entry points. With these, `lce eval harness` or an import of this module registers the class. The package lm_eval is
-needed: `pip install 'lce[harness]'`.
+entry points. With such a release, `lce eval harness` or an import of this module registers the class. The package
+lm_eval is needed: `pip install 'lce[harness]'`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LceLM(TemplateLM):
         asked = []
         for prompt, options in (each.args for each in requests):
             how = normalize_gen_kwargs(options, self.max_gen_toks)
-            if how["do_sample"] and how.get("seed") is None:  # torch draws a seed, and the harness seeds torch
+            if how["do_sample"] and how.get("seed") is None:  # the seed is drawn by torch, which the harness seeds
                 how["seed"] = int(torch.randint(1 << 62, ()))
             asked.append((self.tok_encode(prompt) or [self.prefix_token_id], generating(how)))
         self._note_cut([len(prompt) + how.max_tokens for prompt, how in asked])
@@ -130,10 +130,10 @@ class LceLM(TemplateLM):
         return self._answers("generate_until", [request.args for request in requests], found, disable_tqdm)
 
     def _answers(self, kind: str, asked: Sequence[Any], found: Iterator[tuple[int, Any]], quiet: bool) -> list[Any]:
-        """Return answers in the order of the requests. `found` yields (request number, answer), cached at once."""
+        """Return answers in the order of the requests. Cache each (request number, answer) that `found` yields."""
         answers: dict[int, Any] = {}
         with tqdm(total=len(asked), desc=f"lce: {kind}", disable=quiet) as bar, warnings.catch_warnings():
-            warnings.simplefilter("ignore", lce.WindowWarning)  # already shown when the model was loaded
+            warnings.simplefilter("ignore", lce.WindowWarning)  # this warning was shown when the model was loaded
             for number, answer in found:
                 answers[number] = answer
                 self.cache_hook.add_partial(kind, asked[number], answer)

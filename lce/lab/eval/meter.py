@@ -1,9 +1,9 @@
 """Measures which tokens a method attends, and the weight of these tokens under full attention.
 
 `lce.methods.Observed` runs a method unchanged, in its usual blocks of queries. In every layer and head, an
-`AttentionMeter` finds the tokens that some watched queries attend, and the weight that these tokens have under full
-attention, the judge (`lce.methods.mass`). The next layer gets the method's own output (`states="own"`), or the output
-of full attention (`states="judge"`), so that errors of earlier layers do not count.
+`AttentionMeter` finds the tokens that the watched queries attend, and the weight of these tokens under full attention.
+This full attention is called the judge (`lce.methods.mass`). The next layer gets the method's own output
+(`states="own"`), or the judge's output (`states="judge"`), so that errors of earlier layers do not count.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Tally:
 
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
-    facts: int = 0  # pairs of a query and a fact in a chunk that this query could choose
-    found: list[float] = field(default_factory=list)  # one share per block of queries; `Attended.found` has their mean
+    facts: int = 0  # the number of (query, fact) pairs where the query could choose the fact's chunk
+    found: list[float] = field(default_factory=list)  # ESA's recall per block of queries; `Attended.found` is the mean
 
     def add(self, name: str, values: Tensor) -> None:
-        """Sum `values [heads, ...]` over all but heads, and add the result to `sums[name]`."""
+        """Sum `values [heads, ...]` over all dimensions except heads, and add the sums to `sums[name]`."""
         total = values.float().flatten(1).sum(1).cpu()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
@@ -52,7 +52,7 @@ class AttentionMeter:
         self.begin(0)
 
     def begin(self, first: int, positions: Sequence[int] | None = None, facts: Sequence[tuple[int, int]] = ()) -> None:
-        """Watch the queries from `first` on, or only those at `positions`. `facts` are token spans (start, stop)."""
+        """Watch the queries from `first` on, or at `positions` if given. `facts` are token spans (start, stop)."""
         self.first, self.positions, self.facts = first, positions, facts
         self.layers: dict[int, _Tally] = {}
         self.bytes = {"read": 0.0, "scored": 0.0, "full": 0.0}
@@ -124,13 +124,13 @@ class AttentionMeter:
             self._count_found(tally, seen, seen.method)
 
     def _count_hits(self, tally: _Tally, seen: Observation, scores: Tensor) -> None:
-        """Count how often a fact's chunk ranks first, or in the first five, by `scores [choosers, queries, chunks]`."""
+        """Count how often a fact's chunk is best, or in the top 5, by `scores [heads or groups, queries, chunks]`."""
         (first, size), known = seen.method.choices, scores > -torch.inf
         for start, stop in self.facts:
             a, b = max(0, (start - first) // size), (stop - 1 - first) // size + 1
             if stop <= first or not scores[..., a:b].numel():
                 continue
-            best = scores[..., a:b].amax(-1, keepdim=True)  # [choosers, queries, 1]
+            best = scores[..., a:b].amax(-1, keepdim=True)  # [heads or groups, queries, 1]
             rank = (scores > best).sum(-1).masked_fill(~known[..., a:b].any(-1), scores.shape[-1])
             tally.facts += int(known[0, :, a:b].any(-1).sum())
             tally.add("hit1", rank < 1)
@@ -139,7 +139,7 @@ class AttentionMeter:
     def _count_choices(self, chosen: Tensor, known: Tensor, positions: Tensor) -> None:
         """Add how often each chunk was chosen.
 
-        `chosen [heads, queries, n]` are chunk ids, -1 for none; `known [queries, chunks]` marks possible choices.
+        `chosen [heads, queries, n]` are chunk ids, -1 for none; `known [queries, chunks]` marks chunks open to a query.
         """
         for t, position in enumerate(positions.tolist()):
             times = torch.bincount(chosen[:, t].flatten().clamp(min=-1) + 1, minlength=known.shape[-1] + 1)[1:]
@@ -148,7 +148,7 @@ class AttentionMeter:
             self.times[position] = times if before is None or len(before) != len(times) else before + times
 
     def _count_found(self, tally: _Tally, seen: Observation, method: ESA) -> None:
-        """Add the share of the `top_k` tokens with the best exact scores that low-dim scores find (ESA's recall)."""
+        """Add the share of the `top_k` tokens of the best exact scores that low-dim scores also find (ESA's recall)."""
         step, n = seen.step, method.top_k
         if method.compress == "none" or method.far is None or n is None or method.n_candidates(step.start) <= n:
             return

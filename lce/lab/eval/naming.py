@@ -32,7 +32,7 @@ def described(engine: lce.Engine) -> dict[str, str]:
 
 
 def told(engine: lce.Engine) -> dict[str, Any]:
-    """Return the fields of `lce.lab.eval.record.Line` that an engine determines: all but `checkpoint`."""
+    """Return the fields of `lce.lab.eval.record.Line` that an engine determines: all except `checkpoint`."""
     about = {"method": engine.method.label, "knobs": knob_values(engine.method)}
     return {**about, "window": engine.window, "version": lce.__version__}
 
@@ -51,7 +51,7 @@ def cut(text: str) -> str:
 
 
 def way_of(sample: Mapping[str, Any]) -> str:
-    """Return a text that lists the options of a sample that are not defaults: task knobs, filler, mode and others."""
+    """Return as text the options of a sample that differ from the defaults: task knobs, filler, mode and others."""
     parts = [f"{knob}={value}" for knob, value in sample.get("task_knobs", {}).items()]
     if (filler := sample.get("filler")) not in ("prose", "none", None):
         parts.append(str(filler))

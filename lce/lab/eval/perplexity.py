@@ -9,8 +9,8 @@ as in the code of Dual Chunk Attention, all tokens of a window are scored. Windo
 A stream is one pass over a text that scores each token after all earlier tokens. Perplexities are by token position.
 
 The perplexity is `exp` of the mean negative log-likelihood of a token. The 95% interval is Student's t interval over
-windows, or over runs of at most `stride` tokens of a stream, weighted by size. The interval is too narrow if windows
-are alike (neighbours in one text) or overlap (with `all`).
+windows, or over runs of up to `stride` successive tokens of a stream, weighted by size. The interval is too narrow if
+windows are alike (neighbours in one text) or overlap (with `all`).
 
 A table has one model and one setting: windows with the last `stride` tokens scored, windows with all tokens scored, or
 streams. Rows are methods. Columns are lengths, or for streams ranges of positions that end at powers of two. A cell
@@ -42,7 +42,7 @@ SCORED = ("last", "all")
 class Perplexity:
     """A perplexity: in windows of `length` tokens, or of the tokens `first..length-1` of texts read in one pass.
 
-    `samples` is the number of windows, or of runs of tokens in one pass that have a record of their own; `tokens` is
+    `samples` is the number of windows, or of runs of successive tokens with one line each in the record; `tokens` is
     the number of scored tokens. `low` and `high` are the ends of the 95% interval, or None if there is one sample.
     """
 
@@ -71,7 +71,7 @@ class Perplexity:
 def student(freedom: int) -> float:
     """Return the 97.5% quantile of Student's t with `freedom` degrees of freedom, to 0.2%.
 
-    Up to 4 degrees the quantile is tabulated; beyond, it is computed by Abramowitz and Stegun, 26.7.5.
+    Up to 4 degrees the quantile is tabulated; beyond, it is computed by formula 26.7.5 of Abramowitz and Stegun.
     """
     exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
     if freedom in exact:
@@ -264,7 +264,7 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
 
 
 def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]:
-    """Yield each setting's name and lines. Windows of at most `stride` tokens belong to both settings of windows."""
+    """Yield each setting's name and lines. A window of at most `stride` tokens is in both settings, last and all."""
     windows = [line for line in lines if line[0]["setting"] == "windows"]
     strides = sorted({sample["length"] - sample["first"] for sample, _ in windows if sample["first"] > 1})
     for stride in strides:
@@ -278,6 +278,6 @@ def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]
 
 
 def _border(sample: Mapping[str, Any]) -> int:
-    """Return the length that identifies a sample's column: a window's length, or a run's end rounded up to 2**n."""
+    """Return the length that identifies a sample's column: a window's, or a stream position rounded up to 2**n."""
     length: int = sample["length"]
     return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()

@@ -34,8 +34,8 @@ STYLE: Any = {
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito without yellow
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
 MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1.2, "zorder": 0}
-# A length's points are spread on the logarithmic axis, so that equal scores stay visible: neighbouring methods by a
-# factor of at most 2**APART, all methods together by a factor of at most 2**MOST_APART.
+# Methods' points at one length are moved apart on the logarithmic axis, so that equal scores stay visible: neighbours
+# by a factor of at most 2**APART, the first and the last method by a factor of at most 2**MOST_APART.
 APART, MOST_APART = 0.06, 0.5
 BINS = 5  # rows of a heat map (ranges of depth), if the user asked for no depths
 MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # the largest number of each in one picture
@@ -93,7 +93,7 @@ def _drawings(report: Report) -> Iterator[tuple[Any, ...]]:
 
 
 def by_length(table: Table) -> Figure | None:
-    """Draw scores with intervals by length, one line per method, and the ceiling as a horizontal line."""
+    """Draw scores with intervals by length: a line per method, and a horizontal line for `full` within the window."""
     if not table.cells:
         return None
     figure, axes = _figure(table)
@@ -248,7 +248,7 @@ def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Seque
 
 
 def _errors(spans: Sequence[Span]) -> list[list[float]]:
-    """Return the distances from values to the low and high ends of their intervals. Rounding makes none negative."""
+    """Return the distances from values to the ends of their intervals, low and high; rounding errors below 0 are 0."""
     return [[max(0.0, value - low) for value, low, _ in spans], [max(0.0, high - value) for value, _, high in spans]]
 
 

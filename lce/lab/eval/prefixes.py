@@ -21,10 +21,10 @@ def read_all(
 ) -> Iterator[tuple[int, lce.Context]]:
     """Read texts of token ids in sorted order; yield each text's number and the context that holds the text.
 
-    Tokens that the caller adds to the context are dropped before the next text. `lengths` are the lengths that the
-    context may reach with each text, by default those of the texts. The RoPE scaling `dynamic` depends on this length,
-    so with this scaling only equal texts share a context. Memory: one context. Raises `CapacityError` before any
-    work if the longest text cannot fit.
+    Tokens that the caller adds to the context are dropped before the next text. `lengths` has for each text the length
+    that the context may reach, by default the text's. The RoPE scaling `dynamic` depends on this length, so with this
+    scaling only equal texts share a context. Memory: one context. Raises `CapacityError` before any work if the longest
+    text cannot fit.
     """
     if not texts:
         return
@@ -45,7 +45,7 @@ def read_all(
 
 
 class _Reader:
-    """A context that reads one text after the other. `marks` are states to go back to, shortest first."""
+    """A context that reads one text after the other. `marks` are its marks to go back to, shortest first."""
 
     def __init__(self, engine: lce.Engine, length: int) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class _Reader:
         self.marks = [self.context.mark()]
 
     def read(self, text: Sequence[int], n_kept: int) -> lce.Context:
-        """Read `text` into the context, and mark the end of the last whole block within its first `n_kept` tokens."""
+        """Read `text` into the context, and mark the end of the last whole block of `text[:n_kept]`."""
         context, block = self.context, self.engine.block
         n_known = n_common(context.token_ids, text)
         while (n := self.marks[-1].n_tokens) > n_known or (n % block and n != len(text)):

@@ -54,7 +54,7 @@ class Answer(Line):
     chance: float | None = None  # the score that another sample's right answer gets for this sample
     prompt_tokens: int | None = None  # all tokens read before the answer
     read_bytes: int | None = None  # bytes of keys, values and summaries read by a decode step after the answer
-    ceiling: bool | None = None  # whether the sample measures the ceiling: `full` within the window
+    ceiling: bool | None = None  # whether the sample measures the ceiling, the score of `full` within the window
 
     @property
     def value(self) -> float:
@@ -77,8 +77,8 @@ class Attended(Line):
     Lists of the type `PerHead` are by layer and head. `recall` is the attended share of the true attention mass, and
     `tokens` the number of attended tokens. Facts are the sentences that the answer depends on; `fact` is the attended
     share of their tokens. `hit1` is the share of facts in a chunk with the best score of all chunks, and `hit5` the
-    share of facts in one of the five best chunks; both are empty for layers without a choice. `cover` is the share of
-    chunks that any head of any layer chooses, and `gini` the Gini coefficient of how often each chunk is chosen.
+    share of facts in one of the five best chunks; both are empty for layers that choose nothing. `cover` is the share
+    of chunks that any head of any layer chooses, and `gini` the Gini coefficient of how often each chunk is chosen.
     `found` has one number per layer: the share of the tokens with the best exact scores that low-dim scores also find.
 
     Bytes are what one query reads in all layers. `read_bytes` counts keys and values, each token once per KV head,
@@ -109,7 +109,7 @@ KINDS: dict[str, type[Line]] = {
 
 
 class Record:
-    """Measurements by sample, kept in a file, or in memory if `path` is None. A sample says what was measured.
+    """Measurements by sample (what was measured, as a JSON object), in a file, or in memory if `path` is None.
 
     Raises `DataError` for a file that cannot be used, before any work.
     """
@@ -135,7 +135,7 @@ class Record:
             raise _strange(path, rest, len(lines) + 1)
 
     def get(self, sample: dict[str, Any], prompt: str | None = None) -> Any:
-        """Return the measurement of a sample; None if there is none, or if it has another prompt."""
+        """Return the measurement of a sample; None if there is none, or if the recorded prompt differs."""
         _, found = self._lines.get(_key(sample), (None, None))
         is_other = prompt is not None and found is not None and found.prompt not in (None, text_hash(prompt))
         return None if is_other else found
@@ -154,7 +154,7 @@ class Record:
         self.add_all([(sample, measured)])
 
     def add_all(self, measured: Sequence[tuple[dict[str, Any], Line]]) -> None:
-        """Append several lines in one write. If the process is killed, the file may have the first of them."""
+        """Append several lines in one write. If the process is killed, the file may have only the first lines."""
         if self.path is not None:
             _append(self.path, b"".join(_line(*each) for each in measured))
         self._lines.update((_key(sample), (sample, each)) for sample, each in measured)

@@ -27,9 +27,9 @@ from lce.lab.eval.record import Answer, Attended, Loss, Record
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
-CLEARLY = 0.1  # the low end of a ceiling's interval must exceed chance by this margin
+CLEARLY = 0.1  # the interval of the ceiling (`full` within the window) must lie above chance by this margin
 FAILS = 0.5  # the method `full` fails a task if its mean score within the window is below this
-HOLDS = 0.9  # a method holds at a length if it reaches this share of the ceiling's score
+HOLDS = 0.9  # a method holds at a length if its score is this share of `full`'s within the window, or more
 
 AnswerLine = tuple[Mapping[str, Any], Answer]  # a sample and its answer
 Place = tuple[str, int]  # a cell's method and length
@@ -63,9 +63,7 @@ class Table:
     task: str
     way: str  # the options that are not defaults: task knobs, filler, mode and others
     cells: dict[Place, Cell] = field(default_factory=dict)
-    ceilings: dict[Place, Cell] = field(
-        default_factory=dict
-    )  # scores of the method `full` at lengths within the window
+    ceilings: dict[Place, Cell] = field(default_factory=dict)  # scores of `full` at lengths within the window
 
     @property
     def title(self) -> str:
@@ -85,7 +83,7 @@ class Table:
 
     @property
     def ceiling(self) -> tuple[int, Score] | None:
-        """The longest measured length of `full` within the window, and the score there; None if not measured."""
+        """The longest length at which `full` was measured within the window, and the score; None if not measured."""
         if not self.ceilings:
             return None
         where = max(self.ceilings, key=lambda place: place[1])
@@ -113,7 +111,7 @@ class Table:
     def tells(self, length: int) -> bool | None:
         """Return whether scores at `length` distinguish methods; None if `full` was not measured within the window.
 
-        They do if `full` can do the task within the window, and not every method reaches the score that `full` has.
+        Scores distinguish methods if `full` can do the task within the window, and not every method scores as high.
         """
         if self.ceiling is None:
             return None
@@ -121,9 +119,10 @@ class Table:
         return bool(self.discriminates) and not all_reach(scores, self.ceiling[1])
 
     def holds_to(self, method: str) -> int | None:
-        """Return the longest length up to which a method's mean score is at least `HOLDS` times the ceiling's.
+        """Return the longest length up to which a method's mean score is at least `HOLDS` times that of `full`.
 
-        Return 0 if the score is lower at the shortest length, and None without a ceiling or if `full` fails.
+        The score of `full` within the window counts. Return None if `full` fails or was not measured, and 0 if the
+        method's score is lower at the shortest length.
         """
         if self.ceiling is None or not self.discriminates:
             return None
@@ -136,12 +135,12 @@ class Table:
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
-    """Return whether there are two or more scores, and the upper ends of all intervals reach the ceiling's mean."""
+    """Return whether there are two or more scores, and the upper ends of all intervals reach the mean of `ceiling`."""
     return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
 
 
 def fails(ceiling: Score) -> str | None:
-    """Return why a task with this ceiling cannot distinguish methods; None if the task can."""
+    """Return why a task with this score of `full` cannot distinguish methods; None if the task can."""
     if ceiling.low < (ceiling.chance or 0.0) + CLEARLY:
         return f"`full` scores {ceiling.mean:.2f}, not clearly above chance ({ceiling.chance or 0.0:.2f})"
     if ceiling.mean < FAILS:
@@ -203,12 +202,12 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
             cell.depths.add(answer.depth)
     for table in tables.values():
         lengths = table.lengths
-        for where, cell in table.ceilings.items():  # the ceiling's samples also count for the method `full`
+        for where, cell in table.ceilings.items():  # answers for the ceiling also count for the method `full`
             if where[1] in lengths or where[1] > max(lengths, default=0):
                 same = table.cells.setdefault(where, Cell())
                 same.answers |= cell.answers
                 same.depths |= cell.depths
-                cell.answers |= same.answers  # and samples of `full` count for the ceiling
+                cell.answers |= same.answers  # answers of the method `full` also count for the ceiling
         if not table.ceilings:
             table.ceilings = {place: cell for place, cell in table.cells.items() if _is_within(place, cell, found)}
     return [table for table in tables.values() if table.cells or table.ceilings]

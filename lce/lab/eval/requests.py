@@ -29,9 +29,9 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 class ModelArguments:
     """The harness's model arguments that are not for `lce.load`. Numbers may be texts, such as "4k".
 
-    Requests of more than `max_length` tokens lose their beginning. If `max_length` is None, the method's limit counts.
-    `max_gen_toks` limits answers of tasks without a limit of their own. `prefix_token_id` is put before texts without a
-    context; if None, BOS is, or else EOS. `add_bos_token` overrides the tokenizer's setting. Raises `UsageError`.
+    Requests of more than `max_length` tokens (by default the method's limit) lose their beginning. `max_gen_toks`
+    limits answers of tasks without a limit of their own. `prefix_token_id` (by default BOS, or else EOS) is put before
+    texts without a context. `add_bos_token` overrides the tokenizer's setting. Raises `UsageError` for unusable values.
     """
 
     max_length: Any = None
@@ -116,7 +116,7 @@ def _likelihood(engine: lce.Engine, context: lce.Context, continuation: list[int
 
 
 def text_likelihood(engine: lce.Engine, windows: Sequence[tuple[list[int], list[int]]]) -> float:
-    """Return the log-probability of a text in windows. A window is a context, and the tokens after it to score."""
+    """Return the log-probability of a text in windows. A window is (context, tokens to score)."""
     scores = [engine.score([*context, *scored], first=len(context)) for context, scored in windows]
     return sum(float(each.logprobs.double().sum()) for each in scores)
 

@@ -42,7 +42,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a shard, such as `0/2` and `1/2` for the two halves. Raises `UsageError`."""
+        """Parse a shard, such as `0/2` and `1/2` for the two halves. Raises `UsageError` for other texts."""
         index, _, count = text.partition("/")
         if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
             raise UsageError(f"shard is {shown(text)}; expected i/n with i from 0 to n-1, such as 0/2")
@@ -57,7 +57,7 @@ class Asking:
     """How samples are asked: in which mode, and which shard of the samples.
 
     With `contexts`, a folder, the modes `shared` and `turns` save each prefilled document as a context file, and open
-    this file instead of prefilling again. Questions do not change the file. Raises `UsageError`.
+    this file instead of prefilling again. Questions do not change the file. Raises `UsageError` for a wrong mode.
     """
 
     mode: str = "single"
@@ -178,8 +178,8 @@ class _Run:
     def _prefilled(self, group: Sequence[Numbered]) -> Iterator[tuple[lce.Context, dict[int, list[int]]]]:
         """Yield a context with the prefilled document, and the tokens of each question by its number.
 
-        A model must read the same tokens in every mode, but some tokenizers add tokens around a text, or join the end
-        of the document and the question in one token. So whole prompts are encoded, and split after common tokens.
+        A model must read the same tokens in every mode, but some tokenizers add tokens around a text, or encode the end
+        of the document and the question as one token. So whole prompts are encoded, then split after common tokens.
         """
         engine = self.engine
         prompts = {index: engine.tokenizer.encode(sample.prompt) for index, sample in group}
@@ -242,7 +242,7 @@ def make_folder(folder: str | Path, what: str) -> None:
 
 
 def answer_tokens(engine: lce.Engine, sample: Sample) -> int:
-    """Return the limit of an answer in tokens: the sample's, or the tokens of the perfect answer plus two."""
+    """Return the largest number of tokens of an answer: the sample's, or that of the perfect answer plus two."""
     if sample.max_tokens is not None:
         return sample.max_tokens
     return len(engine.tokenizer.encode(" " + sample.answer, bos=False)) + 2

@@ -21,7 +21,7 @@ class Sample:
     The prompt joins `before`, `document`, `question` and `opening`. Samples with equal `before` and `document` can
     share a context. `metric` compares a model's answer with `answers`.
 
-    Published benchmarks put a template around all but `opening`. `template` is `none`, `chat` (the model's chat
+    Published benchmarks put a template around all except `opening`. `template` is `none`, `chat` (the model's chat
     template, if any), or a text with `{prompt}` and perhaps `{system}`. If `fixed` is set, the user cannot choose
     another template. `cut` is a key of `lce.lab.eval.published.suite.CUTS` and says how to shorten a long prompt.
     """
@@ -31,7 +31,7 @@ class Sample:
     answers: tuple[str, ...]
     metric: str = "starts"
     answer: str = ""  # a perfect answer
-    max_tokens: int | None = None  # limits the model's answer; None: the tokens of `answer` plus two
+    max_tokens: int | None = None  # of the model's answer; None stands for the tokens of `answer` plus two
     depth: float | None = None  # the place of the first fact: 0 is the document's beginning, 1 its end
     facts: tuple[str, ...] = ()  # literal parts of the document that the answer depends on
     before: str = ""

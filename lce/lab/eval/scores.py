@@ -3,7 +3,7 @@
 If every document has one question and a score of 0 or 1, the interval is Wilson's. Otherwise the interval is a
 bootstrap over documents: the 2.5% and 97.5% quantiles of the means of 2,000 draws with replacement. Draws are seeded,
 so the same scores give the same interval in any order. If all documents have the same mean, a bootstrap interval would
-have no width, so Wilson's is used. It is wide enough: of all scores with a given mean, scores of 0 and 1 vary most.
+have no width, so Wilson's is used. Wilson's is wide enough: of scores with a given mean, scores of 0 and 1 vary most.
 """
 
 from __future__ import annotations

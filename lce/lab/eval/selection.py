@@ -1,8 +1,9 @@
 """Measures methods' selections: the share of true attention, the cost, and whether facts are found.
 
-A table is about one model, one judge (the kind of full attention that counts as true), one kind of hidden states, and
-one task or text. A row is a method with its knobs at one length. It has the means over all texts in the records, each
-counted once. A note names lengths at which methods were measured on different texts.
+A table is about one model, one judge (the kind of full attention that counts as true), one value of `states` (the
+output that later layers get), and one task or text. A row is a method with its knobs at one length. The row has the
+means over all texts in the records, each counted once. A note names lengths at which methods were measured on different
+texts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Selection:
 
     @property
     def all_bytes(self) -> float:
-        """The bytes that a query reads in all layers: keys, values, and the data that the choice depends on."""
+        """The bytes that a query reads in all layers: keys, values, and the data by which a method selects."""
         return self.read_bytes + self.scored_bytes
 
     @property
@@ -102,9 +103,9 @@ def measure(
     """Ask the questions of samples with a method, and watch the queries that write the answers.
 
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. `judge` names the full attention
-    that counts as true, and `states` says whose hidden states the method selects on. In `record`, a sample is
-    identified by its number and by `setting`, which says how samples are made and begins with `task`. Recorded samples
-    are not asked again.
+    that counts as true, and `states` says whether later layers get the method's or the judge's output. In `record`, a
+    sample is identified by its number and by `setting`, which says how samples are made and begins with `task`.
+    Recorded samples are not asked again.
     """
     meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)
@@ -146,7 +147,7 @@ def measure_text(
     model: str, method: lce.Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
     states: States = "own", record: Record | None = None, **loading: Any,
 ) -> Selection:  # fmt: skip
-    """Read the first `length` tokens of a text, and watch `queries` queries spread evenly over their second half."""
+    """Read the first `length` tokens of a text, and watch `queries` queries spread evenly over the second half."""
     meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)
     ids = engine.tokenizer.encode(text)[:length]
@@ -220,7 +221,7 @@ def selection_tables(lines: Sequence[AttendedLine]) -> Iterator[SelectionTable]:
 
 
 def _setting(sample: Mapping[str, Any]) -> str:
-    """Return the task and those options of a sample that are not defaults, such as judge and states."""
+    """Return the task, and the options of a sample whose values differ from the defaults, such as judge and states."""
     left_out = {"text", *(name for name, usual in USUAL.items() if sample.get(name) == usual)}
     way = way_of({name: value for name, value in sample.items() if name not in left_out})
     return f"{cut(sample['task'])}{', ' if way else ''}{way}"

@@ -30,18 +30,18 @@ QUESTIONS = 4  # the default number of questions about a document in the modes s
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
-    """A way to make samples of tasks, and to ask an engine these samples."""
+    """A source of samples of tasks, which also asks an engine these samples."""
 
     scale: ClassVar[int] = 1  # the factor by which printed scores are multiplied
     asking: Asking = ALONE
 
     @abstractmethod
     def make(self, engine: lce.Engine, task: Any, length: int = 0) -> list[Sample]:
-        """Return a task's samples. Only generated tasks use `length`, in tokens. Raises `UsageError` or `DataError`."""
+        """Return a task's samples, of `length` tokens if generated. Raises `UsageError` or `DataError` on failure."""
 
     @abstractmethod
     def setting(self, task: Any, length: int = 0) -> dict[str, Any]:
-        """Return the fields that identify a task's samples in a record, without those that have default values."""
+        """Return the fields that identify a task's samples in a record, without fields that have default values."""
 
     @abstractmethod
     def about(self, task: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Suite(ABC):
     def answers(
         self, engine: lce.Engine, task: Task, length: int = 0, *, made: Sequence[Sample] | None = None, **how: Any
     ) -> list[tuple[Sample, Answer]]:
-        """Ask an engine the samples of a task, or those in `made`. `how` is for `lce.lab.eval.running.answers`."""
+        """Ask an engine the samples of a task, or the samples `made`. `how` is for `lce.lab.eval.running.answers`."""
         made = self.make(engine, task, length) if made is None else made
         return answers(engine, made, setting=self.setting(task, length), asking=self.asking, **how)
 
@@ -72,7 +72,7 @@ class MadeSuite(Suite):
     """A suite of generated tasks: `samples` documents for each task and length, with `questions` about each document.
 
     If documents have a single fact, the facts stand at `depths` in turn, by default at even depths. `filler` is
-    explained in `lce.lab.eval.tasks.making.filler_named`. Raises `UsageError`.
+    explained in `lce.lab.eval.tasks.making.filler_named`. Raises `UsageError` for wrong depths, or an empty shard.
     """
 
     samples: int = 20

@@ -45,7 +45,7 @@ class Rung(NamedTuple):
 
 @dataclass
 class Verdict:
-    """Why a method missed one sample. `by` is the change that gave a right answer; `answers` are by change."""
+    """Why a method missed a sample. `by` is the change that gave a right answer; `answers` maps changes to answers."""
 
     index: int
     depth: float | None
@@ -115,7 +115,7 @@ def check_selects(method: Method) -> None:
 
 
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
-    """Yield the changes of a resolved method in the order of trial. `length` is that of the text, in tokens."""
+    """Yield the changes of a method whose knobs are set, in the order of trial. `length` is the text's, in tokens."""
     changes = [("selection", "", method)]
     changes += [("budget", f"{label}, ", wider) for label, wider in _wider(method, window, length)]
     changes += [("placement", f"placed {placement}, ", moved) for placement, moved in _moved(method, window)]
@@ -158,7 +158,7 @@ def _budget(method: Method) -> tuple[str | None, int]:
 
 
 def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
-    """Yield other placements and the method with each; `oracle` stands in for a method without placements."""
+    """Yield each other placement, and the method with this placement, or `oracle` if the method has no such knob."""
     is_knob = "placement" in {each.name for each in fields(method)}
     for placement in IN_WINDOW:
         if not is_knob:
@@ -170,7 +170,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
 
 
 def _attended(method: Method) -> int:
-    """Return the largest number of tokens that a query attends under a resolved method."""
+    """Return the largest number of tokens that a query attends under a method whose knobs are set."""
     if isinstance(method, Quest):
         assert method.budget is not None, "resolved"
         return method.budget

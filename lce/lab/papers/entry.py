@@ -16,7 +16,7 @@ from lce.lab.papers import measures
 from lce.lab.papers.measures import WITHIN, Answers, Measure
 from lce.lab.papers.setting import Cell, Number, Row, Setting
 
-Run = Callable[[str, int], Any]  # (command, tokens of prose to put in for its FILE) -> the command's JSON
+Run = Callable[[str, int], Any]  # (command, number of tokens of prose for the command's FILE) -> the command's JSON
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Entry:
     """A table or figure that lce can reproduce.
 
     `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` do
-    not need the paper's data. `suite`, if set, replaces `measures` if the user has these data. `same` says that
+    not need the paper's data. If the user has the paper's data, `suite`, if set, is used instead. `same` says that
     `measures` measure what the paper measured, though on another model or text. `multiples` are the text lengths as
     multiples of the model's window.
     """
@@ -73,14 +73,14 @@ class Entry:
         return list(dict.fromkeys(command for commands in found for command in commands))
 
     def unmatched(self, setting: Setting) -> dict[str, dict[str, Number]]:
-        """Return those numbers of the paper that this run does not measure, by row and label."""
+        """Return the paper's numbers that this run does not measure, by row and label."""
         shown = {label for measure in self.chosen(setting) for label in measure.labels}
         rows: dict[str, Any] = {row.name: row.paper or {} for row in self.rows}
         rows = {name: {label: x[label] for label in x if label not in shown} for name, x in rows.items()}
         return {name: numbers for name, numbers in rows.items() if numbers}
 
     def check(self, setting: Setting) -> None:
-        """Raise `UsageError` for knobs that no row has or that do not fit the window, and unused data or lengths."""
+        """Raise `UsageError` for knobs that no row has or that do not fit the window, or for unused data or lengths."""
         if setting.data and self.suite is None and not any(measure.data for measure in self.measures):
             raise UsageError(f"{self.id} reads no data; leave --data {setting.data[0]} out")
         if setting.lengths and not self.multiples:
@@ -103,7 +103,7 @@ class Entry:
         for row, measure in product(self.rows, self.chosen(setting)):
             for command in measure.commands(row, lengths, setting):
                 tokens = measure.text_tokens(lengths, setting)
-                is_known = isinstance(measure, Answers) and measure in measured  # one ceiling per measure is enough
+                is_known = isinstance(measure, Answers) and measure in measured  # measure `full` within the window once
                 try:
                     found = run(f"{command} --no-ceiling" if is_known else command, tokens)
                 except UsageError as error:

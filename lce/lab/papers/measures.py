@@ -21,9 +21,9 @@ WITHIN = "full, within the window"
 
 
 class Measure(ABC):
-    """A way to measure a row of an entry. `data` says what the user can give as --data; empty if nothing."""
+    """A measurement of an entry's rows. `data` says what the user can give as --data; it is empty if nothing."""
 
-    suffix: ClassVar[str] = ""  # ends the name of the record file of the measure's commands
+    suffix: ClassVar[str] = ""  # the end of the name of the record file of the measure's commands
     labels: tuple[str, ...] = ()  # the names of the measured numbers
     data: str = ""
 

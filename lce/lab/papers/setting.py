@@ -76,7 +76,7 @@ class Setting:
     model: str = "demo"
     window: int = 0  # 0 stands for the model's own window
     lengths: Sequence[int] = ()
-    samples: int = 20  # the number of samples, windows or runs per cell
+    samples: int = 20  # the number of samples, windows or timed runs per cell
     limit: int | None = None  # the largest number of samples per task of the paper's data
     seed: int = 0
     data: Sequence[str] = ()
@@ -116,7 +116,7 @@ class Setting:
         return [word for name, text in texts.items() for word in ("-o", f"{name}={text}")]
 
     def options(self, row: Row, length: int, only: Sequence[str] | None = None) -> list[str]:
-        """Return a command's options for model, method, knobs and loading. `only` lists the `loading` to use."""
+        """Return a command's options for model, method, knobs and loading. `only` has the keys of `loading` to use."""
         words = ["--model", shlex.quote(self.model), "--method", row.method, *self.knob_words(row)]
         usual = {"threads": default_threads()}
         for name, value in {**self.loading, **self.scaling(row, length)}.items():

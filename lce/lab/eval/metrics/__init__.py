@@ -1,4 +1,4 @@
-"""Metrics score answers from 0 to 1. `METRICS` has the functions by name."""
+"""Metrics score answers from 0 to 1. `METRICS` maps names to functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lce.lab.eval.metrics import infinitebench, leval, longbench, needles, overl
 
 Metric = Callable[[str, tuple[str, ...]], float]  # (answer of a model, expected texts) -> score
 
-_NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # module, prefix of names, functions
+_NAMES: tuple[tuple[ModuleType, str, str], ...] = (  # module, prefix of the metrics' names, functions
     (overlap, "", "starts recall similarity qa_f1 qa_f1_zh qa_f1_characters"),
     (overlap, "", "rouge_l rouge_l_zh rouge_lsum rouge_score_1 rouge_score_2 rouge_score_l"),
     (longbench, "longbench.", "classification trivia_f1 dialogue_rouge count retrieval stated_letter"),

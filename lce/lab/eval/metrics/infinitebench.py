@@ -44,7 +44,7 @@ def last_integer(prediction: str, references: tuple[str, ...]) -> float:
 def first_number(prediction: str, references: tuple[str, ...]) -> float:
     """Return 1 if the answer's first number is the right number (Math.Find).
 
-    If the right number is whole, an answer with a decimal point is wrong; InfiniteBench's own code fails on it.
+    If the right number is whole, an answer with a decimal point is wrong; InfiniteBench's own code raises an error.
     """
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None:
@@ -106,6 +106,6 @@ def _single_spaced(text: str) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...]) -> str | None:
-    """Return the text after the first of `prefixes` found in `text` and one more character; None if none is found."""
+    """Find the first of `prefixes` that `text` contains, skip one more character, and return the rest, or None."""
     prefix = next((prefix for prefix in prefixes if prefix in text), None)
     return None if prefix is None else text[text.find(prefix) + len(prefix) + 1 :]

@@ -19,8 +19,8 @@ _CODE_SIGNS = ((",", ""), ("'", ""), ("\\", ""), (".0", ""), ("] [", "]["), ("[ 
 def exact(prediction: str, references: tuple[str, ...]) -> float:
     """Return 1 if the answer agrees with a reference, else 0.
 
-    If the reference is letters of options, an answer of right letters alone, but not of all of them, gets 1/4. Numbers
-    are compared as numbers. Other answers must contain the reference, without regard to spaces and case.
+    If the reference is letters of options, an answer with only a part of these letters, and no other letter, gets 1/4.
+    Numbers are compared as numbers. Other answers must contain the reference; spaces and case are ignored.
     """
     return max(_exact(prediction, reference) for reference in references)
 
@@ -50,7 +50,7 @@ def _right_letters(reference: str) -> str:
 
 
 def _chosen(answer: str, *, several: bool) -> str:
-    """Return the letters of the options that `answer` chooses; `A` if it names no option."""
+    """Return the letters of the options that `answer` chooses; `A` if the answer names no option."""
     if not answer.strip():
         return "None"
     if answer in _LETTERS:

@@ -1,4 +1,4 @@
-"""Functions of third-party libraries that benchmarks compute metrics by. A library is imported on first use."""
+"""Functions of third-party libraries, with which benchmarks compute metrics. A library is imported on first use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INSTALL = "pip install 'lce[eval]'"
 
 
 def library(name: str) -> ModuleType:
-    """Import a library of the extra `lce[eval]`. Raises `UsageError`, which names the extra, if it is not installed."""
+    """Import a library of the extra `lce[eval]`. Raises `UsageError`, with the extra's name, if the import fails."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # importing jieba warns of jieba's own code
+            warnings.simplefilter("ignore")  # importing jieba shows warnings about jieba's code
             return import_module(name)
     except ImportError:
         package = name.partition(".")[0]

@@ -42,9 +42,9 @@ def retrieval(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
-    """Return difflib's ratio, in whole percent, of the answer's first line of code and the reference.
+    """Return difflib's ratio of the answer's first line of code and the reference, rounded to whole percents.
 
-    The published scores were computed with this ratio, fuzzywuzzy's `ratio` as LongBench installs it.
+    The published scores were computed with this ratio, which fuzzywuzzy uses if python-Levenshtein is not installed.
     """
     return _best_ratio(prediction, references, lambda *texts: SequenceMatcher(None, *texts).ratio())
 
@@ -52,8 +52,8 @@ def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
 def code_similarity_indel(prediction: str, references: tuple[str, ...]) -> float:
     """Score like `code_similarity`, but by the distance in insertions and deletions.
 
-    This is fuzzywuzzy's `ratio` if python-Levenshtein is installed, which some papers use. Scores are about 2 points
-    higher than by `code_similarity` on LCC and RepoBench-P.
+    Some papers use this ratio, which fuzzywuzzy computes if python-Levenshtein is installed. Scores on LCC and
+    RepoBench-P are about 2 points higher than by `code_similarity`.
     """
     return _best_ratio(prediction, references, lambda *texts: libraries.library("rapidfuzz.fuzz").ratio(*texts) / 100)
 
@@ -86,7 +86,7 @@ def _share_of_labels(prediction: str, right: str, labels: tuple[str, ...]) -> fl
     at = 0
     while at < len(found):
         if found[at] in right and found[at] != right:
-            found.remove(found[at])  # the next label moves to this place and is skipped
+            found.remove(found[at])  # the next label moves to the index `at` and is skipped
         at += 1
     return 1 / len(found) if right in found else 0.0
 

@@ -10,7 +10,7 @@ from lce.lab.eval.metrics import libraries
 
 # The names of the list of counts in an answer's JSON.
 _NAMES = ("little_penguin", "小企鹅")
-# The points of an answer for one star count, by whether it lists the right count, and whether the wrong count.
+# (whether the answer lists the right star count, whether it lists the wrong one) -> the answer's points
 _POINTS = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}
 
 
@@ -43,7 +43,7 @@ def boxed(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _last_box(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}`, without braces around all of it; "" if the box is not closed."""
+    r"""Return the content of the last `\boxed{...}`, without outer braces; "" if the box is not closed."""
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return ""
@@ -73,7 +73,7 @@ def corrected_stars(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def _listed(answer: str, most: int) -> list[Any]:
-    """Return the first `most` values of the list of counts in the answer's JSON; an empty list without one."""
+    """Return the first `most` values of the list of counts in the answer's JSON; [] if there is no such list."""
     text = answer.replace("```", "").replace("json", "").strip() if "```" in answer else answer
     if "[" not in text:
         return []

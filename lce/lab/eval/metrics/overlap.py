@@ -66,7 +66,7 @@ def qa_f1(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def qa_f1_zh(prediction: str, references: tuple[str, ...]) -> float:
-    """Return F1 over Chinese words as jieba cuts them, normalised one by one (LongBench)."""
+    """Return F1 over Chinese words, cut by jieba and normalised one by one (LongBench)."""
     cut = libraries.cut_chinese()
     return _best_f1(prediction, references, lambda text: [w for w in map(normalised_chinese, cut(text)) if w])
 
@@ -82,7 +82,7 @@ def rouge_l(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def rouge_l_zh(prediction: str, references: tuple[str, ...]) -> float:
-    """Return ROUGE-L over Chinese words as jieba cuts them (LongBench)."""
+    """Return ROUGE-L over Chinese words, cut by jieba (LongBench)."""
     cut = libraries.cut_chinese()
     return rouge_l(" ".join(cut(prediction)), tuple(" ".join(cut(reference)) for reference in references))
 

@@ -1,4 +1,4 @@
-"""Published benchmarks, read from the user's own files. `BENCHMARKS` has them by name."""
+"""Published benchmarks, read from the user's own files. `BENCHMARKS` maps names to benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BENCHMARKS", "Benchmark", "find"]
 
 
 def find(name: str) -> Benchmark:
-    """Return the benchmark called `name`. Raises `UsageError`, with the nearest valid name."""
+    """Return the benchmark called `name`. Raises `UsageError` for an unknown name."""
     if name not in BENCHMARKS:
         raise UsageError(f"unknown benchmark {name!r}; {nearest(name, BENCHMARKS)}")
     return BENCHMARKS[name]

@@ -94,7 +94,7 @@ class Benchmark(ABC):
     """A published benchmark. `suites.toml` lists its tasks and describes it."""
 
     name: ClassVar[str]
-    files: ClassVar[tuple[str, ...]] = ()  # path patterns of a task's file in the data folder; {task} is the task
+    files: ClassVar[tuple[str, ...]] = ()  # a task's file in the data folder: path patterns with {task} for the name
     answer_field: ClassVar[str] = "pred"  # the field that has the answer in files of predictions
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Benchmark(ABC):
         self.variants: tuple[str, ...] = tuple(found.get("variants", [""]))  # sets of prompts; the first is the default
 
     def task(self, name: str) -> PublishedTask:
-        """Return the task called `name`. Raises `UsageError`."""
+        """Return the task called `name`. Raises `UsageError` for an unknown name."""
         found = next((task for task in self.tasks if task.name == name), None)
         if found is None:
             raise UsageError(f"{self.name} has no task {name!r}; {nearest(name, [task.name for task in self.tasks])}")
@@ -176,7 +176,7 @@ class Benchmark(ABC):
         return next((task for task in self.tasks if task.name == stem), None)
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the benchmark's own averages of task scores. An average that lacks a score is left out."""
+        """Return the benchmark's own averages of task scores. An average is left out if a task's score is missing."""
         if {task.name for task in self.tasks} - set(scores):
             return {}
         return {"average": sum(scores[task.name] for task in self.tasks) / len(self.tasks)}
@@ -185,7 +185,7 @@ class Benchmark(ABC):
 def filled(template: str, **values: str) -> tuple[str, str, str]:
     """Fill a template; return the text before `{context}`, the context, and the text after `{context}`.
 
-    Braces in `values`, and braces around anything but the name of a value, stay as they are.
+    Braces in `values`, and braces around other texts than the name of a value, stay as they are.
     """
 
     def put(text: str) -> str:

@@ -52,10 +52,10 @@ class Haystack(ABC):
         """Yield samples whose prompts have `length` tokens; `counter` is the seed of random choices."""
 
     def hide(self, needles: Sequence[str], depth: int, between: int, length: int, *, chained: bool = False) -> str:
-        """Return the beginning of the texts with needles: one at `depth` percent, each next `between` percent later.
+        """Return the beginning of the texts, with needles at `depth` percent and then every `between` percent.
 
-        The result and the rest of the prompt have about `length` tokens. If `chained`, the place of a needle is moved
-        by the lengths of earlier needles twice, as in the published code.
+        The result and the rest of the prompt together have about `length` tokens. If `chained`, a needle is moved twice
+        by the lengths of earlier needles, as in the published code.
         """
         lengths = [len(self.encode(needle)) for needle in needles]
         n_tokens, ids = max(0, length - self.language.left - sum(lengths)), list[int]()
@@ -137,7 +137,7 @@ class Needles(Haystack):
 
 @dataclass
 class Chain(Haystack):
-    """The samples of multi_reasoning: who is the eldest relative that the last person can trace back to?"""
+    """The samples of multi_reasoning, which ask for the eldest relative of the last person in a chain."""
 
     names: Sequence[str]
 

@@ -16,10 +16,10 @@ CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_re
 
 
 class LongBench(Benchmark):
-    """The 21 tasks. Few-shot and code tasks have no chat template, and only the first line of an answer is scored.
+    """The 21 tasks. Few-shot and code tasks have no chat template, and only the first line of their answers is scored.
 
     For `samsum`, the published code forbids a line break as the first token and stops at the next line break. Here
-    answers go on to `max_tokens`, which changes the score only if a model's first token would be its end token.
+    answers go on to `max_tokens`, which changes the score only if a model's first token would be the end token.
     """
 
     name = "longbench"

@@ -29,7 +29,7 @@ _KINDS = {"origin": "single", "parallel": "multi_retrieval"} | {
     f"{n}needle": f"multi_reasoning_{n}" for n in (2, 3, 4, 5)
 }
 REPEATS = {"single": 10, "multi_retrieval": 25, "multi_reasoning": 10}
-# The wrong counts in the published files of Counting-Stars with 32 counts. Other files state theirs in the text.
+# The wrong counts of Counting-Stars' published files with 32 counts. In other files, the text states the wrong counts.
 WRONG = ("16 116 43 70 59 106 8 48 112 67 25 101 82 93 76 62 6 18 108 4 34 53 85 90 126 22 45 121 39 96 75 30").split()
 _CORRECTED = (
     r"counted (\d+) ★, but found that a mistake had been made, so the counting was done again, and this time (\d+) ★",
@@ -38,10 +38,10 @@ _CORRECTED = (
 
 
 class Ruler(Benchmark):
-    """RULER (Hsieh et al., 2024): the 13 tasks of its synthetic.yaml, as its own generator wrote them.
+    """RULER (Hsieh et al., 2024): the 13 tasks of its synthetic.yaml, read from files that RULER's generator wrote.
 
     A line has the prompt as `input`, the beginning of the answer as `answer_prefix`, and the references as `outputs`.
-    The generator's `--model_template_type` puts a template into `input`, so lce adds one only for `--template`.
+    The generator's `--model_template_type` puts a template into `input`, so lce adds a template only for `--template`.
     Prompts are never cut, because the generator makes them for a length.
     """
 
@@ -63,8 +63,8 @@ class NeedleBench(Benchmark):
 
     Prompts and random numbers are those of the published code, with two differences: tokens are counted by the model's
     tokenizer instead of GPT-4's, and the needles of multi_retrieval are drawn with seed 0 instead of no seed.
-    OpenCompass limits answers by model; here the limit is 4096 tokens for a chain, as in its example, and 256 for other
-    tasks. The Ancestral Trace Challenge, which has no long text, is left out.
+    OpenCompass limits answers by model; here the limit is 4096 tokens for a chain, as in OpenCompass's example, and 256
+    for other tasks. The Ancestral Trace Challenge, which has no long text, is left out.
     """
 
     name = "needlebench"

@@ -53,7 +53,7 @@ def _percent(metric: str, answers: list[Answered]) -> tuple[float, list[float]]:
 def score_file(benchmark: Benchmark, path: Path, task: str | None = None, metric: str | None = None) -> TaskScore:
     """Return the score of a file of predictions. Without `task`, the file's name must name the task.
 
-    Raises `UsageError` if it names none, and `DataError` for a file that cannot be read or has no answers.
+    Raises `UsageError` if the name names no task, and `DataError` for a file that cannot be read or has no answers.
     """
     chosen = benchmark.task_of(path) if task is None else benchmark.task(task)
     if chosen is None:
@@ -68,7 +68,7 @@ def score_file(benchmark: Benchmark, path: Path, task: str | None = None, metric
 
 
 def prediction_files(benchmark: Benchmark, path: Path) -> list[Path]:
-    """Return `path`, or if it is a folder, the files in it that are named after tasks. Raises `DataError`."""
+    """Return `path`, or the files named after tasks in the folder `path`. Raises `DataError` if no file is found."""
     if not path.exists():
         raise DataError(f"{named(path)} does not exist; name a file of predictions, or a folder of them")
     if not path.is_dir():

@@ -22,11 +22,11 @@ _STEP = 250  # the number of words by which L-Eval shortens a document that is s
 
 @dataclass(frozen=True)
 class PublishedSuite(Suite):
-    """A benchmark in a folder of the user's files, and how its prompts are made for a model.
+    """A benchmark in a folder of the user's files, and how its prompts are made. Raises `UsageError` for wrong values.
 
     `template` is `auto` (as in the benchmark's own code), `chat` (the model's chat template), `none`, or a text with
     `{prompt}`, such as `[INST]{prompt}[/INST]`. Prompts of more than `max_length` tokens are shortened in the
-    benchmark's own way. `most` is the largest number of questions per task. None means no limit. Raises `UsageError`.
+    benchmark's own way. `most` is the largest number of questions per task. None means no limit.
     """
 
     scale = 100
@@ -48,7 +48,7 @@ class PublishedSuite(Suite):
             raise UsageError(f"max_length is {self.max_length}; expected 2 or more tokens")
 
     def tasks(self, names: Sequence[str] | None = None) -> list[PublishedTask]:
-        """Return the tasks called `names`, or all tasks whose files exist. Raises `UsageError` or `DataError`."""
+        """Return the named tasks, or all with files. Raises `UsageError` for wrong names, `DataError` without files."""
         return [self.benchmark.task(name) for name in names] if names else self.benchmark.present(self.folder)
 
     def make(self, engine: lce.Engine, task: PublishedTask, length: int = 0) -> list[Sample]:
@@ -75,7 +75,7 @@ class PublishedSuite(Suite):
         return self.benchmark.prediction(sample, text)
 
     def prompted(self, sample: Sample, tokenizer: Any) -> Sample:
-        """Shorten a sample's prompt, and put the template around it. `document` still has no template."""
+        """Shorten a sample's prompt, and put the template around the prompt, into `before` and `question`."""
         if self.max_length is not None:
             sample = CUTS[sample.cut](sample, tokenizer, self.max_length)
         template = sample.template if sample.fixed or self.template == AUTO else self.template

@@ -1,4 +1,4 @@
-"""Tasks that lce generates from a seed, at any length and for any tokenizer. `TASKS` has the classes by name."""
+"""Tasks that lce generates from a seed, at any length and for any tokenizer. `TASKS` maps names to classes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def _name(rng: Random) -> str:
 class Variables(MadeTask):
     """Numbers copied between variables; the question asks for all variables with a number (RULER's variable tracking).
 
-    The answer lists the copies one by one, so no step of the answer needs more than one copy.
+    The answer lists the copies one by one, so each step of the answer follows from one copy.
     """
 
     name = "variables"
@@ -94,7 +94,7 @@ class Whereabouts(MadeTask):
         names, things = rng.sample(NAMES, self.people), rng.sample(THINGS, self.things)
         at: dict[str, tuple[str, int]] = {}  # a person's place, and the index of the statement about it
         holder: dict[str, tuple[str, int]] = {}  # a thing's holder, and the index of the statement about it
-        lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # a thing's last holder, place, and facts
+        lying: dict[str, tuple[str, str, tuple[int, ...]]] = {}  # a thing's last holder, place, and statement indices
         statements: list[str] = []
 
         def move(name: str) -> None:

@@ -36,7 +36,7 @@ class OneNeedle(MadeTask):
 
     drawn: ClassVar[str]
     statement: ClassVar[str]
-    question: ClassVar[str]  # ends with the beginning of the answer
+    question: ClassVar[str]  # ends with the beginning of the sentence that `answer` completes
     answer: ClassVar[str]
     opening: ClassVar[str] = ""  # the beginning of the document
 

@@ -20,7 +20,7 @@ Filler = Callable[[Random], Iterator[str]]  # yields endless sentences for one t
 
 
 class Tokens(NamedTuple):
-    """Functions that count a sentence's tokens: `later` within a text, after a space; `first` at its beginning."""
+    """Functions that count a sentence's tokens: `first` at the beginning of a text; `later` within, after a space."""
 
     later: Callable[[str], int]
     first: Callable[[str], int]
@@ -64,7 +64,7 @@ def samples(
     task: MadeTask, *, length: int, n: int, seed: int, count: Callable[[str], int], filler: str = "prose",
     depths: Sequence[float] = (), questions: int = 1,
 ) -> Iterator[Sample]:  # fmt: skip
-    """Make `n` documents with questions, of at most `length` tokens by `count`; yield a sample for each question.
+    """Make `n` documents of at most `length` tokens (counted by `count`); yield a sample for each question.
 
     The same seed gives the same samples, but `n` changes the depths of facts. The facts of documents with a single fact
     stand at `depths` in turn, by default at even depths. Several facts stand in order at random depths. A document has
@@ -97,7 +97,7 @@ def _document(
             left -= tokens.later(sentence)
             body.append(sentence)
     if len(puzzle.statements) == 1:
-        places = [round(depth * len(body))]  # per statement: the index of the filler's sentence after it
+        places = [round(depth * len(body))]  # for each statement, the index of the filler's sentence that follows
     else:
         places = sorted(rng.randint(0, len(body)) for _ in puzzle.statements)
     if body and places[0] and not puzzle.opening:  # the text begins with a sentence of the filler
@@ -118,7 +118,7 @@ def _document(
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
-    """Return the number of tokens left for a filler if the puzzle begins the text, after one beginning token."""
+    """Return the number of tokens left for a filler, if a text begins with a BOS token and then the puzzle."""
     texts = [puzzle.opening, *puzzle.statements] if puzzle.opening else puzzle.statements
     used = sum(map(tokens.later, texts)) + max(tokens.later(question.text) for question in asked)
     return length - used - 1 - tokens.more(texts[0])
