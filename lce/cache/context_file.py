@@ -4,20 +4,20 @@ A manifest in the JSON header names the model and the method that an engine must
 
     layers.I.kv       [groups, N, 2, P, D]  the keys and values of layer I: a row for each token and head group
     layers.I.checks   [groups, N]           a checksum of each row, compared when the row is read
-    layers/I/NAME/n   any shape             what the method keeps in layer I as NAME; n: see `MethodState`
+    layers/I/NAME/n   any shape             the method's state NAME of layer I; n is the state's number (`MethodState`)
     tokens, logits    [n] and [vocab]       the token ids, and the logits after the last token
 
 A head group is the P KV heads of a layer that share a page. Rows and checksums are read when they are needed. The other
 tensors, called small, are read and checked on opening.
 
-The format `int8` (`lce.cache.formats`) packs the complete chunks that local attention no longer sees. Only these have
-rows. Later tokens are stored in small tensors, in the model's dtype:
+The format `int8` (`lce.cache.formats`) packs the complete chunks that local attention no longer sees. Only their
+tokens have rows. Later tokens are stored in small tensors, in the model's dtype:
 
     layers.I.kv       [groups, R, bytes]    R = chunks · (L + 2)
     unrounded/I       [2, G, n, D]          the keys and values of the n later tokens
 
-Rows and checksums have fixed offsets, so a long prefill writes them as they come. The small tensors and the header are
-written at the end. Until then the file is locked and has a temporary name.
+Rows and checksums have fixed offsets, so a long prefill writes each row when it is ready. The small tensors and the
+header are written at the end. Until then the file is locked and has a temporary name.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ class ContextRows(RowFile):
         return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
-        """Return the row number of each token in each head group. `groups` are counted over all layers."""
+        """Return the row number of each token in each head group. Groups are numbered over all layers."""
         rows: Numbers = groups * self.layout.group_rows + self.layout.cache.file_rows(tokens)
         return rows
 
 
 class Draft:
-    """An unfinished context file at `path`. Keys and values go to its `rows`; `finish` completes and renames it."""
+    """An unfinished context file at `path`. Keys and values go to `rows`; `finish` completes and renames the file."""
 
     def __init__(self, path: Path, layout: FileLayout, *, new: bool = False) -> None:
-        """Open the unfinished file that an ended process left at `path`, or create a `new` one as `create` does."""
+        """Open the unfinished file that an ended process left at `path`, or, if `new`, create one as `create` does."""
         self.path = path
         self.layout = layout
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
@@ -110,7 +110,7 @@ class Draft:
             return cls(path, layout, new=True)
 
     def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Write the header and the tensors `small`, which are all but keys and values. Rename the file to `target`."""
+        """Write the header and `small`, all tensors except rows and checksums. Rename the file to `target`."""
         start, offset, name = self.layout.rows_start, self.layout.small_start, named(target)
         entries = row_entries(self.layout) | headers.tensor_entries(small, offset - start)
         for _, tensor in sorted(small.items()):
@@ -203,10 +203,10 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
 def restored(
     layout: CacheLayout, rows: ContextRows, n_tokens: int, tensors: Mapping[str, Tensor], *, own: bool
 ) -> KVCache:
-    """Return the cache of `n_tokens` tokens that a context file has as `rows` and small `tensors`.
+    """Return the cache of `n_tokens` tokens that was saved in a context file as `rows` and small `tensors`.
 
-    Keys and values of old chunks stay in the file. New tokens are kept in memory. If they exceed the memory budget,
-    they go to `rows` if the cache may write there (`own`), else to a spill file if the layout has a folder for one.
+    Keys and values of old chunks stay in the file. New tokens are kept in memory. Tokens beyond the memory budget
+    go to `rows` if the cache may write to the file (`own`), else to a spill file if the layout has a folder for one.
     """
     stacks: list[TierStack] = []
     layers: list[LayerCache] = []
@@ -227,7 +227,7 @@ def restored(
 def _restored_layer(
     layout: CacheLayout, index: int, stack: TierStack, rows: ContextRows, n: int, tensors: Mapping[str, Tensor]
 ) -> LayerCache:
-    """Return a layer's cache of `n` tokens: its buffer filled with the recent ones, and the method's state restored."""
+    """Return a layer's cache of `n` tokens: the buffer filled with recent tokens, and the method's state restored."""
     border, stop = layout.old(n), layout.file(n).row_tokens
     buffer = KVBuffer(layout, max(layout.recent_tokens, n - border), border)
     if stop > border:

@@ -81,7 +81,7 @@ class Disk(Tier):
     def fork(self) -> Tier:
         """Return a tier of a forked context on the same file.
 
-        If the fork may not write to the file, a tier on a new spill file is put above that tier and returned instead.
+        If the fork may not write to the file, return a tier on a new spill file, above the tier on the first file.
         """
         file = self.file.for_fork()
         other = Disk(self.layout, self.below.fork(), file)

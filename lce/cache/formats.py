@@ -93,7 +93,7 @@ class Int8(KVFormat):
 
     A number x becomes `round(x / scale)`, where `scale` is `peak / 127` and `peak` is the largest magnitude of the
     numbers that share the scale. A token's row has the keys and values in int8, `[2, P, D]`, and the scales of the
-    values in float32, `[P]`. It is padded to a multiple of 8 bytes for the row's checksum. The two extra rows of a page
+    values in float32, `[P]`. The row is padded to a multiple of 8 bytes for its checksum. The two extra rows of a page
     have the scales of the keys, `[P, D]` in float32.
 
     A rounded number, converted back to the model's dtype, is rounded to itself. So a page may be packed and unpacked
@@ -144,7 +144,7 @@ class Int8(KVFormat):
         return rows.view(n, m * self.page_rows, self.row_bytes)
 
     def _quantised(self, x: Tensor, shared: int) -> Parts:
-        """Quantise `x` to int8, with one scale for all numbers along the dimension `shared`. Return both."""
+        """Quantise `x` to int8, with one scale for all numbers along dimension `shared`. Return numbers and scales."""
         low, high = x.aminmax(dim=shared, keepdim=True)
         peak = torch.maximum(-low, high).float()
         peak = peak.nan_to_num_(nan=0.0).clamp_(max=self.largest_peak).masked_fill_(peak < self.least_peak, 0.0)

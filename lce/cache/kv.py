@@ -27,15 +27,15 @@ from lce.cache.tiers import TierStack
 from lce.errors import UsageError
 from lce.profiling import timed
 
-UNROUNDED = "unrounded"  # in a file, "unrounded/0" has layer 0's recent tokens, not yet quantised
+UNROUNDED = "unrounded"  # tensors in a file: "unrounded/0" has layer 0's recent tokens, which are not quantised yet
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A length that a cache can go back to, with what it needs for that: see `KVCache.mark`.
+    """A length to which a cache can go back, with the data that this takes: see `KVCache.mark`.
 
     A lossy storage format rounds old tokens. For each layer, `unrounded` has a copy of the tokens that were not rounded
-    yet, or None if they were not copied.
+    yet, or None if no tokens were copied.
     """
 
     length: int
@@ -45,7 +45,7 @@ class Mark:
 
 @dataclass(eq=False)
 class KVCache:
-    """The keys and values of one context. While all of them fit the memory budget, they are in buffers, without tiers.
+    """The keys and values of one context. As long as they fit the memory budget, they are in buffers, without tiers.
 
     A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the pass' block from all
     layers, or, if the commit had begun, completes it in all layers.
@@ -80,7 +80,7 @@ class KVCache:
 
     @property
     def tiers(self) -> list[Tier]:
-        """All tiers, device by device and each device's fastest first; empty while everything is in the buffers."""
+        """All tiers: device by device, fastest first on each device; empty while everything is in the buffers."""
         return [tier for stack in self.stacks for tier in stack]
 
     @property
@@ -126,7 +126,7 @@ class KVCache:
             self.layers[layer].tiers.prefetch(layer)
 
     def begin(self) -> None:
-        """Begin a pass. An earlier pass that was interrupted is settled first."""
+        """Settle an earlier pass that was interrupted, then begin a pass."""
         self.settle()
         self._pass = "writing"
 
@@ -145,7 +145,7 @@ class KVCache:
 
     @property
     def memory(self) -> Iterator[Tensor | None]:
-        """All tensors of the cache that a decode step reads or writes; they are replaced only when they must grow."""
+        """All tensors of the cache that a decode step reads or writes; a tensor is replaced only when it must grow."""
         for layer in self.layers:
             yield layer.buffer.k
             yield layer.buffer.v
@@ -153,7 +153,7 @@ class KVCache:
                 yield state.memory
 
     def appended(self, n_tokens: int) -> None:
-        """Set the layers' uncommitted length to `n_tokens`, after a recorded step (a CUDA graph) wrote up to there."""
+        """Set the layers' uncommitted length to `n_tokens`, after a recorded step (a CUDA graph) wrote tokens."""
         for layer in self.layers:
             layer.stop = n_tokens
 
@@ -181,13 +181,13 @@ class KVCache:
     def nearest(self, n_tokens: int) -> int:
         """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
 
-        Keys, values, summaries and token rows can go back to any length. Pending queries can go back to a length within
-        the chunk that is not complete yet, or to the start of a chunk. A tensor that every block replaces can only go
-        back to 0 tokens.
+        Keys, values, summaries and token rows can go back to any length. The rows of an `OpenChunk` can go back to a
+        length within the chunk that is not complete yet, or to the start of a chunk. A tensor that every block replaces
+        can only go back to 0 tokens.
         """
         self.settle()
         found, before = n_tokens, n_tokens + 1
-        while found != before:  # until all agree: one state's answer may be impossible for another state
+        while found != before:  # until all states agree: one state's answer may be impossible for another
             before = found
             for layer in self.layers:
                 for state in layer.state.values():
@@ -225,7 +225,7 @@ class KVCache:
         self.go_back(self.mark(n_tokens))
 
     def fork(self) -> KVCache:
-        """Return a copy of this cache for another context. It shares memory if possible: see `lce.cache.shared`."""
+        """Return a copy of this cache for another context. Memory is shared if possible: see `lce.cache.shared`."""
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])
         for_fork, buffer_tokens = (
@@ -281,7 +281,7 @@ class KVCache:
     def traffic(self) -> dict[str, Traffic]:
         """Hits, misses and bytes moved, for each tier by name; empty while there are no tiers."""
         found: dict[str, Traffic] = {}
-        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # two disk tiers in a chain share it
+        for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # two disk tiers share one `Traffic`
             before = found.get(tier.name, Traffic())
             found[tier.name] = Traffic(*map(operator.add, astuple(before), astuple(tier.traffic)))
         return found

@@ -100,7 +100,7 @@ class KVBuffer:
         return self.k[:, here], self.v[:, here]
 
     def tiles(self, n_chunks: int) -> Tiles:
-        """Return the buffer as tiles, each one chunk of one KV head, of a text of `n_chunks` complete chunks.
+        """Return the buffer as tiles, one for each chunk and KV head. The text has `n_chunks` complete chunks.
 
         Chunks before the buffer have no tile.
         """
@@ -130,9 +130,9 @@ class KVBuffer:
 class LayerCache:
     """The keys and values of one layer, and the method's state.
 
-    Methods ask for a span, for tokens or for chunks, and never learn which tier had them. While all tokens are in the
-    buffer, `stack` is None: there are no tiers. `state` maps the names of `Method.state` to the states. `length` counts
-    committed tokens, and `stop` also those of the current pass. With a lossy format, the first `rounded` are rounded.
+    Methods ask for a span, for tokens or for chunks, and never learn which tier had the data. While all tokens are in
+    the buffer, `stack` is None: there are no tiers. `state` maps the names of `Method.state` to the states. `length`
+    counts committed tokens; `stop` adds tokens of this pass. A lossy format has rounded the first `rounded` tokens.
     """
 
     index: int
@@ -160,7 +160,7 @@ class LayerCache:
         return self.buffer.k, self.buffer.v
 
     def kept(self, kind: type[S], name: str) -> S:
-        """Return the method's state `name`, which must be a `kind`."""
+        """Return the method's state `name`, which must be an instance of `kind`."""
         state = self.state[name]
         assert isinstance(state, kind), f"{name} is a {type(state).__name__}"
         return state
@@ -215,7 +215,7 @@ class LayerCache:
         return v.gather(1, index[..., None].expand(-1, -1, v.shape[-1]))
 
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
-        """Yield the complete chunks that the query heads chose, `chunk_ids [H, T, K]`, as tiles for `Attention.routed`.
+        """Yield, in rounds, the complete chunks that query heads chose, `chunk_ids [H, T, K]`, as tiles for attention.
 
         Chunks in the buffer come in the first round, without a copy. Chunks in the tiers come in further rounds, each
         of as many chunks as the device's pool holds. All rounds together wait for the device once.
@@ -284,7 +284,7 @@ class LayerCache:
         self.buffer = self.buffer.replaced(self.buffer.first, wanted - self.buffer.first, self.length)
 
     def retire(self) -> None:
-        """Move to the tiers the chunks that local attention no longer sees. A buffer of recent tokens stays."""
+        """Move to the tiers the chunks that local attention no longer sees. Recent tokens stay in the buffer."""
         size, first = self.layout.chunk_size, self.buffer.first
         border = min(self.layout.old(self.length), self.rounded if self.layout.format.rounds else self.length)
         if border > first:
@@ -335,7 +335,7 @@ class LayerCache:
         return LayerCache(self.index, layout, buffer, self.stack, state, n_tokens, rounded)
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
-        """Return this layer's arguments of `share`, without buffers beside growing tiers, which are soon replaced."""
+        """Return this layer's arguments of `share`. A buffer beside growing tiers, soon replaced, is left out."""
         found, most = [], self.layout.resident_tokens
         if self.stack is not None and most < UNBOUNDED:
             most = self.buffer.capacity  # the device's pool takes the rest of the budget
@@ -344,7 +344,7 @@ class LayerCache:
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
     def fork(self, stack: TierStack | None, for_fork: ForFork) -> LayerCache:
-        """Return a layer for another context, with the tiers `stack`. It shares the committed tokens if possible."""
+        """Return a layer for another context, with the tiers `stack`. Committed tokens are shared if possible."""
         if stack is not None and stack.growing:
             buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)
         else:

@@ -39,8 +39,8 @@ class AccessPattern:
     """How a method accesses the cache.
 
     A chunk has `chunk_size` tokens. Every query attends the first `sinks` tokens and the `local` tokens before its
-    block: these stay on the device. With `per_head`, heads choose chunks independently, so the chunks of each KV head
-    move between tiers on their own.
+    block: these tokens stay on the device. With `per_head`, heads choose chunks independently, so the chunks of each KV
+    head move between tiers on their own.
     """
 
     chunk_size: int = 256
@@ -54,7 +54,7 @@ class CacheLayout:
     """The sizes of a KV cache, from a token to a file, and the limit of each tier.
 
     A page is the unit that moves between tiers: one complete chunk's keys and values, of one KV head if heads choose
-    independently, else of all KV heads. `make_state` creates what a method keeps in a layer, and `could_keep` says
+    independently, else of all KV heads. `make_state` creates the method's state of a layer, and `could_keep` says
     whether tensors of a file can be that state. Texts are read in blocks of at most `block` tokens.
 
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
@@ -104,7 +104,7 @@ class CacheLayout:
             host = None if budgets.host is None else budgets.host * count // self.n_layers
             part = replace(self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=())
             kept = Budgets(own, host, budgets.spill_dir)
-            # a method may compare the number of all layers with that of its file of learned maps
+            # a method may compare the number of all layers with the number in its file of learned maps
             parts.append(replace(part, budgets=kept, make_state=lambda _: whole.make_state(whole)))
         return tuple(parts)
 
@@ -253,7 +253,7 @@ class CacheLayout:
     def device_slots(self, buffer_tokens: int = 0) -> int:
         """Return how many pages fit in the device's budget beside buffers of at least `buffer_tokens` tokens.
 
-        Raises `CapacityError` if these are too few to run.
+        Raises `CapacityError` if so few pages fit that the model cannot run.
         """
         if self.budget is None:
             return UNBOUNDED
@@ -269,7 +269,7 @@ class CacheLayout:
     def needs(self, n_tokens: int) -> dict[str, int]:
         """Return the most bytes of keys and values that a context of `n_tokens` holds in each tier.
 
-        Bytes that exceed all budgets count for the last tier in memory; its number then exceeds its budget.
+        Bytes that exceed all budgets are added to the last tier in memory, whose budget is then exceeded.
         """
         whole = self.whole_chunks(n_tokens)
         needs = {DEVICE: whole * self.token_bytes} | {kind.name: 0 for kind in self.lower}
@@ -286,7 +286,7 @@ class CacheLayout:
         return needs
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
-        """Return the most bytes of memory for checksums of rows: of `n_tokens`, and of `n_filed` in a context file."""
+        """Return the most bytes of memory for checksums of `n_tokens`, and of `n_filed` tokens in a context file."""
         spilled = self.needs(n_tokens).get(DISK, 0) // self.format.row_bytes
         filed: int = self.n_layers * self.n_groups * self.file_rows(n_filed)
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
@@ -299,10 +299,10 @@ class CacheLayout:
 class FileLayout:
     """The byte offsets in a context file of `n_tokens` tokens: header, rows, checksums of rows, small tensors.
 
-    The first `row_tokens` tokens have rows. These are all tokens, or only those of old chunks if the format is lossy;
-    then later tokens are among the small tensors. A head group has `group_rows` rows, extra rows of pages included, and
-    the file `n_rows`. Rows begin at byte `rows_start`, checksums at `checks_start`, and small tensors at `small_start`.
-    The space for the header is ample.
+    The first `row_tokens` tokens have rows: all tokens or, if the format is lossy, only the tokens of old chunks. Later
+    tokens are then in small tensors. A head group has `group_rows` rows, extra rows of pages included, and the file has
+    `n_rows`. Rows begin at byte `rows_start`, checksums at `checks_start`, small tensors at `small_start`. The space
+    for the header is ample.
     """
 
     def __init__(self, cache: CacheLayout, n_tokens: int) -> None:

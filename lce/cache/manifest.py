@@ -146,13 +146,13 @@ def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> by
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:
-    """Return the shape and the format of a page, as the manifest's entry `pages` has them."""
+    """Return the manifest's entry `pages`: the shape and the format of a page."""
     facts = {name: getattr(layout, name) for name in ("n_layers", "n_groups", "chunk_size", "head_dim", "kv_dtype")}
     return facts | {"heads": layout.page_heads, "dtype": NAMES[layout.dtype]}
 
 
 def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
-    """Return a manifest as JSON text, and add to it a digest of the manifest and of the tensors `small`."""
+    """Return the JSON text of a manifest, with an added digest of the manifest and of the tensors `small`."""
     return json.dumps({**manifest, "digest": digest(small, manifest)})
 
 
@@ -179,8 +179,8 @@ def read_small(
 ) -> dict[str, Tensor]:
     """Check, then read, all tensors of a context file except `rows`.
 
-    These tensors begin at byte `start` of the file; None means where the data begins. `check` gets all their entries.
-    It checks those that are not the cache's, raises `DataError` if one is wrong, and removes them from the mapping.
+    These tensors begin at byte `start` of the file; by default where the data begins. `check` gets the entries of
+    all these tensors, removes entries that are not the cache's, and raises `DataError` if such an entry is wrong.
     Raises `DataError` if the file is no context of this layout, or was altered.
     """
     manifest, path = header.manifest, header.path
@@ -238,7 +238,7 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any]) -> dict[str,
 
 
 def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:
-    """Raise `DataError` if `tensors` cannot be those of a cache of `n_tokens` tokens, read in blocks of any size.
+    """Raise `DataError` if `tensors` cannot come from a cache of `n_tokens` tokens, read in blocks of any size.
 
     A cache has the states of its method and, if the storage format is lossy, recent tokens that are not rounded yet.
     """
@@ -263,5 +263,5 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite. They are if their sum is, so the sum is tried first."""
+    """Return whether all numbers are finite. If their sum is finite, all are, so the sum is tried first."""
     return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())

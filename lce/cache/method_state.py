@@ -1,8 +1,8 @@
 """What a method keeps in a layer besides keys and values: chunk summaries, token rows, recent keys, other tensors.
 
-No write changes committed numbers, so a `mark` to go back to is only a reference or a number. Most states have rows,
-written at the index of a token or a chunk: an interrupted pass leaves rows after the committed ones, and the next pass
-overwrites them. In `OpenChunk` and `Staged` a pass makes a new tensor, which replaces the old one at the commit.
+Writes never change committed numbers, so a mark, to which a state can go back, is only a reference or a number. Most
+states have rows, written at the index of a token or a chunk; the next pass overwrites rows of an interrupted pass. In
+`OpenChunk` and `Staged`, a pass makes a new tensor, which replaces the old tensor at the commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from lce.cache.shared import SPARE, ForFork, RowBuffer
 from lce.profiling import count_compared, timed
 
-Held = tuple[Tensor | None, int]  # a tensor (None before the first write), and a number that says which rows it has
+Held = tuple[Tensor | None, int]  # a tensor (None before the first write), and a number: which rows the tensor has
 NOTHING: Held = (None, 0)
 
 
@@ -36,8 +36,8 @@ class FileTensor:
 class MethodState(ABC):
     """One named part of what a method keeps in a layer: a tensor and a number, replaced in one assignment.
 
-    `Method.state` names these parts. Each subclass says what its number means. If a pass cannot write rows in place,
-    it makes a new tensor and a new number, which replace the present ones at the commit.
+    `Method.state` names these parts. Subclasses' docstrings say what the number means. If a pass cannot write rows
+    in place, it makes a new tensor and a new number, which replace the present ones at the commit.
     """
 
     floats: ClassVar[bool] = True  # whether the tensor's dtype must be floating-point
@@ -52,10 +52,10 @@ class MethodState(ABC):
 
     @abstractmethod
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        """Return whether a file's tensor and number can be this state after `n_tokens`, read in any blocks."""
+        """Return whether a file's tensor and number are possible for this state after `n_tokens`, in any blocks."""
 
     def committed(self, n_tokens: int) -> Held:
-        """Return the tensor and the number of this state, as they are for the first `n_tokens` tokens."""
+        """Return the tensor and the number of this state for the first `n_tokens` tokens."""
         return self._held
 
     def restore(self, held: Held) -> None:
@@ -99,7 +99,7 @@ class MethodState(ABC):
         return n_tokens if n_tokens == length else 0
 
     def mark(self, n_tokens: int) -> Held:
-        """Return a mark of the state at `n_tokens` tokens, for `as_of`; `nearest` must allow it. Copies no rows."""
+        """Return a mark of the state at `n_tokens` tokens, for `as_of`; `nearest` must allow this. Copies no rows."""
         return self._held if n_tokens else NOTHING
 
     def as_of(self, mark: Held) -> Self:
@@ -125,7 +125,7 @@ class MethodState(ABC):
 
 
 class GrowingRows(MethodState):
-    """A state with rows along `axis` of one buffer, which grows by half when it is full and which forks share.
+    """A state with rows along `axis` of one buffer. A full buffer grows by half. Forks share the buffer.
 
     A row stands for `tokens_per_row` tokens and takes at most `row_bytes` bytes. Memory plans use both numbers before a
     token is read. The state's number is how many rows were written.
@@ -197,7 +197,7 @@ class GrowingRows(MethodState):
         return None, self._rows_of(n_tokens)
 
     def _go_back(self, mark: Held) -> None:
-        self._n_rows = mark[1]  # rows written before the mark are still there
+        self._n_rows = mark[1]  # rows written before the mark are still in the buffer
 
     def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
         n_rows = self._rows_of(n_tokens)
@@ -222,7 +222,7 @@ class TokenRows(GrowingRows):
 
 
 class Summaries(GrowingRows):
-    """A state with a summary of each of M complete chunks, `[S, M, …]` for S heads. One summary is `[S, 1, …]`."""
+    """A state with a summary of each of M complete chunks, `[S, M, …]` for S heads. One chunk has `[S, 1, …]`."""
 
     axis = 1
     fewest = 16
@@ -235,8 +235,8 @@ class RecentRows(MethodState):
     queries see near keys at their true distance. Time: O(1) per token, amortised. Bytes: at most `2 · n_kept` rows,
     and the rows of a block.
 
-    If `remade`, the method computes the rows that are `missing` after a truncation again. If not, the state can only go
-    back to a length before which it still has `n_kept` rows.
+    If `remade`, the method computes `missing` rows again after a truncation. Otherwise the state can only go back to a
+    length before which it still has `n_kept` rows.
     """
 
     def __init__(self, n_kept: int, row_bytes: int, *, remade: bool = False) -> None:
@@ -254,7 +254,7 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
-        """Return a new buffer, with the last rows before token `start` and space for `n_new`, and its first token."""
+        """Return a buffer with the last rows before token `start` and space for `n_new`, and the first row's token."""
         buffer, first = self._held
         kept = 0 if buffer is None else min(start - first, self.n_kept)
         grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
@@ -317,7 +317,7 @@ class RecentRows(MethodState):
 
 
 class OpenChunk(MethodState):
-    """A state with rows `[heads, L, D]` of the tokens in the open chunk, the last one, which is not complete yet.
+    """A state with rows `[heads, L, D]` of the tokens in the open chunk: the last chunk, not complete yet.
 
     Example: queries that wait for their chunk to be complete. The state's number is the chunk's index.
 

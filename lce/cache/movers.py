@@ -1,7 +1,7 @@
 """Movers, which copy pages into a pool's slots: by plain copies, or on CUDA streams, one for each direction.
 
 A slot is the space for one page. A pool's memory is a list of slabs. A slab is `Parts`: tensors whose first dimension
-counts slots. All slabs but the last have the same number of slots. Packed pages are unpacked on the device, so that
+counts slots. All slabs except the last have the same number of slots. Packed pages are unpacked on the device, so that
 fewer bytes move.
 """
 
@@ -22,16 +22,16 @@ Unpack = Callable[[Parts], Parts]  # converts packed pages to the tensors that s
 
 
 def same(pages: Parts) -> Parts:
-    """Return `pages` unchanged: the `Unpack` for pages that are to stay as they are."""
+    """Return `pages` unchanged; the `Unpack` for pages that slots hold in the same form."""
     return pages
 
 
 class Mover:
-    """A mover to ordinary memory, whose `put` returns when the pages are there; the base class of all movers."""
+    """A mover to ordinary memory, and the base class of all movers. Here `put` returns after the copy."""
 
-    asynchronous = False  # whether `put` may return before the pages are there
+    asynchronous = False  # whether `put` may return before the copy has ended
 
-    @torch.inference_mode(mode=False)  # so that code outside inference mode can write to it, too
+    @torch.inference_mode(mode=False)  # so that code outside inference mode can write to the tensor, too
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor for slots `[n_slots, …]` or for pages to read."""
         return torch.empty(shape, dtype=dtype)
@@ -49,7 +49,7 @@ class Mover:
                 x.index_copy_(0, index, new[part].to(x.device))
 
     def wait(self, slots: Numbers) -> None:
-        """Make later reads of these slots wait until the pages put into these slots have arrived."""
+        """Make later reads of `slots` wait until all pages that were put into `slots` have arrived."""
 
     def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
         """Return copies `[n, …]` of the pages in slots; call `wait` first. Fastest if a slab's slots are adjacent."""
@@ -158,7 +158,7 @@ class Pinned(Streamed):
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:
-    """Split `slots` into runs in the same slab. Yield for each the slab, the numbers in the slab, a slice of `slots`.
+    """Split `slots` where the slab changes. Yield for each part: slab, numbers in the slab, slice of `slots`.
 
     Example: with slabs of 4 slots, the slots 1, 3, 5, 2 are in slab 0 at 1 and 3, in slab 1 at 1, in slab 0 at 2.
     """
@@ -168,7 +168,7 @@ def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slic
 
 
 def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, slice]]:
-    """Split `slots` into runs of adjacent slots. Yield for each the slab, a slice of the slab, a slice of `slots`."""
+    """Split `slots` into runs of adjacent slots. Yield for each run: slab, slice of the slab, slice of `slots`."""
     for held, rows, part in located(slabs, slots):
         for run in runs(np.diff(rows) != 1, len(rows)):
             first, n = int(rows[run.start]), run.stop - run.start

@@ -4,7 +4,7 @@ The device's pool is one tensor for keys and one for values, which kernels read 
 of page-locked memory and never moves pages.
 
 Another thread gathers pages for the device from host memory, or reads them from a file, while the model computes. The
-process has one such thread. It starts with the first `Fetch`, so never on a machine without a GPU.
+process has one such thread. The first `Fetch` starts the thread, so there is none on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lce.profiling import timed
 
 AT_ONCE = 64 << 20  # the most bytes of pages that are read from or written to a lower tier at a time
 SLAB = 256 << 20  # the bytes of a slab of the host's pool: a power of two, as page-locked memory is allocated
-NEVER = np.iinfo(np.int64).max  # stands for the last use of a slot that must not be filled
-QUEUED = 1024  # the fewest slots in a queue of slots to fill, if the pool has as many
+NEVER = np.iinfo(np.int64).max  # larger than the last use of any slot: for slots that must not be filled
+QUEUED = 1024  # a queue of slots to fill has at least so many slots, or all that may be filled
 
 
 class Slots(NamedTuple):
@@ -45,7 +45,7 @@ class Slots(NamedTuple):
     used: Numbers  # the number of the last request that used each slot
 
     def of_slabs(self, slabs: tuple[Parts, ...]) -> Slots:
-        """Return the slots of larger or more `slabs`: the first slots hold the same pages as here, others are free."""
+        """Return slots of larger or more `slabs`: the first slots hold the same pages as now, others are free."""
         more = (0, sum(len(slab[0]) for slab in slabs) - len(self.group))
         group = np.pad(self.group, more, constant_values=-1)
         return Slots(slabs, group, np.pad(self.chunk, more), np.pad(self.used, more))
@@ -92,7 +92,7 @@ class Pool(Tier):
 
     @timed("cache")
     def bring(self, pages: Pages) -> Numbers:
-        """Return the slots of at most `capacity` pages; read missing pages first. All stay until the next request."""
+        """Return the slots of at most `capacity` pages; read missing pages first. Pages stay until the next request."""
         slots, missing = self._request(pages)
         if len(missing):
             missing = missing[self.below.order(pages.at(missing))]
@@ -102,10 +102,10 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """Return a `Fetch` that reads the missing ones of `pages`, the missing pages, and their slots.
+        """Return a `Fetch` that reads those of `pages` that are missing; also return these pages and their slots.
 
         Return None if no page is missing. The `Fetch` may run in another thread. Until it has ended, nothing else may
-        use this pool or the tiers below. Then call `arrived`.
+        use this pool or the tiers below. After the end, call `arrived`.
         """
         self.clock += 1
         slots, here, absent = self.find(pages)
@@ -129,14 +129,14 @@ class Pool(Tier):
             self.mover.put(slabs, slots[some], self.below.read(pages.at(some)), after, self._unpacked)
 
     def arrived(self, pages: Pages, slots: Numbers) -> None:
-        """Record in the pool's index that these pages are now in these slots."""
+        """Record in the pool's index that `pages` are now in `slots`."""
         self.slots.used[slots], self.slots.chunk[slots] = self.clock, pages.chunk
         self.slots.group[slots] = pages.group
         self.index[pages] = slots
         self.traffic.bytes_in += len(slots) * self.page_bytes
 
     def read(self, pages: Pages) -> Parts:
-        """Return copies of pages. Pages that are read from below get slots here only if slots are free."""
+        """Return copies of pages. Pages read from the tier below get slots only if slots are free."""
         slots, missing = self._request(pages)
         if not len(missing):
             return self.take(slots)
@@ -164,10 +164,10 @@ class Pool(Tier):
         self.below.forget(pages)
 
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
-        """Copy new pages to the pool below when they are written here, so that they can leave later without a copy.
+        """Copy new pages to the pool below at once, so that these pages can leave later without a copy.
 
         Returns before the copy ends. Only as many pages are copied as the pool below has free slots; other pages move
-        down when they leave. If the pool below is the last tier, all are copied. Raises `CapacityError` if that fails.
+        down when they leave. If the pool below is the last tier, all pages are copied, or `CapacityError` is raised.
         """
         below = self.below
         if not self.mover.asynchronous or not isinstance(below, Pool):
@@ -184,12 +184,12 @@ class Pool(Tier):
         self._hand_down(held[~held_by.holds(self._pages(held))], target)
 
     def release(self, slots: Numbers) -> None:
-        """Mark the pages in these slots as the next to leave."""
+        """Mark the pages in `slots` as the next to leave."""
         self.slots.used[slots] = 0
-        self._queue = self._queue[:, :0]  # emptied: it lacks these slots, which are to be filled first
+        self._queue = self._queue[:, :0]  # emptied, so that a new queue is made, with these slots in front
 
     def _hand_down(self, slots: Numbers, target: Tier) -> None:
-        """Write the pages in these slots to another tier: one below, or the same tier of another stack."""
+        """Write the pages in these slots to another tier: a lower tier, or the same tier of another stack."""
         for some in slices(len(slots), AT_ONCE // self.page_bytes):
             parts = self.take(slots[some])
             parts = parts if isinstance(target, type(self)) else self._packed(*parts)
@@ -216,13 +216,13 @@ class Pool(Tier):
         return Pages(self.slots.group[slots], self.slots.chunk[slots])
 
     def _fill(self, pages: Pages, parts: Parts) -> None:
-        """Put pages into slots, from which other pages are removed if none are free."""
+        """Put pages into free slots; if too few are free, other pages leave the pool first."""
         slots = self._vacate(len(pages.group))
         self.mover.put(self.slots.slabs, slots, parts)
         self.arrived(pages, slots)
 
     def _vacate(self, n: int) -> Numbers:
-        """Free `n` slots and return them. Pages that no tier below has are written down first."""
+        """Free `n` slots and return them. Pages that no tier below has are first written to the tier below."""
         slots = self._victims(n)
         held = self._holding(slots)
         dirty = held[~self.below.holds(self._pages(held))]
@@ -235,7 +235,7 @@ class Pool(Tier):
         """Return `n` slots to fill: free slots, then the least recently used, but none that is pinned or in use now.
 
         The slots come from a queue of a sixteenth of all slots, so that few requests scan all slots. Slots that were
-        used since the queue was made are skipped. Slots outside the queue were used later than those in it.
+        used since the queue was made are skipped. Slots outside the queue were used later than slots in it.
         """
         n_free = int((self.slots.group < 0).sum())
         if self.n_slots < self.max_slots and n_free < n:
@@ -260,7 +260,7 @@ class Pool(Tier):
         return taken
 
     def _renew_queue(self, n: int) -> None:
-        """Replace the queue of slots to fill: at least `n`, or all slots that may be filled. Time: O(n_slots)."""
+        """Renew the queue: at least `n` slots to fill, or all slots that may be filled. Time: O(n_slots)."""
         slots, n_queued = self.slots, min(max(n, self.n_slots // 16, QUEUED), self.n_slots)
         free = np.ones(self.n_slots, bool)
         free[self._holding(np.arange(self.n_slots))] = False
@@ -273,7 +273,7 @@ class Pool(Tier):
         self._queue = np.stack((oldest, age[oldest]))
 
     def _grown(self, n_slots: int) -> Slots:
-        """Return larger `Slots`, of at least `n_slots` slots, that hold the same pages."""
+        """Return `Slots` with the same pages and at least `n_slots` slots."""
         raise NotImplementedError
 
     def _holding(self, slots: Numbers) -> Numbers:
@@ -341,7 +341,7 @@ class Host(Pool):
     """The pool in the host's memory beside a GPU, with packed pages.
 
     Page-locked memory is allocated in powers of two. So the pool takes slabs of `SLAB` bytes, or more for large pages.
-    The last slab within a budget is the largest power of two that is left.
+    With a budget, the last slab has the largest power of two of bytes that still fits.
     """
 
     name = HOST
@@ -408,7 +408,7 @@ def power_of_two(n: int) -> int:
 
 
 class Fetch:
-    """Work for another thread. A caller that needs its result before the thread has begun does the work itself.
+    """Work for another thread. If a caller needs the result before the thread has begun, the caller does the work.
 
     Ctrl-C does not interrupt the thread. A caller that was interrupted calls `finish` again.
     """

@@ -82,7 +82,7 @@ class Checks:
             self._block(block)
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
-        """Set the checksums `[n]` int32 of these rows, in the file, too, if it has checksums."""
+        """Set the int32 checksums `[n]` of rows, in memory and, if the file has checksums, in the file."""
         for run in runs(np.diff(rows) != 1, len(rows)) if self._n else ():
             start = self._start + int(rows[run.start]) * CHECK_BYTES
             write_all(self._descriptor, raw_bytes(checks[run]), start, self._name)
@@ -139,7 +139,7 @@ class RowFile:
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate `size` rows for each page, named as in `Pages`; return the first of each. Raises `CapacityError`."""
+        """Allocate `size` rows per page; return each page's first row. Raises `CapacityError` if there is no space."""
         raise CapacityError(FULL)
 
     def for_fork(self) -> RowFile:
@@ -264,7 +264,7 @@ class SpillFile(RowFile):
         return first
 
     def reserve(self, n: int) -> None:
-        """Allocate disk space for `n` rows, and memory for their checksums, so that later writes lack neither."""
+        """Allocate disk space for `n` rows, and memory for their checksums, so that later writes do not fail."""
         self.checks.reserve(n)
         if n * self.row_bytes > self._reserved:
             self._take(n * self.row_bytes, n * self.row_bytes)
@@ -300,7 +300,7 @@ os.register_at_fork(after_in_child=_readers.cache_clear)  # a forked process doe
 
 
 def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
-    """Split `rows` into runs in one block of checksums. Yield the block, a slice of `rows`, indices in the block."""
+    """Split `rows` where the block of checksums changes. Yield for each part: block, slice of `rows`, indices in it."""
     blocks = rows // CHECK_BLOCK
     for run in runs(np.diff(blocks) != 0, len(rows)):
         block = int(blocks[run.start])

@@ -30,7 +30,7 @@ ALL = 1 << 62  # a number of rows larger than any cache has
 
 
 class MemoryFile:
-    """A file in memory, of a fixed size, with one context's mappings of it. Parts never written take no memory.
+    """A file in memory, of a fixed size, and one context's mappings of the file. Parts never written take no memory.
 
     There are at most two mappings: a private one, whose writes do not change the file, and one that writes to the file.
     Each is made once, because a mapping holds a file descriptor.
@@ -50,7 +50,7 @@ class MemoryFile:
         return other
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
-        """Return a tensor over the file from byte `start` on. Writes to a `private` one do not change the file."""
+        """Return a tensor over the file from byte `start` on. If `private`, writes do not change the file."""
         if private not in self._mappings:
             flags = mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED
             self._mappings[private] = mmap.mmap(self._descriptor, self._size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -62,7 +62,7 @@ ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called on
 
 
 class RowBuffer:
-    """A buffer of rows along `axis` of `tensor`, written in order. Its memory is its own or shared with forks.
+    """A buffer of rows along `axis` of `tensor`, written in order. The memory is the buffer's own or shared with forks.
 
     `prepare` must be called before rows are written.
     """
@@ -75,7 +75,7 @@ class RowBuffer:
         self._private = False  # whether writes go to a private mapping
         self._frozen = 0  # forks see this many first rows of the file
         self._clean = 0  # this many first rows are the same in `tensor` and in the file
-        self._stop = 0  # rows from this one on were never written
+        self._stop = 0  # the index of the first row that was never written
 
     @property
     def capacity(self) -> int:
@@ -89,7 +89,7 @@ class RowBuffer:
         return self.tensor.nbytes // max(self.capacity, 1) * n_rows
 
     def prepare(self, start: int, stop: int) -> None:
-        """Prepare to write rows `start..stop-1`. If forks see some of them, map the file privately from now on."""
+        """Prepare to write rows `start..stop-1`. If forks see some of the rows, map the file privately from now on."""
         if self._place is None:
             return
         if not self._private and start < self._frozen:
@@ -103,7 +103,7 @@ class RowBuffer:
         return self._place is not None and (not self._private or n_rows <= self._clean)
 
     def move(self, file: MemoryFile, start: int, n_rows: int, shape: Sequence[int]) -> None:
-        """Move the first `n_rows` rows to byte `start` of a file; later writes go there. Bytes: one copy."""
+        """Move the first `n_rows` rows to byte `start` of a file; later writes go to the file. Bytes: one copy."""
         tensor = file.tensor(start, shape, self.tensor.dtype, private=False)
         tensor.narrow(self.axis, 0, n_rows).copy_(self.tensor.narrow(self.axis, 0, n_rows))
         _living.add(self)
@@ -135,9 +135,9 @@ os.register_at_fork(before=_freeze_all)
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
-    """Move to a file in memory those buffers whose rows forks cannot map yet.
+    """Move each buffer to a file in memory, unless forks can map the buffer's rows already.
 
-    Each buffer comes with the number of its rows and with the capacity that it is to have in the file.
+    `buffers` has, for each buffer, the number of rows to share, and the capacity in rows to have in the file.
 
     Does nothing if the system has no such files. Bytes: one copy of the moved rows.
     """

@@ -101,9 +101,9 @@ class PageIndex:
 
 @dataclass
 class Traffic:
-    """Counts of a tier's traffic: requested pages that were there (`hits`) or not (`misses`), bytes in and out.
+    """Counts of a tier's traffic: requested pages that the tier had (`hits`) or not (`misses`), bytes in and out.
 
-    `early` counts prefetched pages: those that a layer's last request had, fetched before its next request.
+    `early` counts prefetched pages: pages of a layer's last request, fetched before the layer's next request.
     """
 
     hits: int = 0
@@ -123,7 +123,7 @@ class Tier(ABC):
     rank: ClassVar[int] = 0  # the order in the chain below the device, fastest first; 0: not in `kinds`
     name: str  # the name for users
     mover: Mover = Mover()  # a mover to the memory into which this tier reads pages
-    writable = True  # whether new pages can be written here; forks then share all pages
+    writable = True  # whether new pages can be written here, so that forks can share them
 
     def __init__(self, layout: CacheLayout, below: Tier) -> None:
         self.layout = layout
@@ -135,7 +135,7 @@ class Tier(ABC):
 
     @classmethod
     def limit(cls, layout: CacheLayout) -> int | None:
-        """Return the most pages of a context in such a tier, or `UNBOUNDED`; None if `layout` has no such tier."""
+        """Return how many pages this kind of tier may hold, or `UNBOUNDED`; None if `layout` has no such tier."""
         return None
 
     @classmethod
@@ -168,13 +168,13 @@ class Tier(ABC):
         return place, np.flatnonzero(place >= 0), np.flatnonzero(place < 0)
 
     def read(self, pages: Pages) -> Parts:
-        """Return copies of pages, from this tier or those below. They are packed unless this is the device's tier."""
+        """Return copies of pages, from this or a lower tier. Copies are packed unless this is the device's tier."""
         place, here, missing = self.find(pages)
         found = self.take(place[here])
         return found if not len(missing) else self.joined((here, missing), found, self.below.read(pages.at(missing)))
 
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
-        """Return copies of one token per page, at `offsets [n]`, as `[n, 2, P, D]`, from this tier or those below."""
+        """Return copies of one token per page, at `offsets [n]`, as `[n, 2, P, D]`, from this or a lower tier."""
         place, here, missing = self.find(pages)
         found = self.take_rows(place[here], offsets[here])
         if not len(missing):
@@ -192,27 +192,27 @@ class Tier(ABC):
         return np.arange(len(pages.group))
 
     def take(self, place: Numbers) -> Parts:
-        """Return copies of the pages at these places in this tier."""
+        """Return copies of the pages that are at `place` in this tier."""
         raise NotImplementedError
 
     def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
-        """Return copies of one token per page, at `offsets [n]`, as `[n, 2, P, D]`, of the pages at these places."""
+        """Return copies of one token per page, at `offsets [n]`, as `[n, 2, P, D]`, of the pages at `place`."""
         raise NotImplementedError
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Write pages, which no tier below has. They are packed unless this is the device's tier.
+        """Write pages, which no tier below has. Pages are packed unless this is the device's tier.
 
         Not atomic: call again after an error.
         """
 
     def forget(self, pages: Pages) -> None:
-        """Remove pages from this tier and those below, before other keys and values are written for them."""
+        """Remove pages from this tier and lower tiers, before other keys and values are written for them."""
         self.index[pages] = -1
         self.below.forget(pages)
 
     def fork(self) -> Tier:
-        """Return a tier with the same pages for another context. It may be this tier."""
+        """Return a tier with the same pages for another context, possibly this tier itself."""
         return self
 
 
@@ -241,7 +241,7 @@ class Nowhere(Tier):
 
 @cache
 def kinds() -> tuple[type[Tier], ...]:
-    """Return the classes of tiers below the device, fastest first: those in this folder with a `rank` above 0."""
+    """Return the classes of tiers below the device, fastest first: all in this folder with a `rank` above 0."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
     found, left = [], [Tier]

@@ -60,7 +60,7 @@ class TierStack:
 
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
-        """Return empty tiers for `n_tokens` tokens, above `file` if given. Raises `CapacityError` for too many."""
+        """Return empty tiers for `n_tokens` tokens, above `file`. Raises `CapacityError` if they do not fit."""
         if file is None and not layout.overflows:
             held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
             whole, most = layout.whole_chunks(n_tokens), layout.resident_tokens
@@ -83,7 +83,7 @@ class TierStack:
             tier = tier.below
 
     def groups(self, layer: int) -> Numbers:
-        """Return the head groups of a layer; they are counted over all layers of the device."""
+        """Return a layer's head groups, which are numbered over all layers of the device."""
         first = (layer - self.layout.first_layer) * self.layout.n_groups
         return np.arange(first, first + self.layout.n_groups)
 
@@ -102,7 +102,7 @@ class TierStack:
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of the chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`.
 
-        No page leaves the device's pool: missing pages get slots there only if slots are free.
+        No page leaves the device's pool: missing pages get slots in the pool only if slots are free.
         """
         self.settle()
         pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
@@ -111,7 +111,7 @@ class TierStack:
         return k, v
 
     def tokens(self, layer: int, index: Numbers) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[G, n, D]` of ascending tokens. A chunk is read whole if half of it is requested."""
+        """Return keys and values `[G, n, D]` of ascending tokens. A chunk of which half is requested is read whole."""
         self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
         present, counts = np.unique(index // size, return_counts=True)
@@ -123,11 +123,11 @@ class TierStack:
         return rows[:, :, 0].transpose(1, 2).flatten(0, 1), rows[:, :, 1].transpose(1, 2).flatten(0, 1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
-        """Yield as tiles the pages of a layer that are True in `wanted [groups, chunks]`, in one or more rounds.
+        """Yield, in one or more rounds, the pages of a layer that are True in `wanted [groups, chunks]`, as tiles.
 
-        The device's pool must hold all pages of a round. Each `Tiles` is valid until the next. If there is one round,
-        its `Tiles` also have the layer's other pages that are in the pool. If there are several, resident pages come
-        first, and missing pages cycle through a quarter of the slots, so that few pages leave.
+        The device's pool must hold all pages of a round. Each `Tiles` is valid until the next. A single round also has
+        the layer's other pages that are in the pool. Of several rounds, the first have the resident pages. In later
+        rounds, missing pages cycle through a quarter of the slots, so that few pages leave.
         """
         self.settle()
         groups, chunks = np.nonzero(wanted)
@@ -193,13 +193,13 @@ class TierStack:
             raise fetch.error
 
     def write_down(self) -> None:
-        """Copy to the tier `bottom`, a file, every page that is not there yet."""
+        """Copy all pages to the tier `bottom`, a file, except pages that are there already."""
         self.settle()
         for pool in reversed(self.pools):  # the host's pool first, whose pages need not come from the device
             pool.copy_down(self.bottom, self.bottom)
 
     def shrink(self, buffer_tokens: int) -> None:
-        """Replace the pools by smaller, empty ones, beside buffers of `buffer_tokens` tokens. A file has all pages."""
+        """Replace the pools by smaller, empty pools, beside buffers of `buffer_tokens`. A file must have all pages."""
         self.settle()
         smaller = TierStack(self.layout, self.bottom, buffer_tokens)
         for pool, old in zip(smaller.pools, self.pools, strict=True):
@@ -207,9 +207,9 @@ class TierStack:
         self.top, self.pools = smaller.top, smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
-        """Return tiers for another context with the same pages and file. Pages not in the file are written there first.
+        """Return tiers for another context with the same pages and file. Pages not in the file are first written to it.
 
-        If there is no file to which pages can be written, the last pool of the other context gets copies.
+        If there is no file to which pages can be written, pages are copied to the last pool of the other context.
         """
         self.settle()
         if self.bottom.writable:

@@ -1,10 +1,10 @@
-"""Measures the speed of prefill and decode for some methods and text lengths, beside the machine's limits.
+"""Measures the speed of prefill and decode for some methods and text lengths, and the machine's own limits.
 
     from lce.lab.bench import bench
     report = bench("demo", ["full", "longheads"], lengths=[512, 2048])
     for row in report.rows: print(row.method, row.length, row.decode.median, row.decode_share)
 
-`Bench` does the same in steps; its `report` can be read at any time, even after Ctrl-C.
+A `Bench` object measures the same; its `report` can be read at any time, even after Ctrl-C.
 """
 
 from lce.lab.bench.ceilings import Ceilings, machine

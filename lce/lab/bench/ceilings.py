@@ -17,7 +17,7 @@ from torch import Tensor
 from lce.system import free_memory
 
 CPUINFO = Path("/proc/cpuinfo")
-MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # Bounds of the size of the tensor to read: far larger than CPU caches.
+MOST_BYTES, LEAST_BYTES = 1 << 30, 1 << 26  # Bounds of the bytes of the tensor to read: far more than CPU caches hold.
 Shape = tuple[int, int]  # The number of inputs and of outputs of a weight matrix.
 
 
@@ -54,9 +54,9 @@ def machine() -> str:
 
 
 def ceilings(shapes: Iterable[Shape], rows: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Measure the machine with torch's current threads. Takes 1 to 2 s, and up to 2 GiB or a quarter of free memory.
+    """Measure the machine with torch's current threads. Takes 1 to 2 s and 2 GiB or, if less, 1/4 of free memory.
 
-    `shapes` are those of the weight matrices to multiply; `rows` is the number of input rows.
+    `shapes` are the shapes of the weight matrices to multiply; `rows` is the number of input rows.
     """
     free = free_memory(device) or 8 * MOST_BYTES
     n = max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // torch.float32.itemsize

@@ -5,7 +5,7 @@ fills caches and is not timed. For each method and length, an untimed first run 
 reads and computes.
 
 These bytes and operations are counted. A decode step reads each weight once, one row of the embedding, the keys and
-values that it attends (a chunk once for each KV head that chose it), and the summaries or low-dim keys that it scores.
+values that it attends (a chunk once for each KV head that chose it), and the summaries or projected keys it scores.
 A prefill computes two operations per token for each weight of a layer, two per block for each weight of the output
 head, and four times the head dimension for each attended pair of query and key. Scores of chunks are not counted.
 """
@@ -26,7 +26,7 @@ from lce.lab.bench.ceilings import Ceilings, ceilings, machine
 from lce.progress import Progress, reported
 from lce.sizes import count
 
-OTHER = "Python and other"  # In a profile, the name of the time outside all measured parts.
+OTHER = "Python and other"  # The entry of a profile for the time outside all measured parts.
 OF_PLANS = ("device", "dtype", "weights", "block", "window")  # The options of `lce.load` that change operation counts.
 MOST_ROWS = 1024  # The most rows of the matrix products that measure the machine.
 
@@ -140,14 +140,14 @@ class Subject:
         while left > 0:
             prompt = self.ids(1) if last.finish_reason == "stop" else []
             last = self.engine.generate(prompt, context=context, max_tokens=left + 1)
-            # Timed steps: one per generated token but the first, and one for an end token, which is not in the count.
+            # Timed steps: one per generated token except the first, and one for an end token, which is not counted.
             left -= last.stats.generated_tokens - (last.finish_reason != "stop")
             seconds += last.stats.decode_s
         return n_tokens / seconds if seconds else 0.0
 
 
 def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]:
-    """Return a function from a length to that many random token ids. A shorter text is a prefix of a longer text."""
+    """Return a function that takes a length and returns random token ids. Shorter texts are prefixes of longer ones."""
 
     def ids(length: int) -> list[int]:
         rng = random.Random(seed)
@@ -262,7 +262,7 @@ class Bench:
 
     @property
     def report(self) -> Report:
-        """The measurements so far, of the methods and lengths with a timed run."""
+        """The measurements so far, without methods and lengths that have no timed run yet."""
         engine, best = self.engine, self.ceilings
         rows = []
         for (length, name), runs in self._runs.items():

@@ -11,8 +11,8 @@ that constant. Runs at several frequencies `w` together give d, as digits give a
 because the log-weights of the first run are subtracted. The factor by which a method multiplies a query's logits is
 measured in the same way, with vectors that do not rotate and have a known phase for each key.
 
-The signal can change which of two nearly equal scores is chosen. So a row is used only if it attends the same keys as
-in the first run. Otherwise the row is measured again with the signal reversed, then with a weaker signal.
+The signal can change which of two keys with nearly equal scores is chosen. So a query's measurement is used only if the
+query attends the same keys as in the first run. Otherwise the query is measured with the signal reversed, then weaker.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lce.sizes import count
 HEADS, KV_HEADS = 4, 2
 MOST_TOKENS = 512
 SIGNAL = 2**-9  # The most that the rotating pair of dimensions adds to a logit: 1,000 float32 rounding errors.
-SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # The signal is multiplied by these factors in turn until no choice changes.
-# `FREQUENCIES`, in radians per position: none is a multiple of another, so that no distance beyond REACH reads as a
-# shorter one.
+SIZES = (1.0, -1.0, 1 / 8, -1 / 8)  # The signal is multiplied by these factors in turn until the same keys are chosen.
+# `FREQUENCIES` of the rotation, in radians per position: none is a multiple of another, so that a distance beyond
+# REACH is not mistaken for a shorter distance.
 FREQUENCIES = tuple(8.7**-n for n in range(5))
 REACH = int(0.9 * math.pi / FREQUENCIES[-1])  # The largest measurable distance: 0.9 of half the longest period.
 PATTERNS = 4  # The number of sets of random phases, one phase per key. No two keys have similar phases in all sets.
@@ -47,7 +47,7 @@ class Explanation:
     """Measurements of a method on N tokens.
 
     `attended [N, N]` is True where query i attends key j. `distance [N, N]` is the distance at which query i sees key
-    j, and -1 where it does not. `factor [N]` is the factor by which the method multiplies each query's logits.
+    j, and -1 for a key that is not attended. `factor [N]` is the factor by which the method multiplies query logits.
     """
 
     method: Method
@@ -85,11 +85,11 @@ def explain(
 
     The method, a name or an instance, runs as in the first layer of a model with a window of `window` positions and 4
     query heads over 2 KV heads. Query head `head` is measured. A method given by name has the knobs of its `example` if
-    no window is given, else its defaults; `knobs` override both. `block` is the number of queries prefilled per step,
-    by default the example's or the method's. Another `seed` makes other vectors, for which a method may choose other
-    keys. If a query sees all its keys at one distance, its output is the same for any distance, so its nearest key is
-    reported at that key's distance in the text. Raises `UsageError` for a method whose weights depend on positions in
-    any way but through whole distances.
+    `window` is None, else its defaults; `knobs` override both. `block` is the number of queries prefilled per step,
+    by default that of the example or of the method. Another `seed` makes other vectors, so a method may choose other
+    keys. If a query sees all keys at one distance, the output does not depend on that distance; the nearest key's
+    distance in the text is then reported. Raises `UsageError` for a method whose weights depend on positions otherwise
+    than through distances in whole tokens.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
     tokens, window = count(tokens, "tokens", 1, MOST_TOKENS), count(window, "window", 1, REACH)
@@ -105,7 +105,7 @@ def explain(
 def _setting(
     method: str | Method, knobs: object, window: int | None, block: int | None
 ) -> tuple[Method, int, int | None]:
-    """Return the method, window and block. What is not given comes from the method's example."""
+    """Return the method, window and block. If `window` is None, the method's example supplies missing values."""
     if not isinstance(knobs, Mapping):
         raise UsageError(f"knobs is {shown(knobs)}; expected a mapping of names to values, such as {{'chunk_size': 4}}")
     if isinstance(method, Method):
@@ -135,7 +135,7 @@ def _pair(x: Tensor) -> Tensor:
 
 
 class _Probe:
-    """A method to measure, and its input vectors. `rest [N, N]` are its log-weights in a run without rotation."""
+    """A method to measure, and its input vectors. `rest [N, N]` has the log-weights of a run without rotation."""
 
     def __init__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, window: int, block: int, head: int) -> None:
         self.method, self.window, self.block, self.head = method, window, block, head
@@ -223,7 +223,7 @@ def _distances(probe: _Probe, factor: Tensor) -> Tensor:
 
 
 def _anchor(turned: Tensor) -> int | None:
-    """Return the distance of a query's nearest key that makes the distances of all its keys whole; None if none does.
+    """Return a distance of the nearest key for which all distances of a query are whole numbers; None if there is none.
 
     `turned [N, frequencies]` are the codes of the N keys (see `_code`) minus the code of the nearest key.
     """

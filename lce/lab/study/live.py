@@ -18,7 +18,7 @@ from lce.lab.study.web_page import script, split
 from lce.methods import Method, available, find, make
 
 MOST_NEW = 256  # The most tokens that a request may generate.
-LIVE_BYTES = 512 << 20  # The most bytes that the recorded choices of a run may take.
+LIVE_BYTES = 512 << 20  # The most bytes that a run may take to record which chunks or tokens were chosen.
 STOP_S = 5.0  # The most seconds that a closing server waits for the current run to end.
 
 
@@ -33,7 +33,7 @@ class Cancelled(Exception):
 def requested(body: Any) -> tuple[RecordingRequest, Method]:
     """Parse the JSON of a page's request into a recording request and a method. Raises `UsageError` if it is invalid.
 
-    What needs the model is not checked: the prompt's length, and whether the marks and the heads exist.
+    Does not check what needs the model: the prompt's length, and whether marked texts and heads exist.
     """
     if not isinstance(body, dict):
         raise UsageError(f"the request is {shown(body)}; expected an object")
@@ -62,7 +62,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return the knobs that a page can set: the name, default, help and, if there is a fixed set, choices of each.
+    """Return a method's knobs that a page can set: name, default, help, and choices (None: any number) of each.
 
     Knobs that take free text, such as file names, are left out.
     """
@@ -92,7 +92,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._state: dict[str, Any] = {"state": "idle", "id": 0}
-        # The last finished run: its number, the random key in the paths of its segments, and its recording.
+        # The last finished run: its number, a random key that is part of the URLs of its data, and its recording.
         self._done: tuple[int, str, Recording] = 0, "", {}
 
     def about(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Live:
         return {"model": model, "methods": methods, "max_tokens": MOST_NEW}
 
     def start(self, body: Any) -> int:
-        """Start a run of the request `body` and return the run's number. Raises `Busy`, or `UsageError` if invalid."""
+        """Start a run of the request `body`; return its number. Raises `UsageError` if invalid, `Busy` during a run."""
         request, method = requested(body)
         n_tokens = len(prompt_ids(self._recorder.engine, request.prompt))
         if n_tokens > self.most_prompt:
@@ -165,7 +165,7 @@ class Live:
         return state
 
     def script(self, key: str, run: int, segment: int) -> str | None:
-        """Return the JavaScript of one segment of the last recording; None for an unknown key, run or segment."""
+        """Return the script with one segment of the last recording's data; None for an unknown key, run or segment."""
         _, right, recording = self._done
         runs = recording.get("runs", [])
         if key != right or run >= len(runs) or segment >= len(runs[run]["segments"]):

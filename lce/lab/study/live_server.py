@@ -1,14 +1,14 @@
 """Serves the page of `lce inspect --live`, with an engine behind it, on loopback.
 
 Only this machine can reach the server, and only with the address, which contains a random token. Other web pages have
-no access: the Host header is checked (DNS rebinding), POST needs our own Origin, and no header lets another origin read
-an answer. Requests are bounded in size, and a silent connection is closed. An invalid request is answered by 4xx and
-one line of JSON, `{"error": "…"}`.
+no access: the Host header is checked (DNS rebinding), POST needs the page's Origin, and no header lets another origin
+read an answer. Requests are bounded in size, and a silent connection is closed. An invalid request is answered by 4xx
+and one line of JSON, `{"error": "…"}`.
 
     GET  /TOKEN/                    the page
     GET  /TOKEN/about               the model, the methods and their knobs, the largest number of new tokens
-    GET  /TOKEN/state?known=ID      the run's progress, or its recording, unless ID is its number
-    GET  /TOKEN/data/KEY/R-S.js     segment S of run R
+    GET  /TOKEN/state?known=ID      the run's progress; after its end, the recording, unless ID is the run's number
+    GET  /TOKEN/data/KEY/R-S.js     segment S of the data of run R
     POST /TOKEN/run, /TOKEN/cancel
 """
 
@@ -36,14 +36,14 @@ MOST_BODY = 4 << 20  # The largest number of bytes of a request's body.
 MOST_VALUES = 1 << 20  # The largest number of JSON values in a body.
 SILENT_S = 10.0  # Seconds of silence after which a connection is closed.
 ANSWER_S = 60.0  # Seconds that a client may take to receive an answer.
-DRAIN_S = 1.0  # Seconds for which bytes that arrive after an answer are still read.
+DRAIN_S = 1.0  # After an answer, bytes from the client are read for so many seconds more.
 
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
 _KNOWN = re.compile(r"known=(\d{1,15})")
 
 
 class LiveServer(ThreadingTCPServer):
-    """An HTTP server, on loopback, for the page of a `Live`. `address` opens the page in a browser."""
+    """An HTTP server, on loopback, for a page that sends prompts to a `Live`. `address` is the page's URL."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -69,7 +69,7 @@ class LiveServer(ThreadingTCPServer):
 
 
 class _Refused(Exception):
-    """The exception that refuses a request. Its two arguments are the HTTP status and the error message."""
+    """The exception for a refused request. Its two arguments are the HTTP status and the error message."""
 
 
 class _Handler(BaseHTTPRequestHandler):

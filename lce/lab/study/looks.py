@@ -1,9 +1,9 @@
-"""Computes the looks of a recording: how a query's choices compare with its true attention, and why a head misses.
+"""Compares what a recorded query attended with full attention. The results for one query are called a look.
 
-A choice is what a method selects: a chunk, page, block or token. True attention is the weights of full attention, and a
-head's own attention is its weights under the method. A head misses if it does not attend keys that have much true
-attention. Looks are computed after the run, when the cache has the keys of the whole text. A few queries are computed
-at a time, which bounds the memory of their weights over all keys.
+A choice is a chunk, page, block or token that a method can select. True attention means the weights that full attention
+gives to keys. A look also says why a head does not attend keys with much true attention. Looks are computed after the
+run, when the cache has the keys of the whole text. A few queries are computed at a time, so that their weights over all
+keys take little memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lce.lab.study.run_observer import RunObserver, SeenLayer, SeenQuery
 from lce.methods import rotate
 from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
 
-BEST = 8  # How many choices with the most true attention are listed for each head.
-ENOUGH = 0.9  # A head that attends keys with this share of its true attention misses nothing.
-MOVED = 0.5  # A head misses by `placement` if own and true attention have a larger total variation distance.
-MOST_TOKENS = 1 << 14  # Attention by the method is compared only for queries that attend at most 16,384 tokens.
-COMPARED = 16  # Attention by the method is compared for the last 16 prompt tokens, and for generated tokens.
+BEST = 8  # For each head, so many of the chunks with the highest weight under full attention are listed.
+ENOUGH = 0.9  # A head misses nothing if it attends keys with this share of full attention's weight.
+MOVED = 0.5  # Above this total variation distance of a head's weights from full attention's, `why` is "placement".
+MOST_TOKENS = 1 << 14  # Weights are compared with full attention's only for queries that attend at most 16,384 tokens.
+COMPARED = 16  # Weights are compared with full attention's for the last 16 prompt tokens and generated tokens.
 
-Mark = tuple[int, int]  # (start, stop): the marked tokens are start..stop-1.
-Look = dict[str, Any]  # docs/inspect.md describes the fields of a look.
+Mark = tuple[int, int]  # (start, stop): the user marked the tokens start..stop-1.
+Look = dict[str, Any]  # The results for one query; docs/inspect.md describes the fields.
 
 
 @torch.inference_mode()
@@ -37,9 +37,9 @@ def looks_of(
     run: RunObserver, choices: tuple[int, int], marks: Sequence[Mark] = (), judge: Judge = "constant",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Look]:  # fmt: skip
-    """Return a look at each query that the observer of a run kept, by the query's index in the text.
+    """Return the results for each query whose data the observer kept, by the query's index in the text.
 
-    `choices` is `Method.choices`: the first token of choice 0, and the number of tokens of a choice.
+    `choices` is `Method.choices`: the first token of chunk 0, and the tokens per chunk (1 if tokens are chosen).
     """
     looks: dict[int, Look] = {}
     choosers, _, _ = run.choices.sizes()
@@ -55,7 +55,7 @@ def looks_of(
 
 
 def _judged(seen: SeenLayer, judge: Judge) -> Iterator[tuple[SeenQuery, Tensor]]:
-    """Yield each kept query of a layer in order, with its true attention `[H, n]` to the n tokens up to the query."""
+    """Yield a layer's kept queries in order, each with full attention's weights `[H, n]` of the n tokens up to it."""
     queries = [query for _, query in sorted(seen.queries.items())]
     n_heads = len(queries[0].q) if queries else 1
     for some in TrueMass(seen.method, seen.cache, seen.step, judge).slices(len(queries), n_heads):
@@ -68,11 +68,11 @@ def _judged(seen: SeenLayer, judge: Judge) -> Iterator[tuple[SeenQuery, Tensor]]
 
 
 class _Row:
-    """One query in one layer: its choices, and its true attention `weights [H, n]` to the n tokens up to the query.
+    """One query in one layer: the chunks it chose, and full attention's `weights [H, n]` of the n tokens up to it.
 
-    Choice c begins at token `first + c·size`. `masses [H, M]` is the true attention to every choice, `mass [H, K]` to
-    the query's own choices. `always [n]` is True for tokens that are attended whatever is chosen, `attended [H, n]` for
-    all tokens that a head attends.
+    Chunk c begins at token `first + c·size`; size is 1 if tokens are chosen. `masses [H, M]` is full attention's weight
+    of every chunk, `mass [H, K]` of the chosen chunks. `always [n]` is True for tokens that are attended whatever is
+    chosen, `attended [H, n]` for all tokens that a head attends.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class _Row:
         self.layer, self.seen, self.weights, self.marks = layer, seen, weights, marks
         self.first, self.size = choices
         (self.n_heads, n), n_chosen_from = weights.shape, max(0, weights.shape[1] - self.first)
-        size = min(self.size, max(1, n_chosen_from))  # a choice may be far longer than the text
+        size = min(self.size, max(1, n_chosen_from))  # a chunk may be far longer than the text
         self.masses = pad(weights[:, self.first :], (0, -n_chosen_from % size)).unflatten(1, (-1, size)).sum(-1)
         self.chosen, self.taken = seen.chosen, seen.chosen >= 0  # [H, K] each; `taken` is False for an empty slot
         slots = torch.where(self.taken, self.chosen, self.masses.shape[1])
@@ -93,7 +93,7 @@ class _Row:
         self.attended = attended_tokens(self.always[None], self.chosen[:, None], *choices, self.n_heads)[:, 0]
 
     def _scores_and_ranks(self) -> tuple[Tensor, Tensor]:
-        """Return the scores and ranks of all choices, `[H, M]` each: rank 0 is the best, NaN and -1 mean no score."""
+        """Return the score and the rank (0: best) of each chunk, `[H, M]` each; NaN and -1 for one without a score."""
         scores, m = self.seen.scores, self.masses.shape[1]
         if scores is None:
             scores = self.masses.new_empty(self.n_heads, 0)
@@ -105,9 +105,9 @@ class _Row:
         return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add this layer's part to `look`. The heads form `choosers` groups, each of which chooses together.
+        """Add this layer's results to `look`. The heads form `choosers` groups; the heads of a group choose together.
 
-        If `compares`, the heads' own attention is computed and compared with their true attention.
+        If `compares`, the heads' weights under the method are computed and compared with full attention's.
         """
         seen, layer = self.seen, Look()
         layer["always"] = None if seen.spans is None else _number_of(look["always"], [list(x) for x in seen.pieces])
@@ -122,7 +122,7 @@ class _Row:
         self._count_bytes(look["bytes"])
 
     def _heads(self, look: Look, *, compares: bool) -> list[Look]:
-        """Return the part of the look for each head of this layer."""
+        """Return the results for each head of this layer."""
         recalls, bests, mass = self._recalls(), self._bests(), rounded(self.mass)
         given, moved = self._own() if compares and self.taken.any() else (None, None)
         marks = [self._mark(n, *mark) for n, mark in enumerate(self.marks) if mark[0] < self.weights.shape[1]]
@@ -140,9 +140,9 @@ class _Row:
         return heads
 
     def _own(self) -> tuple[Any, Tensor | None]:
-        """Return own attention to each choice `[H][K]`, and its total variation from true attention `[H]`.
+        """Return the weights of chosen chunks under the method `[H][K]`, and the distance from full attention's `[H]`.
 
-        Both are None if own attention is unknown.
+        The distance is total variation. Both results are None if the method's weights are unknown.
         """
         found = own_attention(self.layer, self.seen, self.first, self.size)
         if found is None:
@@ -155,16 +155,16 @@ class _Row:
         return rounded(own[:, :n]), distance
 
     def _bests(self) -> list[list[list[Any]]]:
-        """Return per head the choices with most true attention: `[choice, attention, rank or -1, 1 if chosen]` each."""
+        """Return per head the chunks that full attention weighs most: `[chunk, weight, rank or -1, 1 if chosen]`."""
         masses, best = self.masses.topk(min(BEST, self.masses.shape[1]))
         chosen = (best[:, :, None] == self.chosen[:, None]).any(-1).int()
         rows = zip(best.tolist(), rounded(masses), self.ranks.gather(1, best).tolist(), chosen.tolist(), strict=True)
         return [[list(one) for one in zip(*row, strict=True)] for row in rows]
 
     def _recalls(self) -> list[Look]:
-        """Return per head which share of true attention is attended, and why the head misses the rest, if much.
+        """Return per head what share of full attention's weight is on attended keys; if the share is small, also why.
 
-        The shares are `recall`, `always_mass` (attended whatever is chosen) and `reachable` (by the best choices).
+        Shares: `recall` (attended), `always_mass` (attended whatever is chosen), `reachable` (with the best chunks).
         """
         if self.seen.spans is None:
             return [{"recall": None, "always_mass": None, "reachable": None, "why": None}] * self.n_heads
@@ -182,7 +182,7 @@ class _Row:
         return found
 
     def _mark(self, number: int, start: int, stop: int) -> list[list[Any]]:
-        """Return `[number, true attention, best rank, share of its tokens attended]` of mark start..stop-1 per head."""
+        """Return `[number, full attention's weight, best rank, attended share]` of tokens start..stop-1 per head."""
         stop, best = min(stop, self.weights.shape[1]), torch.full((self.n_heads,), -1)
         a, b = max(0, (start - self.first) // self.size), max(0, (stop - 1 - self.first) // self.size + 1)
         if b > a:
@@ -195,8 +195,8 @@ class _Row:
     def _count_bytes(self, counts: dict[str, float]) -> None:
         """Add the bytes that the query reads in this layer to `counts`.
 
-        `read` are attended keys and values, once per KV head. `scored` is what the method scores. `full` are the keys
-        and values that full attention reads.
+        `read` counts attended keys and values, once per KV head. `scored` counts what the method reads to score
+        chunks. `full` counts the keys and values that full attention reads.
         """
         seen, layer, n = self.seen, self.layer, self.weights.shape[1]
         full = n * layer.step.n_kv_heads
@@ -208,10 +208,10 @@ class _Row:
 
 
 def own_attention(layer: SeenLayer, seen: SeenQuery, first: int, size: int) -> tuple[Tensor, Tensor] | None:
-    """Return a query's own attention: a softmax over the attended tokens at the distances at which it sees them.
+    """Return a query's weights under the method: a softmax over the attended tokens, at the method's distances.
 
-    The result is the attended tokens `[H, n]`, first those of the choices, then those always attended, and their
-    weights `[H, n]`, 0 in an empty slot. Choice c begins at token `first + c·size`. A method's factor on logits is left
+    Return the attended tokens `[H, n]`, first of chosen chunks, then those attended whatever is chosen, and the tokens'
+    weights `[H, n]`, 0 in an empty slot. Chunk c begins at token `first + c·size`. A method's factor on logits is left
     out, since no method that chooses has one. Return None if a distance is unknown or too many tokens are attended.
     """
     chosen = seen.chosen
@@ -248,7 +248,7 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
     positions = distance if placed is None else placed.cpu()[tokens] + distance
     different, which = positions.unique(return_inverse=True)
     turn = rope.turn(different.to(q.device), torch.float64)
-    scale = rope.scale if placed is None else 1.0  # YaRN scales what it rotates; unrotated keys lack this factor
+    scale = rope.scale if placed is None else 1.0  # YaRN scales rotated vectors; keys cached unrotated lack the factor
     turn = type(turn)((turn.cos * scale).float(), (turn.sin * scale).float())
     turned = rotate(q[:, None].expand(-1, len(different), -1), turn)  # [H, different positions, D]
     heads = torch.arange(len(q), device=q.device)[:, None]
@@ -258,7 +258,7 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
 
 
 def _with_choice(values: list[Any], taken: Tensor) -> list[Any]:
-    """Return the values of the slots that hold a choice, where `taken` is True."""
+    """Return the `values` at indices where `taken` is True."""
     return [x for x, there in zip(values, taken.tolist(), strict=True) if there]
 
 

@@ -1,4 +1,4 @@
-"""Draws pictures: the distances of an `Explanation`, and the choices of some queries in a recorded run."""
+"""Draws pictures: the distances of an `Explanation`, and the chunks that some queries of a recorded run chose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KINDS = (".pdf", ".png", ".svg")
 NUMBERED = 32  # With this many tokens or fewer, each cell shows its distance as a number.
 BEYOND = "crimson"  # The colour of distances beyond the window, on which the model was not trained.
-MOST_PANELS = 4  # The most queries in a picture of choices, one panel each.
+MOST_PANELS = 4  # The most queries in a picture of chosen chunks, one panel each.
 MISSED, MARKED = "#D55E00", "#E69F00"  # vermilion and orange of Okabe and Ito's colour-blind-safe palette
 
 
@@ -47,8 +47,8 @@ def _save(figure: Figure, path: Path) -> None:
 def draw_distances(explanation: Explanation, path: str | Path) -> None:
     """Draw distances as colours, with a row per query and a column per key, to a PNG, SVG or PDF file.
 
-    Keys that are not attended are white, and distances beyond the window have a colour of their own. The format is that
-    of the file's suffix. Needs matplotlib, but no display. The file appears whole or not at all.
+    Keys that are not attended are white, and distances beyond the window have a colour of their own. The file's
+    suffix sets the format. Needs matplotlib, but no display. The file appears whole or not at all.
     """
     path = drawable(path)
     from matplotlib import colormaps
@@ -80,13 +80,13 @@ def draw_distances(explanation: Explanation, path: str | Path) -> None:
 
 
 def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
-    """Draw the choices of the last looked-at queries in a recording's first run, as in LongHeads' Figure 5.
+    """Draw the chunks that the last analysed queries of a recording's first run chose, as in LongHeads' Figure 5.
 
     Each query has a panel with one row per head and one column per chunk. A filled cell is a chunk that the head chose,
-    darker with more true attention. A ring is a chunk that was not attended although it is among the head's three
-    chunks with the most true attention, and has 2% or more of all. Coloured bands are the marked places. A head's label
-    is the share of its true attention that is attended. The file appears whole or not at all. Raises `UsageError`
-    without matplotlib, or if nothing is chosen.
+    darker with more weight under full attention. A ring is a chunk that was not attended although it is among the
+    three that full attention weighs most, with 2% or more. Coloured bands are the marked texts. A head's label is the
+    share of full attention's weight on attended keys. The file appears whole or not at all. Raises `UsageError` without
+    matplotlib, or if nothing is chosen.
     """
     path, run = drawable(path), recording["runs"][0]
     if not run["choosing"]:
@@ -105,7 +105,7 @@ def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
 
 
 def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, Any]) -> None:
-    """Draw the choices of all heads for one query into `axes`."""
+    """Draw the chunks that each head chose for one query into `axes`."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 

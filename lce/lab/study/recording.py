@@ -31,19 +31,19 @@ FORMAT = 1
 TOP = 5  # How many of the likeliest tokens are listed with each generated token.
 MOST_GENERATED = 4096
 MOST_MARKS = 32  # The largest number of marked places in a text.
-UNITS = 32  # For a method that never chooses keys, true attention is summed over pieces of 1/32 window.
+UNITS = 32  # For a method that chooses no chunks, full attention's weights are summed over pieces of 1/32 window.
 
 Recording = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RecordingRequest:
-    """A prompt to record, and which of its queries to look at closely.
+    """A prompt to record, and the queries of the prompt to analyse.
 
     `marks` are texts to mark wherever they occur in the prompt, for example the answer; the prompt must contain each.
-    `off` has pairs of a layer and a head to switch off. A recording looks closely at the queries of the generated
-    tokens, of the last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. `judge` says at
-    which distances full attention is the truth: at the true ones, or ("constant") at no more than half the window.
+    `off` has pairs of a layer and a head to switch off. A recording analyses the queries of generated tokens, of
+    the last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. Methods are compared with
+    full attention. `judge` sets the distances of full attention: i - j, or ("constant") at most half the window.
     """
 
     prompt: str | Sequence[int]
@@ -58,15 +58,15 @@ class RecordingRequest:
         count(self.max_tokens, "max_tokens", 0, MOST_GENERATED)
 
     def looked(self, n_tokens: int) -> list[int]:
-        """Return the indices of the queries to look at closely in a prompt of `n_tokens` tokens."""
+        """Return the indices of the queries to analyse in a prompt of `n_tokens` tokens."""
         tail = max(0, n_tokens - self.last)
         return sorted({tail * i // self.spread for i in range(self.spread)} | set(range(tail, n_tokens)))
 
 
 class Recorder:
-    """A recorder of runs of one model; all runs share its weights. `loading` are options of `lce.load`.
+    """A recorder of runs of one model; all runs share the model's weights. `loading` are options of `lce.load`.
 
-    A run whose choices and scores take more than `most_bytes` ends with a `CapacityError`.
+    A run ends with a `CapacityError` if recorded chunk numbers and scores take more than `most_bytes`.
     """
 
     def __init__(self, model: str | Path, *, most_bytes: int = MOST_BYTES, **loading: Any) -> None:
@@ -78,9 +78,9 @@ class Recorder:
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         check: Callable[[], None] = lambda: None,
     ) -> Recording:  # fmt: skip
-        """Record the request's prompt under each method. `check` is called often; an error raised by it ends the call.
+        """Record the request's prompt under each method. `check` is called often and can end the call by an error.
 
-        Raises `UsageError` for an invalid request, and `CapacityError` if the choices take too much memory.
+        Raises `UsageError` for an invalid request, and `CapacityError` if the recorded data takes too much memory.
         """
         if not methods:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
@@ -118,7 +118,7 @@ def _run(
     engine: Engine, observer: RunObserver, request: RecordingRequest, ids: list[int], marks: list[tuple[int, int]],
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Run one prompt under the engine's method and return the run's part of a recording."""
+    """Run one prompt under the engine's method and return the recorded data of the run."""
     assert isinstance(engine.method, Observed)
     started, method = time.perf_counter(), engine.method.inner
     bar = partial(progress, method.label)

@@ -1,6 +1,6 @@
-"""Observes a run for a recording: keeps the choices of every query, and the data for a closer look at some queries.
+"""Observes a run for a recording: keeps which chunks or tokens every query chose, and more data about some queries.
 
-`lce.lab.study.looks` computes the looks after the run.
+`lce.lab.study.looks` analyses these queries after the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from lce.lab.study.segments import MOST_BYTES, RunChoices, Spans
 from lce.methods import LayerCache, Method, Observation, Step, distances
 
-Piece = tuple[int, int, int | None, int | None]  # Start and stop of a run of tokens, least and largest distance.
+Piece = tuple[int, int, int | None, int | None]  # Start and stop of some tokens, their least and largest distance.
 MOST_PIECES = 128  # The most pieces into which a span of tokens is cut.
 
 
@@ -25,16 +25,16 @@ class SeenQuery:
 
     query: int
     q: Tensor  # [H, D], unrotated
-    chosen: Tensor  # [H, K], -1 for no choice
-    scores: Tensor | None  # [C, M], of all choices; -inf for choices that the query does not have
+    chosen: Tensor  # [H, K], the numbers of chosen chunks; -1: none
+    scores: Tensor | None  # [C, M], of all M chunks; -inf for chunks that the query cannot choose
     spans: Spans | None  # the tokens attended whatever is chosen; None if the method does not tell
     pieces: list[Piece]  # the spans, cut where the distances jump
-    distances: Tensor | None  # [H, K, 2], the least and the largest distance of each choice
+    distances: Tensor | None  # [H, K, 2], the least and the largest distance of each chosen chunk
 
 
 @dataclass
 class SeenLayer:
-    """The looked-at queries of one layer. Its method, cache and last step are kept to read its keys after the run."""
+    """The queries of one layer to analyse, and the method, cache and last step to read the keys after the run."""
 
     method: Method
     cache: LayerCache
@@ -45,7 +45,7 @@ class SeenLayer:
 class RunObserver:
     """An observer of one run over a prompt of `n_prompt` tokens. After the run, `layers` and `choices` are complete.
 
-    The queries in `looked` and those of generated tokens are looked at closely. The heads in `off`, pairs of a layer
+    Data for analysis is kept for the queries in `looked` and of generated tokens. The heads in `off`, pairs of a layer
     and a head, are switched off. `check` is called often, and an error that it raises ends the run.
     """
 
@@ -59,14 +59,14 @@ class RunObserver:
         self._pieces: dict[Any, list[Piece]] = {}  # by query and its spans; layers with the same spans share an entry
 
     def rows(self, step: Step) -> Tensor:
-        """Return which queries of the step's block are looked at, counted from the block's first query."""
+        """Return the numbers of the queries to analyse in the step's block, whose first query is number 0."""
         self.check()
         block = range(step.start, step.stop)
         some = block if step.start >= self.n_prompt else [i for i in self.looked if i in block]
         return torch.tensor([i - step.start for i in some], dtype=torch.int64)
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
-        """Keep a layer's choices. Return its output `out [H, T, D]` with zeros for heads that are switched off."""
+        """Keep what a layer's queries chose. Return `out [H, T, D]` with zeros for heads that are switched off."""
         layer, step = seen.layer, seen.step
         if layer == 0:
             self.choices.begin(step.start, step.stop)
@@ -80,7 +80,7 @@ class RunObserver:
         return out.index_fill(0, torch.tensor(off, device=out.device), 0.0) if off else out
 
     def _queries(self, seen: Observation, spans: list[Spans] | None) -> dict[int, SeenQuery]:
-        """Return the block's looked-at queries by their index in the text."""
+        """Return the block's queries to analyse, by their index in the text."""
         q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, seen.distances()
         if picked is None:
             picked = q.new_empty(len(q), len(rows), 0, dtype=torch.int64)
@@ -103,7 +103,7 @@ class RunObserver:
 
 
 def _pieces(seen: Observation, query: int, start: int, stop: int) -> list[Piece]:
-    """Cut a span into pieces in each of which the distance falls by 1 from token to token, or is constant.
+    """Cut a span of tokens into pieces. In a piece, the distance falls by 1 from token to token, or is constant.
 
     A span that would have more than `MOST_PIECES` pieces is cut into that many equal parts instead.
     """

@@ -1,8 +1,8 @@
-"""Stores compactly what every query of a run chose, and which tokens it attended whatever it chose.
+"""Stores which chunks or tokens every query of a run chose, and which spans of tokens it attended in any case.
 
-A choice takes 16 bits, or 32 if its number is large. Choices that all queries of a block make, or all heads that choose
-together, are stored once. The always attended tokens are spans. They are stored for runs of consecutive queries, over
-which each end of a span stays in place or moves by one token per query.
+The number of a chosen chunk takes 16 bits, or 32 if it is large. Numbers are stored once for all queries of a block, or
+for all heads, that chose the same. A span is stored once for several consecutive queries if each end of the span stays
+in place or moves by one token per query.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lce.errors import CapacityError
 from lce.sizes import size_text
 
 Numbers = npt.NDArray[Any]
-Spans = list[list[int]]  # The [start, stop] of each span of tokens that one query always attends.
-SEGMENT_BYTES = 400_000  # The most bytes of choices in a segment: a browser decodes them in a few milliseconds.
-MOST_BYTES = 2 << 30  # The most bytes that the recorded choices of a run may take, by default.
+Spans = list[list[int]]  # The [start, stop] of each span of tokens that one query attends whatever it chooses.
+SEGMENT_BYTES = 400_000  # The most bytes in a segment of the data, which a browser decodes in a few milliseconds.
+MOST_BYTES = 2 << 30  # By default, the most bytes that a run may take to record which chunks were chosen.
 
 
 @dataclass
 class Block:
-    """The choices and always attended spans of queries `start..stop-1`, by layer.
+    """The chunks that queries `start..stop-1` chose, and the spans attended whatever is chosen, by layer.
 
-    `choices[layer]` is `[queries, choosers, K]`, or `[1, choosers, K]` if all queries made the same choices; a chooser
-    is a head, or heads that choose together. `spans[layer]` has each query's spans; None if the method does not tell.
+    `choices[layer]` has chunk numbers `[queries, choosers, K]`, or `[1, choosers, K]` if all queries chose the same; a
+    chooser is a head, or heads that choose together. `spans[layer]` has each query's spans, or is None if unknown.
     """
 
     start: int
@@ -40,7 +40,7 @@ class Block:
 
 
 class RunChoices:
-    """The choices of all queries of a run. Call `begin` for each block, `add` for each layer, then `segments`."""
+    """A record of what all queries of a run chose. Call `begin` for a block, `add` for its layers, then `segments`."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
@@ -54,7 +54,7 @@ class RunChoices:
         self.blocks.append(Block(start, stop))
 
     def add(self, layer: int, chosen: Tensor | None, spans: list[Spans] | None, n_kv_heads: int = 1) -> None:
-        """Add a layer's choices in the current block, `chosen [H, T, K]` (-1: none), and its always attended spans."""
+        """Add to the block what a layer's queries chose, `chosen [H, T, K]` (-1: none), and each query's spans."""
         block = self.blocks[-1]
         block.spans[layer] = next((known for known in block.spans.values() if known == spans), spans)
         if chosen is not None and chosen.shape[-1]:
@@ -72,11 +72,11 @@ class RunChoices:
 
     @property
     def layers(self) -> list[int]:
-        """The layers in which some query has a choice, ascending."""
+        """The layers in which some query chose a chunk, ascending."""
         return sorted({layer for block in self.blocks for layer in block.choices})
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return the number of choosers C, the most choices of a query per chooser, and the bits of a stored choice.
+        """Return the number of choosers C, the most chunks that a chooser chose for a query, and the bits of a number.
 
         C is H if each head chooses on its own, G if the heads of each KV head choose together, 1 if all heads do.
         """
@@ -87,8 +87,8 @@ class RunChoices:
     def segments(self) -> Iterator[tuple[int, int, Numbers]]:
         """Yield `(start, stop, choices)` in order: what queries start..stop-1 chose, `[rows, layers, choosers, K]`.
 
-        A row is one query, or all these queries if they made the same choices. Blocks of one query are joined, and
-        blocks whose choices take more than `SEGMENT_BYTES` are split.
+        A row is one query, or all queries start..stop-1 if they chose the same. Blocks of one query are joined, and
+        blocks that take more than `SEGMENT_BYTES` are split.
         """
         layers, (choosers, k, bits) = self.layers, self.sizes()
         kind, shape = np.dtype(f"<u{bits // 8}"), (choosers, k)
@@ -105,9 +105,9 @@ class RunChoices:
                         yield start + row, min(start + row + most, stop), choices[row : row + most]
 
     def always(self) -> list[dict[str, Any]]:
-        """Return the always attended spans as `span_runs` does, with one entry for all layers that have the same spans.
+        """Return an entry for each set of layers with the same spans: the layers, and the result of `span_runs`.
 
-        Layers whose spans the method does not tell are left out.
+        Layers whose spans are unknown are left out.
         """
         # Layers by the `id` of their spans in every block: in a block, layers with equal spans share one list.
         alike: dict[tuple[int, ...], list[int]] = {}
@@ -121,7 +121,7 @@ class RunChoices:
 
 
 def _packed(chosen: Tensor, n_kv_heads: int) -> Numbers:
-    """Pack choices `[H, T, K]` into `[T, C, K]`: T becomes 1 if all queries chose alike, C is 1 if all heads did."""
+    """Pack `chosen [H, T, K]` into `[T, C, K]`: T becomes 1 if all queries chose alike, C is 1 if all heads did."""
     if bool((chosen == chosen[:, :1]).all()):
         chosen = chosen[:, :1]
     groups = chosen.unflatten(0, (n_kv_heads, -1))
@@ -134,7 +134,7 @@ def _packed(chosen: Tensor, n_kv_heads: int) -> Numbers:
 
 
 def _spread(block: Block, layers: list[int], shape: tuple[int, int], kind: np.dtype[Any]) -> Numbers:
-    """Expand a block's choices to `[rows, layers, *shape]`, little-endian; the largest number means no choice."""
+    """Expand a block's `choices` to `[rows, layers, *shape]`, little-endian; the largest number means no chunk."""
     rows = max((len(x) for x in block.choices.values()), default=1)
     none = np.iinfo(kind).max
     found = np.full((rows, len(layers), *shape), none, dtype=kind)
@@ -162,7 +162,7 @@ def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
 
 
 def _continues(run: list[Any], query: int, spans: Spans) -> bool:
-    """Add a query to a run if its spans continue the run's; return whether they do. The second query sets da, db."""
+    """Add a query to a run if its spans fit; return whether the query was added. The second query sets da, db."""
     n, moving = query - run[0], run[2]
     if len(spans) != len(moving):
         return False

@@ -37,7 +37,7 @@ def json_text(value: Any) -> str:
 
 
 def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
-    """Return the page's HTML with a recording's JSON `data`. `live` is what a live page needs to reach its engine.
+    """Return the page's HTML with a recording's JSON `data`. `live` has the base URL and the prompt of a live page.
 
     Scripts and styles get the `nonce` of a Content-Security-Policy.
     """
@@ -66,7 +66,7 @@ def _part(name: str) -> str:
 
 
 def store_of(path: str | Path) -> Path:
-    """Return the path of the data folder `NAME.data` beside a page. Raises an error if either cannot be written."""
+    """Return the path of the data folder `NAME.data` beside a page. Raises an error if one cannot be written."""
     path = Path(path)
     check_target(path)
     store = path.with_name(f"{path.stem}.data")
@@ -106,7 +106,7 @@ def write_page(recording: Recording, path: str | Path) -> int:
 
 
 def split(recording: Recording, folder: str) -> Recording:
-    """Return a copy of a recording whose segments have, in place of data, a script's path `folder/RUN-SEGMENT.js`."""
+    """Return a copy of a recording. Its segments have a script's path `folder/RUN-SEGMENT.js` in place of data."""
     runs = []
     for number, run in enumerate(recording["runs"]):
         bare = [{key: segment[key] for key in ("start", "stop", "rows")} for segment in run["segments"]]
