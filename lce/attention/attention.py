@@ -1,7 +1,7 @@
 """`Attention`: the functions from which methods are composed. Each backend is a subclass in a file of its own.
 
 With `dense` all queries of a head see the same keys. With `routed` each query of each head has its own list of chunks.
-`lce.attention.merging.merge` merges their results into one softmax over all keys, by their log-sum-exps.
+`lce.attention.merging.merge` merges several results into one softmax over all keys, by the results' log-sum-exps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Attention(ABC):
 
     @staticmethod
     def choose(name: object = "auto") -> Attention:
-        """Return a backend by name; `auto` or None is the fastest that this machine has. Raises `UsageError`."""
+        """Return a backend by name, or raise `UsageError`; `auto` or None is the fastest that this machine has."""
         if not isinstance(name, str | None):
             raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
         known = backends()
@@ -67,7 +67,7 @@ class Attention(ABC):
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
         with `window` no query sees a key `window` or more tokens before it. With `turn [T, D/2]` the queries are
-        rotated first. Time: O(H · T · N · D). Keys are never repeated for the query heads that share them.
+        rotated first. Time: O(H · T · N · D). Keys are never repeated for query heads that share keys.
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -85,8 +85,8 @@ class Attention(ABC):
     ) -> Attended:
         """Compute attention where each query of each head sees its own list of whole chunks.
 
-        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of its list,
-        query t is rotated by `turns[t, s]`: `turns` is `[T, K, D/2]`, or `[T, 1, D/2]` if one serves all slots.
+        `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of the list,
+        query t is rotated by `turns[t, s]`: `turns` is `[T, K, D/2]`, or `[T, 1, D/2]` if all slots share a rotation.
         `tiles` are the chunks' keys and values, in one or more rounds. Returns `out [H, T, D]`, `lse [H, T]`.
 
         As in a mixture-of-experts dispatch, with tiles as experts, all queries that chose a tile are gathered for one
@@ -104,7 +104,7 @@ class Attention(ABC):
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return whether a kernel can `decode` such keys. Plain operators would copy the keys for each query head."""
+        """Return whether a kernel can `decode` keys like `k`; without a kernel, keys are copied for each query head."""
         return type(self).decode is not Attention.decode
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:

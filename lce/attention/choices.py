@@ -14,7 +14,7 @@ from lce.kernels.cuda import launching
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
-    """Return the n best of each query's chunks before its own: `[C, T, min(n, M)]`, ascending, -1 behind the last.
+    """Return the n best of the chunks before each query's own chunk: `[C, T, min(n, M)]`, ascending, then -1.
 
     Row t of `scores [C, T, M]` is the query at index `start + t`, whose own chunk is `(start + t) // size`. `start` is
     a number, or one int64 on the device. The chunks `forced [T, M]` (bool) are taken first; other chunks whose score is

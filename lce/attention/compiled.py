@@ -30,7 +30,7 @@ class Compiled(Torch):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Compute attention with a kernel that rotates the queries while it reads them."""
+        """Compute attention with a kernel that also rotates the queries."""
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
             return super().attend(q, k, v, causal=causal, window=window, turn=turn)
         found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
@@ -41,7 +41,7 @@ class Compiled(Torch):
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Compute attention to tiles with a kernel that sorts the query rows, and rotates them while it reads them."""
+        """Compute attention to tiles with a kernel that also sorts and rotates the query rows."""
         if (kernels := self.kernels(queries.q, k, v)) is None:
             super().dispatch(queries, tile, k, v, into)
         elif tile.numel():

@@ -28,7 +28,7 @@ class Flash(Compiled):
         return torch.cuda.is_available()
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
-        """Compute `Torch.flash` by flash-attn. Tiles take PyTorch's kernel, because flash-attn cannot skip tiles."""
+        """Do what `Torch.flash` does, by flash-attn. Tiles take PyTorch's kernel; flash-attn cannot skip tiles."""
         from flash_attn import flash_attn_func
 
         span = (-1, -1) if window is None else (window - 1, 0)

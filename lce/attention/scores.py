@@ -17,7 +17,7 @@ from lce.kernels.cuda import launching
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
 IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
 TOKENS_AT_ONCE = 4096  # the tokens of one product with low-dim keys; on CPUs longer products run at a quarter speed
-FEW_OF_MANY = 8  # from this ratio of dimensions to wanted directions on, GPUs iterate instead of calling `eigh`
+FEW_OF_MANY = 8  # GPUs iterate instead of calling `eigh` if dimensions / wanted directions is at least this
 
 
 def scores_at_once(x: Tensor) -> int:
@@ -119,7 +119,7 @@ def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
 def principal_directions(scatter: Tensor, n: int) -> Tensor:
     """Return the eigenvectors `[F, n]` of the n largest eigenvalues of the symmetric `scatter [F, F]`, ascending.
 
-    On GPUs iteration in O(F² · n) finds them if n is small, because `eigh` takes a second or more there.
+    On GPUs, if n is small, iteration in O(F² · n) finds the eigenvectors, because `eigh` takes a second or more.
     """
     if scatter.is_cuda and len(scatter) >= FEW_OF_MANY * n:
         return leading(scatter, n)

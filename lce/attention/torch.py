@@ -100,7 +100,7 @@ class Torch(Attention):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """On CUDA, call the variable-length kernel, without waiting for the device. Memory: three copies of q."""
+        """Compute `grouped` on CUDA by the variable-length kernel, without waiting. Memory: three copies of q."""
         if not flash_takes(k):
             super().grouped(queries, counts, order, k, v, into)
             return

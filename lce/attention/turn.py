@@ -46,9 +46,9 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
 
 def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None) -> None:
-    """Write `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; k rotated by `turn [T, D/2]`, if any.
+    """Write `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; `turn [T, D/2]`, if given, rotates k.
 
-    `at` may be one int64 on the device, so that a step can be recorded once and replayed at any position.
+    `at` may be one int64 on the device, so that one CUDA graph of a step serves all positions.
     """
     dtype = into_k.dtype
     alike = k.dtype is dtype is v.dtype

@@ -1,8 +1,8 @@
-"""Computes a block's attention to a method's parts: groups spans into calls of `Attention.dense`, and merges results.
+"""Computes a block's attention: groups spans of keys into calls of `Attention.dense`, and merges the results.
 
-In each pass the spans of keys that the block's queries see are computed once, on the host. Neighbouring queries share
-a call if their spans are equal (dense), if the spans' stops grow by 1 from query to query (causal), or if starts and
-stops both do (a causal window).
+A method's parts (`lce.methods.parts`) say which span of keys each query sees. Spans are computed once per pass, on the
+host. Neighbouring queries share a call if their spans are equal (dense), if the spans' stops grow by 1 from query to
+query (causal), or if both starts and stops grow by 1 (a causal window).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lce.methods.step import Step
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-NONE_SEEN = -2  # replaces both bounds of an empty span, so that its query shares no call with a neighbour
+NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class DenseCall:
 
     @property
     def is_chunks(self) -> bool:
-        """Whether queries and keys are those of the same tokens, attended causally without a window."""
+        """Whether queries and keys belong to the same tokens, and attention is causal without a window."""
         return self.causal and self.window is None and self.last - self.first == self.stop - self.start
 
     def takes(self, call: DenseCall) -> bool:
-        """Return whether `call`, the call after this one, can be merged into this one as one more chunk."""
+        """Return whether the next call, `call`, can be merged into this call as one more chunk."""
         follows = (self.last, self.stop) == (call.first, call.start)
         same_size = self.stop - self.start == self.n_chunks * (call.stop - call.start)
         return follows and same_size and self.is_chunks and call.is_chunks
@@ -57,7 +57,7 @@ class DenseCall:
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part of one pass, with the rotation of queries to `part.query_at`, and the `dense` calls that attend its spans.
+    """A `Part` in one pass: the rotation of queries to `part.query_at`, and the `dense` calls for the part's spans.
 
     `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position for each slot. A part of chosen keys has no
     calls.
@@ -69,7 +69,7 @@ class PlacedPart:
 
 
 def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-    """Return the attention of the block's unrotated queries `[H, T, D]` to all parts, as one softmax: `[H, T, D]`."""
+    """Return the output `[H, T, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, T, D]`."""
     found = []
     for placed in placed_parts(method, q, cache, step):
         attend = method.attend_chosen if placed.part.keys == CHOSEN else method.attend_spans
@@ -102,7 +102,7 @@ def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window
 
 
 def block_parts(method: Method, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
-    """Return the indices `i [T]` of the block's queries, by default on the host, and the parts for these queries."""
+    """Return the indices of the block's queries (`i [T]`, or a new tensor on the host) and the queries' parts."""
     i = torch.arange(step.start, step.stop) if i is None else i
     return i, declared(method, i, layer, step.stop, step.sliding_window)
 
@@ -122,7 +122,7 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
         i, parts = block_parts(method, cache.index, step)
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
-            at, here = block_parts(method, cache.index, step, step.positions(q.device))  # avoids waiting for copies
+            at, here = block_parts(method, cache.index, step, step.positions(q.device))  # avoids a copy to the GPU
         for part, same in zip(parts, here, strict=True):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
             if calls or part.keys == CHOSEN:
@@ -177,7 +177,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
         out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in found)
         return out, lse
     segment, cuts = cache.layout.segment, [(start, stop)]
-    own = max(start, stop - q.shape[1]) if call.causal else stop  # keys from `own` on need a causal mask, in one call
+    own = max(start, stop - q.shape[1]) if call.causal else stop  # keys from index `own` on need one causal call
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))
         cuts[-1] = (cuts[-1][0], stop)
@@ -185,7 +185,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
 
 
 def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
-    """Return the `dense` calls by which each query t attends its span `start[t]..stop[t]-1`; both `[T]` on the host.
+    """Return `dense` calls in which each query t attends keys `start[t]..stop[t]-1`; `start stop [T]` are on the host.
 
     Example: starts 0, 0, 0, 1, 2 and stops 1, 2, 3, 4, 5 give one causal call of five queries, with a window of 3.
     """
@@ -214,7 +214,7 @@ def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
 
 
 def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
-    """Return runs of queries whose `edges [2, T]` grow by equal steps: `(last query, (start's step, stop's step))`."""
+    """Group adjacent queries whose `edges [2, T]` grow by equal steps: `(last query, (start's step, stop's step))`."""
     moves = edges.diff()
     borders = (moves[:, 1:] != moves[:, :-1]).any(0).nonzero().squeeze(1)
     ends = torch.cat((borders, borders.new_tensor([moves.shape[1] - 1])))
@@ -223,7 +223,7 @@ def _moves(edges: Tensor) -> list[tuple[int, tuple[int, int]]]:
 
 
 def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
-    """Return how many slots stay empty before each query's choices, `chosen [H, T, K]`: `[H, T, 1]`, or 0 for all."""
+    """Return how many slots are empty before each query's chosen chunks, `chosen [H, T, K]`: `[H, T, 1]`, or just 0."""
     if part.n_slots is None:
         return 0
     return part.n_slots.to(chosen.device)[:, None] - (chosen >= 0).sum(-1, keepdim=True)

@@ -69,10 +69,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Method:
-    """An attention strategy. Its fields, declared by `knob`, are its knobs. `resolve` derives those that are None.
+    """An attention strategy. Its fields, declared by `knob`, are its knobs. `resolve` fills in the knobs that are None.
 
     `presets` are named sets of knob values, such as those of a paper's experiments. `-o preset=NAME` selects one, and
-    other options override its values. `example` is the configuration that `lce explain` shows by default.
+    other options override the preset's values. `example` is the configuration that `lce explain` shows by default.
 
     A method declares its parts in `parts_of`: which keys a query sees, and at which positions. Attention, costs and
     pictures are computed from the parts. A method overrides `key_positions` if keys are not cached at their absolute
@@ -84,7 +84,7 @@ class Method:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     example: ClassVar[Example] = Example()
     analysis: ClassVar[bool] = False  # whether the method is for study only; error messages never suggest it
-    notes_choices: ClassVar[bool] = True  # whether the method reports its choices to `Step.note`
+    notes_choices: ClassVar[bool] = True  # whether the method passes the chunks or tokens it chooses to `Step.note`
     hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """The method's name in error messages: the registered name, or the class's."""
+        """The method's name in error messages: the registered name, or else the class name."""
         return self.name or type(self).__name__
 
     def for_model(self, model: ModelFacts) -> Self:
@@ -131,7 +131,7 @@ class Method:
 
     @property
     def choices(self) -> tuple[int, int]:
-        """The pair `(first, size)`: a choice c, passed to `Step.note`, means `size` tokens from `first + c·size` on."""
+        """The pair `(first, size)`: number c in what `Step.note` gets means `size` tokens from `first + c·size` on."""
         return 0, self.access.chunk_size
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
@@ -148,20 +148,20 @@ class Method:
 
     @property
     def n_recent(self) -> int:
-        """The number of tokens before a block whose keys are also stored at absolute positions, for `Part.exact`."""
+        """The number of earlier tokens whose keys are also stored at absolute positions, for parts with `exact`."""
         return 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return the empty states that the method keeps for a layer, by name; `layout` has the model's sizes."""
+        """Return the empty `MethodState`s of a layer by name, stored beside keys and values; `layout` has the sizes."""
         if not self.n_recent:
             return {}
         return {RECENT: RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        """Return whether a file's tensors `kept`, named as in `state`, can be a layer's states after `n_tokens` tokens.
+        """Return whether a file's tensors, `kept`, can be the method's state of a layer after `n_tokens` tokens.
 
-        Called for context files, which are not trusted. `MethodState` classes check their own tensors. A method checks
-        shapes that would broadcast, and that its states fit each other. `kept` has no tensor for an empty state.
+        Called for context files, which are not trusted. `kept` has the names of `state`, without empty states. Each
+        `MethodState` checks its tensors. The method checks sizes that could broadcast, and that tensors fit together.
         """
         shape = (layout.n_kv_heads, layout.head_dim)
         return not self.n_recent or (RECENT in kept and kept[RECENT].shape[::2] == shape)
@@ -173,7 +173,7 @@ class Method:
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
         """Yield the parts that the block's queries see; `i [T]` are the queries' indices in the text, ascending.
 
-        In recorded steps `i` is on the device, so which parts are yielded must not depend on the numbers in `i`.
+        If a step is recorded as a CUDA graph, `i` is on the device, and which parts are yielded must not depend on `i`.
         Example: `yield Part(keys=(0, i + 1), query_at=i)` is full attention.
         """
         raise NotImplementedError(f"{self.label} declares no parts; define parts_of, or attend")
@@ -195,7 +195,7 @@ class Method:
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Update the method's state from the block's unrotated queries `[H, T, D]`; called before `attend`.
 
-        Also called in recorded steps (`DeviceStep`), where reading `step.start` raises an error.
+        Also called in decode steps recorded as a CUDA graph (`DeviceStep`), where reading `step.start` raises an error.
         """
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
@@ -204,11 +204,11 @@ class Method:
         return attend_parts(self, scaled(self, q, step), cache, step)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Return the attention of unrotated queries `[H, T, D]` to a part's spans; None: `attend_chosen` adds it."""
+        """Return the attention of unrotated queries `[H, T, D]` to a part's spans; None: left to `attend_chosen`."""
         return attend_spans(q, placed, cache, step)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Choose keys for unrotated queries `[H, T, D]`, and return the attention to them; None: no candidates yet."""
+        """Choose keys for unrotated queries `[H, T, D]`; return the attention to these keys (None: no candidates)."""
         raise NotImplementedError(f"{self.label} has a part of chosen keys; define attend_chosen")
 
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
@@ -223,7 +223,7 @@ class Method:
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Choose keys for a token's unrotated query `[H, 1, D]`; return the attention to them and to spans `others`.
+        """Choose keys for an unrotated query `[H, 1, D]`; return attention to the chosen keys and to spans `others`.
 
         `turn` is the rotation of the query for the chosen keys. The decode steps of a method that does not define
         `decode_chosen` are not recorded as a CUDA graph.
@@ -231,21 +231,21 @@ class Method:
         raise OnDevice("decode_chosen")
 
     def bound(self, stop: int) -> int | None:
-        """Return the `DeviceStep.bound` of a recorded step after which the text has `stop` tokens.
+        """Return an upper bound of the text's length, `DeviceStep.bound`, to record a step that ends at `stop` tokens.
 
-        None: this step is not recorded, because it does work that most steps do not.
+        None: the step is not recorded as a CUDA graph, because it does work that most steps do not do.
         """
         return bound_for(stop)
 
     @property
     def decodes(self) -> bool:
-        """Whether decode steps can be recorded: no class overrides an attention hook without its decode counterpart."""
+        """Whether decode steps can be recorded as CUDA graphs: where attention is overridden, `decode` is too."""
         spans = says_for(self, "decode", "attend", "attend_spans", "keep")
         return spans and says_for(self, "decode_chosen", "attend_chosen")
 
     @property
     def declares(self) -> bool:
-        """Whether the method declares parts."""
+        """Whether the class defines `parts_of`."""
         return type(self).parts_of is not Method.parts_of
 
     def cost(self, block: QueryBlock) -> Cost | None:
@@ -258,7 +258,7 @@ class Method:
 
     @property
     def counted(self) -> bool:
-        """Whether `cost` is accurate: no class overrides how keys are attended without new parts or cost."""
+        """Whether `cost` is accurate: a class that overrides attention also overrides `parts_of` or `choice_cost`."""
         agrees = says_for(self, "parts_of", "attend", "keep") and says_for(self, "choice_cost", "attend_chosen")
         return self.declares and agrees
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Cost:
     """The cost of a block of queries in one layer, without products with the model's weights.
 
-    Four fields count multiply-adds. `attention`: of queries with keys, and of softmax weights with values. `scores`: of
-    queries with the method's state, for choosing. `summaries`: to compute the summaries of chunks. `low_dim`: to map
-    queries and keys to low-dim ones. A field that is None was not counted.
+    Four fields count multiply-adds: `attention` for products of queries with keys and of softmax weights with values,
+    `scores` for the scores by which keys are chosen, `summaries` for summaries of chunks, and `low_dim` for low-dim
+    queries and keys. A field that is None was not counted.
 
-    `rows_read` counts the keys that the block reads, once per token and KV head; it is an upper bound if heads choose
-    independently. `state_read` counts the numbers of the method's state that are read.
+    `rows_read` counts the keys that the block reads, once per token and KV head; this is an upper bound if heads choose
+    independently. `state_read` counts the numbers, such as those of chunk summaries, that are read to choose keys.
     """
 
     attention: int | None
@@ -67,7 +67,7 @@ class QueryBlock:
     head_dim: int
     n_layers: int = 1
     layer: int = 0
-    sliding_window: int | None = None  # that of the checkpoint, in tokens, if it has one
+    sliding_window: int | None = None  # the checkpoint's sliding window in tokens, if any
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -84,8 +84,8 @@ class QueryBlock:
     def chunks(self, size: int, most: int, *, together: bool = False) -> Cost:
         """Return the cost if each query of each head attends `most` chunks before its own, or all if there are fewer.
 
-        With `together` the query heads of a KV head attend the same chunks. `rows_read` is an upper bound, for choices
-        that all differ.
+        With `together` the query heads of a KV head attend the same chunks. `rows_read` is an upper bound, for
+        the case that no two queries or heads choose the same chunk.
         """
 
         def before(n: int) -> int:

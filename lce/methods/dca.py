@@ -24,13 +24,13 @@ class DualChunk(Method):
     With `s = chunk_size`, key j is at position `j mod s` (Eq. 2). Query i is at `i mod s` for its own chunk (Eq. 3-4,
     "intra"), at `min(s + i mod s, far)` for the previous chunk (Eq. 6-7, "successive"), so that neighbours keep their
     true distance across the border, and at `far` for all older chunks (Eq. 5, "inter"). `far` is `W - 1`, the largest
-    distance in the window. One softmax covers all three (Eq. 8).
+    distance in the window. One softmax covers all keys (Eq. 8).
 
     Example: `s=6, W=10`; query 11 is at 5 for keys 6..11 (at 0..5), and at 9 for keys 0..5.
 
-    `parts` gives the paper's ablations (Figure 4): `intra` alone, or `intra+inter`, which sees all earlier chunks from
-    `far`. `temperature` multiplies the logits of query i by the square of `max(1, 1 + 0.05 ln((i + 1) / W))`, as the
-    released code does; the paper's results do not have this factor.
+    `parts` gives the paper's ablations (Figure 4): `intra` alone, or `intra+inter`, where queries see all earlier
+    chunks from `far`. `temperature` multiplies the logits of query i by `max(1, 1 + 0.05 ln((i + 1) / W))` squared, as
+    the released code does; the paper's results do not have this factor.
 
     Keys are cached at `j mod s` and are not rotated again. Time: O(N · D) per token and head, as for full attention.
     """
@@ -52,7 +52,7 @@ class DualChunk(Method):
         size = resolved(made.chunk_size)
         if size > window:
             raise UsageError(f"{self.label}: chunk_size is {size}; expected at most the window, {window}")
-        if resolved(made.far) < size - 1:  # from a smaller position, distances to earlier keys would be negative
+        if resolved(made.far) < size - 1:  # a query at a smaller position would be before some keys
             raise UsageError(f"{self.label}: far is {made.far}; expected {size - 1} or more")
         return made
 

@@ -1,7 +1,7 @@
-"""Attention of recorded decode steps: to a method's parts, as runs of tokens whose bounds are on the device.
+"""Computes attention in decode steps that are recorded as a CUDA graph.
 
-A `DeviceStep` reads its token's index on the device, so shapes depend only on a bound of the text's length. A span is
-cut into as many runs as the longest possible span needs within the bound; runs beyond the span's end are empty.
+A `DeviceStep` reads its token's index on the device, so shapes depend only on an upper bound of the text's length. A
+span of keys is cut into as many runs (slices) as the longest possible span needs; runs beyond the span are empty.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from lce.methods.base import Method
 
 RUN = 1024  # the largest number of tokens in a run
-LEAST_BOUND = 1024  # the smallest bound of the text's length that a step is recorded for, in tokens
+LEAST_BOUND = 1024  # the smallest upper bound of the text's length for which a step is recorded, in tokens
 EVALUATED_AT_ONCE = 1 << 16  # the number of queries in one call of `Method.parts_of`
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `first..stop-1`, which the query attends after its rotation by `turn [1, D/2]`.
+    """Tokens `first..stop-1`, which the query, rotated by `turn [1, D/2]`, attends.
 
     `first` and `stop` are `[1]` int64 on the device. The host knows only that the span has at most `most` tokens.
     """
@@ -42,7 +42,7 @@ class Span:
 
 
 def bound_for(n_tokens: int) -> int:
-    """Return the bound for a text of `n_tokens` tokens: rounded up to 1, 1.25, 1.5 or 1.75 times a power of two."""
+    """Round a text's length up to 1, 1.25, 1.5 or 1.75 times a power of two, and to at least `LEAST_BOUND`."""
     if n_tokens <= LEAST_BOUND:
         return LEAST_BOUND
     quarter = 1 << ((n_tokens - 1).bit_length() - 3)
@@ -50,7 +50,7 @@ def bound_for(n_tokens: int) -> int:
 
 
 def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-    """Return the attention of a token's unrotated query `[H, 1, D]` to all parts, as one softmax: `[H, 1, D]`."""
+    """Return the output `[H, 1, D]` of one softmax over the keys of all parts, for an unrotated query `q [H, 1, D]`."""
     kind = method.layer_kind(cache.index)
     cached, recent, chosen = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
     found = []
@@ -118,7 +118,7 @@ def runs_of(spans: Sequence[Span]) -> Runs:
 
 
 def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
-    """Return the attention to spans, with keys from the recent keys and values from the cache's buffer."""
+    """Return the attention to spans of recent keys; the values are read from the cache's buffer."""
     recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
     keys, before = recent.buffer, recent.first
     n = min(keys.shape[1], values.shape[1] - before)

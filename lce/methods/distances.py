@@ -14,8 +14,8 @@ from lce.methods.step import Step
 def spans(method: Method, layer: int, step: Step) -> Tensor | None:
     """Return the n spans of tokens that each query of the block always attends: `[T, n, 2]`, on the host.
 
-    A span is tokens `start..stop-1`, none if `stop <= start`. Besides its spans, a query attends only the choices that
-    are passed to `step.note`. None: the method declares no parts, or does not report its choices.
+    A span is tokens `start..stop-1`, none if `stop <= start`. Besides its spans, a query attends only the chunks or
+    tokens passed to `step.note`. None: the method declares no parts, or does not report what queries choose.
     """
     if not method.declares:
         return None
@@ -32,7 +32,7 @@ def always(method: Method, layer: int, step: Step) -> Tensor | None:
 
 
 def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int]]] | None:
-    """Return `spans` as a sorted list per query, `[[start, stop], …]`, without empty spans, adjacent spans joined."""
+    """Return `spans` as a sorted list per query, `[[start, stop], …]`: empty spans left out, adjacent spans joined."""
     found, joined = spans(method, layer, step), []
     if found is None:
         return None
@@ -65,10 +65,10 @@ def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Ste
 
 
 def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> Tensor | None:
-    """Return the least and the largest distance at which the block's queries see each choice: `[H, T, K, 2]`.
+    """Return the least and the largest distance at which queries see each chunk that they chose: `[H, T, K, 2]`.
 
-    `chosen [H, T, K]` are choices as passed to `step.note`. The distances of a choice's tokens fall by 1 from token to
-    token, or are all equal. None: the method declares no part of chosen keys.
+    `chosen [H, T, K]` are chunks or tokens as passed to `step.note`. The distances of a chunk's tokens fall by 1 from
+    token to token, or are all equal. None: the method declares no part of chosen keys.
     """
     parts = block_parts(method, layer, step)[1] if method.declares else []
     part = next((part for part in parts if part.keys == CHOSEN), None)
@@ -86,6 +86,6 @@ def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> T
 
 
 def _key_at(method: Method, part: Part, token: Tensor) -> Tensor:
-    """Return the positions of the keys of tokens `[…]` in a part; unrotated keys are at 0."""
+    """Return the positions at which a part's keys of tokens `[…]` are seen; 0 for unrotated keys."""
     found = token if part.exact else method.key_positions(token.flatten())
     return torch.zeros_like(token) if found is None else found.view(token.shape)

@@ -38,9 +38,9 @@ class ESA(JointSelection):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
-    The queries of a block `[a, b)` choose together. While `a - local <= sinks`, a block is plain causal attention.
-    Later blocks attend the tokens from `a - local` on at their true distance. At the constant distance `far` they
-    attend the first `sinks` tokens, and the `top_k` best tokens between sinks and local tokens. One softmax covers all.
+    The queries of a block `[a, b)` choose together. While `a - local <= sinks`, attention is plain and causal. Later
+    blocks attend the tokens from `a - local` on at their true distance, and at the constant distance `far` the first
+    `sinks` tokens and the `top_k` best tokens between sinks and local tokens. One softmax covers all tokens.
 
     The score of token m for query c is `f(m;c) = Σ_h q_h · k_h`, summed over query heads, with the query rotated to the
     distance `far`. The score for the block is `F(m) = max_c (f(m;c) - max_m' f(m';c))` (Eq. 3-4). Then `F(m)` becomes
@@ -53,8 +53,8 @@ class ESA(JointSelection):
     `(q A)·(k A)`, where A are the principal components of the prompt's first keys.
 
     `heads` is the paper's ablation (Table 6): with `max`, `f(m;c) = max_h q_h · k_h`, which low-dim keys cannot give.
-    With `top_p`, only as many of the `top_k` tokens are chosen as reach that share of the attention to all candidates,
-    estimated with `F / H` as a token's logit.
+    With `top_p`, the best of the `top_k` tokens are chosen until their estimated attention reaches that share of the
+    attention to all candidates. The estimate takes `F / H` as a token's logit.
 
     Cost: scoring n tokens for a block of T queries takes O(T · n · R), R = `low_dim`, or O(T · n · H · D) exactly. The
     block attends `sinks + top_k + local + T` keys. The state is R numbers per token and layer.
@@ -75,13 +75,13 @@ class ESA(JointSelection):
     example: ClassVar = Example({"sinks": 2, "local": 5, "top_k": 4, "eps": 1, "compress": "none"}, block=3)
 
     choices = 0, 1
-    presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # W = 8192
+    presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # window 8192
 
     def for_model(self, model: ModelFacts) -> Self:
         if self.compress != "calibrated":
             return self
         if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # `pca` needs no maps, and its state has the same size
+            return replace(self, compress="pca", maps=None)  # `pca` needs no maps; its low-dim keys have the same size
         if model.rope.kind == "dynamic":
             raise UsageError(
                 f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
@@ -161,7 +161,7 @@ class ESA(JointSelection):
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
     def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """Return the layer's maps; None: not computed yet. With `pca` they take queries summed within KV heads."""
+        """Return the layer's maps; None: not computed yet. Maps of `pca` take the sum of a KV head's queries."""
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             return self.maps.layer(cache.index, like)
         basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
@@ -191,7 +191,7 @@ class ESA(JointSelection):
         return start - self.n_local - self.sinks
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of choosing, but for principal components. A low-dim key counts in the block of its token."""
+        """Return the cost of choosing and attending, except `find_basis`. A low-dim key counts in its token's block."""
         query_size, key_size = block.n_heads * block.head_dim, block.n_kv_heads * block.head_dim
         size = {"calibrated": self.low_dim, "pca": min(self.low_dim, key_size), "none": 0}[self.compress]
         low_keys = Cost(0, low_dim=len(block) * key_size * size)
@@ -217,7 +217,7 @@ class ESA(JointSelection):
         ]
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:
-        """With `compress=pca`, once: compute the cached keys' principal components, and all low-dim keys so far."""
+        """With `compress=pca`, compute the cached keys' principal components and low-dim keys, once per text."""
         if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
             basis = principal(cache.span(0, step.start)[0], self.low_dim)
             cache.kept(Staged, BASIS).stage(basis)
@@ -234,9 +234,9 @@ class ESA(JointSelection):
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Callable[[slice], Tensor], int]:
-        """Return a function that computes `f(m; c)` (Eq. 3), and the numbers per query that it holds in memory.
+        """Return a function that computes `f(m; c)` (Eq. 3), and how many numbers per query the function stores.
 
-        The function maps a slice of t of the queries `q [H, T, D]`, rotated to the distance `far`, to scores `[t, n]`.
+        The function maps a slice of t queries to scores `[t, n]`. `q [H, T, D]` are rotated to the distance `far`.
         """
         first, stop = self.sinks, step.start - self.n_local
         groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, H/G, T, D]

@@ -1,8 +1,8 @@
 """Checks of the values that the hooks of users' methods return, made at each call.
 
 When a subclass of `Method` is defined outside of lce, each of its hooks is wrapped in a check. lce's own methods are
-tested instead. A check compares shapes, dtypes and devices. It looks at values only on the CPU, because on a GPU it
-would have to wait for the device.
+tested instead. A check compares shapes, dtypes and devices. Values are looked at only on the CPU, because on a GPU
+a check would have to wait for the device.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _forced(method: Any, got: Any, chunk_ids: Tensor, own: Tensor) -> str | None
 
 def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
     expected = _chosen_check(method, got, len(scores), scores)
-    if expected is None and got.device.type == "cpu" and got.numel():  # on a GPU this check would wait
+    if expected is None and got.device.type == "cpu" and got.numel():  # reading a GPU's numbers would wait
         own = (step.positions(got.device) // method.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)

@@ -33,16 +33,16 @@ class InfLLM(JointSelection):
     """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
 
     A query attends the last `local` tokens at their true distance. At the constant distance `far` the query attends the
-    first `sinks` tokens, the `top_k` memory blocks that are most relevant to its block of queries, and the tokens that
+    first `sinks` tokens, the `top_k` memory blocks that are most relevant to the query's block, and the tokens that
     have left the local window but do not fill a memory block yet. Tokens from `sinks` on are cut into memory blocks of
     `block_size` tokens. A memory block can be chosen when none of its tokens is in the local window of the first query.
 
     For each query head, a memory block is represented by its `repr_tokens` tokens with the largest sum of local
-    attention weights, over all queries. Its relevance is the sum of `q · k` over heads, representative tokens and the
-    queries of the block, with the queries at `far`.
+    attention weights, over all queries. A memory block's relevance is the sum of `q · k` over heads, representative
+    tokens and the queries of the block, with the queries at `far`.
 
-    With `top_p`, only as many of the `top_k` blocks are chosen as reach that share of the attention to all memory
-    blocks. For this estimate, the mean of a block's products `q · k` is taken as the logit of each of its tokens.
+    With `top_p`, the best of the `top_k` blocks are chosen until their estimated attention reaches that share of the
+    attention to all memory blocks. The estimate takes the mean of a block's products `q · k` as each token's logit.
 
     Cost: a token attends at most `sinks + (top_k + 1) · block_size + local` keys. Scoring M memory blocks for a block
     of queries takes O(H · M · D). A memory block's summary is H · D numbers.
@@ -105,7 +105,7 @@ class InfLLM(JointSelection):
             yield Part(keys=(0, first), query_at=far)
 
     def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Return the attention to a part's spans; the local span also updates the memory, before blocks are chosen."""
+        """Return the attention to a part's spans; for the local span, call `memorise` too, before blocks are chosen."""
         found = super().attend_spans(q, placed, cache, step)
         if found is not None and placed.part.exact:
             self.memorise(q, found[1], cache, step)
@@ -117,7 +117,7 @@ class InfLLM(JointSelection):
         n_blocks = self.n_candidates(block.start)
         if n_blocks <= self.top_k:
             return Cost(0, summaries=votes)
-        scores = heads * n_blocks * dim  # one product per head and memory block, by the mean query
+        scores = heads * n_blocks * dim  # the mean query, times one summary per head and memory block
         return block.tokens(self.top_k * self.block_size) + Cost(0, scores, votes, state_read=scores)
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
@@ -131,8 +131,8 @@ class InfLLM(JointSelection):
     def memorise(self, q: Tensor, lse: Tensor, cache: LayerCache, step: Step) -> None:
         """Add this block's local attention weights to the votes, and summarise memory blocks that are now complete.
 
-        `lse [H, T]` is the log-sum-exp of local attention. The votes `[H, n]` are the sums of weights that each of the
-        n tokens in no memory block has received so far.
+        `lse [H, T]` is the log-sum-exp of local attention. The votes `[H, n]` are sums of local attention weights so
+        far, one for each of the n tokens that are in no memory block yet.
         """
         kept = cache.kept(Staged, VOTES)
         done = self.sinks if kept.value is None else step.start - kept.value.shape[1]  # the first token with votes

@@ -50,7 +50,7 @@ class JointSelection(LocalMethod, ABC):
     def select(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Return the `top_k` best candidates, or fewer with `top_p`, ascending: `[K]`."""
         n_candidates, first, size = self.n_candidates(step.start), *self.choices
-        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # choices before candidate 0
+        n, before = min(resolved(self.top_k), n_candidates), (self.sinks - first) // size  # ids before candidate 0's
         if n == n_candidates and self.top_p is None and not step.note_scores:
             chosen = torch.arange(n, device=q.device)
         else:
@@ -67,7 +67,7 @@ class JointSelection(LocalMethod, ABC):
         return chosen
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
-        """Return the tokens of chosen candidates `[K]`, and those to attend in the same call: `[n]`, ascending."""
+        """Return the tokens of chosen candidates `[K]`, plus tokens to attend in the same call: `[n]`, ascending."""
         size = self.choices[1]
         return (self.sinks + chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
 

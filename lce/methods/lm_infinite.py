@@ -26,8 +26,8 @@ class LMInfinite(LocalMethod):
     """LM-Infinite (Han et al., 2024, "LM-Infinite: Zero-Shot Extreme Length Generalization for LLMs").
 
     A query attends the first `sinks` tokens and the last `local` tokens, at the distance `min(i - j, local)` (section
-    4.2). From layer `from_layer` on, every head also attends the `top_k` tokens between whose logits at the distance
-    `local` are largest (section 4.3).
+    4.2). From layer `from_layer` on, every head also attends the `top_k` tokens in the middle with the largest
+    logits at the distance `local` (section 4.3).
 
     Example: `sinks=2, local=3`; query 9 sees tokens 9, 8, 7 at 0, 1, 2 and tokens 1, 0 at 3.
 
@@ -47,7 +47,7 @@ class LMInfinite(LocalMethod):
 
     @property
     def block(self) -> int:
-        """A quarter of the tokens that a query attends, 512 to 1,024: larger products run faster."""
+        """A quarter of the tokens that a query attends, but at least 512 (large products run faster), at most 1,024."""
         return max(512, min(1024, self.n_local // 4))
 
     def layer_kind(self, layer: int) -> str:
@@ -65,7 +65,7 @@ class LMInfinite(LocalMethod):
         return not self.top_k
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of middle tokens: of scores, which serve as logits, and of the weighted sum of values."""
+        """Return the cost of the middle tokens' scores, which serve as logits, and of the weighted sum of values."""
         n_middle = block.stop - self.n_local - self.sinks
         if not self.layer_kind(block.layer) or n_middle <= 0:
             return Cost(0)
@@ -85,7 +85,7 @@ class LMInfinite(LocalMethod):
 
 
 def _attend_best(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    """Return the attention of rotated queries t to their `top_k` best of the tokens `first..first + last_seen[t]`."""
+    """Return the attention of each rotated query t to the `top_k` best of tokens `first..first + last_seen[t]`."""
     keys = (cache.span(*piece)[0] for piece in cache.segments(first, stop))
     logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
     hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]

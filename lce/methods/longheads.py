@@ -29,14 +29,14 @@ class LongHeads(SelectiveMethod):
     For each complete chunk and query head, the method stores a summary c. With keys and queries rotated to their
     offsets 0..L-1, `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq.
     1-2). The score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3`
-    best chunks after it, the last complete chunk, and its own chunk. These stand side by side from position 0, so a
-    text of at most `chunks` chunks has full attention.
+    best chunks after chunk 0, the last complete chunk, and its own chunk. All of these chunks stand side by side from
+    position 0, so a text of at most `chunks` chunks has full attention.
 
     `share` says which heads sum their scores to choose together: none (`head`, the paper), the query heads of one KV
     head (`group`), or all heads (`layer`). Some knobs are ablations of the paper. `rank` takes the best, the worst
-    or random chunks. `keep_first=False` leaves chunk 0 to be chosen by its score, `keep_last=False` the last complete
-    chunk; a query still attends `chunks` chunks. With `fix_head` all heads take the choice of the first head, with
-    `fix_layer` all layers take that of the first layer. The paper's `placement` is `side_by_side`. The preset
+    or random chunks. With `keep_first=False` chunk 0 is chosen by score alone, with `keep_last=False` the last complete
+    chunk; a query still attends `chunks` chunks. With `fix_head` all heads attend the chunks that the first head chose;
+    with `fix_layer` all layers attend the first layer's chunks. The paper's `placement` is `side_by_side`. The preset
     `released` has the values of the authors' code for Llama 2.
 
     Cost: scoring M chunks takes O(H · M · D) per token, and a token attends at most `chunks · L` keys. A chunk's

@@ -1,8 +1,8 @@
-"""Low-dimensional keys: the linear maps that compute them, and scores of tokens by them.
+"""Low-dimensional keys: the linear maps that compute them, and scores of tokens by low-dim keys.
 
 A sum of dot products over all heads of a layer becomes one dot product of R numbers:
-`Σ_h q_h · k_h ≈ (q A + a)·(k B + b)`, where the vector `q` is the concatenation of a token's query heads, and `k` that
-of its KV heads. The low-dim keys `k B + b` are computed when the keys are written to the cache.
+`Σ_h q_h · k_h ≈ (q A + a)·(k B + b)`, where the vector `q` concatenates a token's query heads, and `k` concatenates a
+token's KV heads. The low-dim keys `k B + b` are computed when the keys are written to the cache.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LowDimMap:
     """The linear maps of one layer to R dimensions: matrices `query [H·D, R]` and `key [G·D, R]`, and biases `[R]`.
 
     `query_bias` adds `query_bias · (k @ key)` to the score of a key k. `key_bias` adds the same number to all scores of
-    a query, which leaves their order. With `key_bias` the low-dim keys can have the mean 0: small numbers lose less in
-    rounding.
+    a query, so the order of the scores stays. With `key_bias` the low-dim keys can have the mean 0: small numbers lose
+    less in rounding.
     """
 
     query: Tensor
@@ -66,7 +66,7 @@ class LowDimMap:
 
 @dataclass(frozen=True)
 class LearnedFor:
-    """What maps were learned for: a model by its fingerprint, `low_dim`, and the engine's `far`, window and RoPE."""
+    """The setting that maps were learned for: a model's fingerprint, `low_dim`, `far`, the window and RoPE."""
 
     fingerprint: str
     low_dim: int
@@ -101,7 +101,7 @@ class LearnedFor:
             )
 
     def _options(self) -> dict[str, str]:
-        """Return all fields but the fingerprint as text, by name; those of RoPE have names such as `rope.kind`."""
+        """Return all fields but the fingerprint as text, by name; RoPE's fields have names such as `rope.kind`."""
         facts = {"low_dim": self.low_dim, "far": self.far, "window": self.window}
         facts |= {f"rope.{name}": value for name, value in vars(self.rope).items()}
         return {name: shown(value).strip("'") for name, value in facts.items()}
@@ -110,8 +110,8 @@ class LearnedFor:
 class LowDimMaps:
     """The linear maps of a model to low-dim queries and keys: one `LowDimMap` per layer, all with the same R.
 
-    `source` is the path of the file that the maps were read from. `learned_for` is the setting that the file states. It
-    is None for maps that were computed in memory: these are used with any setting.
+    `source` is the path of the file that the maps were read from. `learned_for` is the setting that the file states.
+    Maps that were computed in memory have None, and are used with any setting.
     """
 
     def __init__(

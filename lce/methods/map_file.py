@@ -81,7 +81,7 @@ def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
 def open_maps(
     path: Path, learned_for: LearnedFor, shapes: Mapping[str, tuple[int, ...]], n_layers: int, model: object = "M"
 ) -> LowDimMaps:
-    """Read a map file for a model of `n_layers` layers; `shapes` are those of a layer's tensors. Errors name `model`.
+    """Read a map file for the model `model` of `n_layers` layers; a layer's tensors must have the shapes `shapes`.
 
     The header is checked before the data is read. Raises `UsageError` for maps that were learned for other options,
     `DataError` for maps of another model and for a file that cannot be trusted.

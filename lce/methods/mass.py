@@ -51,7 +51,7 @@ class TrueMass:
     def of_chunks(self, q: Tensor, positions: Tensor, size: int, n_chunks: int) -> Tensor:
         """Return the logarithm of the mass of each of the first `n_chunks` chunks of `size` tokens: `[H, T, n_chunks]`.
 
-        A mass is a share of the query's attention to all keys up to its own. Chunks after the query get -inf.
+        A mass is a share of the query's attention to all keys up to the query's own. Chunks after the query get -inf.
         """
         border = n_chunks * size
         scores = (self._scores(q, positions, *piece) for piece in self._pieces(0, border, size))
@@ -69,7 +69,7 @@ class TrueMass:
         return found
 
     def attend(self, q: Tensor) -> Tensor:
-        """Return the outputs `[H, T, D]` of this attention for the block's unrotated queries `q [H, T, D]`."""
+        """Return the outputs `[H, T, D]` of full attention for the block's unrotated queries `q [H, T, D]`."""
         positions, outs = self.step.positions(q.device), []
         values = self.cache.span(0, self.step.stop)[1].float()
         for some in self.slices(q.shape[1], len(q)):
@@ -119,9 +119,9 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """Return a mask `[H, T, N]` of the tokens that queries attend: those of `always [T, N]` and of `chosen [H, T, K]`.
+    """Return a mask `[H, T, N]` of the tokens that queries attend, from a mask `always [T, N]` and `chosen [H, T, K]`.
 
-    Choice c is the `size` tokens from `first + c·size` on.
+    A number c in `chosen` means the `size` tokens from `first + c·size` on.
     """
     attended = always.expand(n_heads, *always.shape).clone()
     if chosen is None or not chosen.shape[-1]:
@@ -136,6 +136,6 @@ def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int
 
 
 def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
-    """Return the bytes that a decode step at `position` reads for choosing, as the method's `choice_cost` counts."""
+    """Return the bytes that a decode step at `position` reads to choose keys, as counted by `choice_cost`."""
     block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
     return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Methods that wrap a method to observe its choices: for traces, the pages of `lce inspect`, and evaluation.
+"""Methods that wrap a method to observe which keys are chosen: for traces, the pages of `lce inspect`, and evaluation.
 
-`Observed` runs any method unchanged. For each block and layer an `Observer` receives an `Observation`: the method's
-choices, with functions to study these choices while the run's cache exists.
+`Observed` runs any method unchanged. For each block and layer an `Observer` receives an `Observation`: the chunks or
+tokens that queries chose, with functions to study the chosen ones while the run's cache exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lce.methods.step import ModelFacts, Step
 class Wrapped(Method):
     """A method that behaves as the method `inner`. A derived class overrides `attend` to observe or change outputs.
 
-    Decode steps are not recorded, so that `attend` is called for every token.
+    Decode steps are not recorded as CUDA graphs, so that `attend` is called for every token.
 
     Example: `lce.load(model, Watched(lce.methods.make("longheads")))`, where `Watched` derives from `Wrapped`.
     """
@@ -49,11 +49,11 @@ for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "n
 
 @dataclass(frozen=True)
 class Observation:
-    """The choices of a block of queries in a layer.
+    """The chunks or tokens that a block of queries chose in a layer.
 
-    `rows [n]` are the observed queries, counted from 0 in the block. `chosen [H, T, K]` are the choices of all T
-    queries of the block, -1 for none. `scores [C, n, M]` are the observed queries' scores of M chunks or tokens, -inf
-    for those that a query cannot choose; C is below H if heads choose together. None: the method reported none.
+    `rows [n]` are the observed queries, counted from 0 in the block. `chosen [H, T, K]` are the chunks or
+    tokens that all T queries chose, -1 for none. `scores [C, n, M]` are the observed queries' scores of M chunks or
+    tokens, -inf where a query cannot choose; C < H if heads choose together. Both are None if the method reports none.
     """
 
     method: Method
@@ -80,7 +80,7 @@ class Observation:
 
     @property
     def picked(self) -> Tensor | None:
-        """The choices of the observed queries, `[H, n, K]`."""
+        """The chunks or tokens that the observed queries chose, `[H, n, K]`."""
         return None if self.chosen is None else self.chosen[:, self.rows]
 
     def spans(self) -> list[list[list[int]]] | None:
@@ -88,7 +88,7 @@ class Observation:
         return spans_by_query(self.method, self.layer, self.step)
 
     def distances(self) -> Tensor | None:
-        """Return the least and largest distance of the observed queries' choices, `[H, n, K, 2]`; None: not known."""
+        """Return the least and largest distance of what each observed query chose, `[H, n, K, 2]`; None: not known."""
         if self.chosen is None:
             return None
         found = choice_distance(self.method, self.layer, self.chosen, self.step)
@@ -106,20 +106,20 @@ class Observation:
         return attended_tokens(always[some], chosen, first, size, len(self.q))
 
     def mass(self, judge: Judge) -> TrueMass:
-        """Return full attention over the same keys, to compare the choices with."""
+        """Return full attention over the layer's keys, to compare with what the queries chose."""
         return TrueMass(self.method, self.cache, self.step, judge)
 
     def scored_bytes(self) -> float:
-        """Return the bytes that the observed queries read for choosing, as if each were a decode step."""
+        """Return the bytes that the observed queries read to choose keys, as if each query were a decode step."""
         queries = self.positions.tolist()
         return sum(scored_bytes(self.method, query, self.q, self.cache, self.step) for query in queries)
 
 
 class Observer(Protocol):
-    """The interface of observers of a method's run."""
+    """The interface of an observer: what `Observed` calls in each layer."""
 
     def rows(self, step: Step) -> Tensor | None:
-        """Return the queries of a block to observe, counted from the block's first; None: all queries."""
+        """Return which queries of a block to observe, counted from the block's first query; None: all."""
 
     def observe(self, seen: Observation, out: Tensor) -> Tensor:
         """Observe a layer. Return the layer's output: the method's `out [H, T, D]`, or other values in its place."""
@@ -127,7 +127,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Observed(Wrapped):
-    """A method that runs unchanged while an observer sees its choices.
+    """A method that runs unchanged while an observer sees which keys are chosen.
 
     Example: `lce.load(model, Observed(lce.methods.make("longheads"), observer))`.
     """

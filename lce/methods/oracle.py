@@ -58,7 +58,7 @@ class WithoutSummaries(ChunkSelection):
         return lambda here, some: self.chunk_scores(q[:, here], n_chunks, cache, some), rows
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of attending the chosen chunks, as if all heads chose different ones; choosing is free."""
+        """Return the cost of attending the chosen chunks, as if all heads chose different chunks. Choosing is free."""
         return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
 
 
@@ -99,7 +99,7 @@ class ByMass(WithoutSummaries):
         return scores
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost, where all keys are read for choosing; scores are not counted."""
+        """Return the cost of choosing and attending chunks: choosing reads all keys, and scores are not counted."""
         return super().choice_cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
 
 
@@ -144,7 +144,7 @@ class Oracle(ByMass, BudgetedChunks):
 
 
 def cheating(method: Method, judge: Judge = "constant") -> Method:
-    """Return a method that selects by the true mass under `judge`, with the budget and placement of `method`.
+    """Return a method that selects by true mass, as `judge` defines it, with the budget and placement of `method`.
 
     Raises `UsageError` for a method that selects nothing.
     """

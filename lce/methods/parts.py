@@ -23,8 +23,8 @@ class Part:
     `keys` is the span `(start, stop)` of the tokens that each query sees, or `CHOSEN`. No span reaches beyond the
     query: a start below 0 means 0, a stop beyond `i + 1` means `i + 1`. A span whose stop is not after its start is
     empty. `query_at` is the position from which the queries see the keys. For chosen keys the position may differ by
-    slot, the place in a query's list of K choices: `[T, K]`. A query with fewer choices than its `n_slots [T]` has them
-    in its last slots.
+    slot, the place in a query's list of K chunks: `[T, K]`. A query that chose fewer chunks than its `n_slots [T]`
+    has these chunks in its last slots.
 
     Keys are seen at the positions where the method caches them (`Method.key_positions`), or with `exact` at their own
     index. Unrotated keys are at position 0, so that `query_at` is the distance.
@@ -43,7 +43,7 @@ class LayerFacts:
     """The facts about a layer and its text that parts may depend on, besides the queries' indices.
 
     `kind` is the layer's `Method.layer_kind`. `longest` is the largest length that the text can have: for a block, the
-    length up to the block's end. `sliding_window` is that of the checkpoint, in tokens.
+    length up to the block's end. `sliding_window` is the checkpoint's, in tokens.
     """
 
     kind: str

@@ -21,10 +21,10 @@ class Placement(ABC):
 
     @abstractmethod
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return the `Part` of the chunks that queries `i [T]` choose: `n_slots` slots for at most `most` chunks."""
+        """Return the `Part` of the chunks that queries `i [T]` choose: at most `most` each, in `n_slots` slots."""
 
     def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        """Return the block's queries `q`, given unrotated, with the rotation that `ChunkSelection.score` needs."""
+        """Return the block's unrotated queries `q`, rotated as the placement's scores of chunks need them."""
         return q
 
 
@@ -35,7 +35,7 @@ class SideBySide(Placement):
         return indices % size
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return the part. All chunks are cached at positions 0..L-1, so slot s is seen from a position lower by s·L.
+        """Return the `Part`. Chunks are cached at positions 0..L-1, so the query's position is lower by s·L for slot s.
 
         Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
         """

@@ -36,7 +36,7 @@ class Quest(ChunkSelection):
     prefill selects as well.
 
     With `top_p` a query takes only as many pages as reach that share of the estimated attention. The estimate takes a
-    page's score as the logit of each of its tokens, so it is more even over pages than the attention.
+    page's score as the logit of each of its tokens, so the estimate is more even over pages than true attention.
 
     Cost: scoring all pages takes O(H · N / page · D) per token, and a token attends at most `budget` keys. A page's
     summary is 2 · G · D numbers.

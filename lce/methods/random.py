@@ -1,4 +1,4 @@
-"""Random chunks, for analysis: a selection is only worth its cost if its results are better than theirs."""
+"""Random chunks, for analysis: a selection whose results are no better is not worth its cost."""
 
 from __future__ import annotations
 

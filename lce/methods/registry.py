@@ -1,7 +1,7 @@
 """Finds methods by name, and converts the values of their knobs from text.
 
 lce registers its own methods by the decorator `register`. Another package lists its methods in the entry-point group
-`lce.methods`; such a class is imported when its name is first used.
+`lce.methods`; the class of such a method is imported when the method's name is first used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def available() -> list[str]:
 
 
 def find(name: str) -> type[Method]:
-    """Return the method class registered as `name`. Raises `UsageError` that suggests the nearest name."""
+    """Return the method class registered as `name`, or raise a `UsageError` that suggests the nearest name."""
     if not isinstance(name, str):
         raise UsageError(f"method is {shown(name)}; expected a name; valid: {', '.join(available())}")
     for point in () if name in _REGISTRY else entry_points(group=ENTRY_POINTS, name=name):
@@ -61,7 +61,7 @@ def find(name: str) -> type[Method]:
 
 
 def as_method(method: str | Method) -> Method:
-    """Return a new method by its name, or the given method after a check of its knobs' types. Raises `UsageError`."""
+    """Return a new method by name, or the given method if its knobs have valid types; else raise `UsageError`."""
     if isinstance(method, str):
         return make(method)
     if isinstance(method, type) and issubclass(method, Method):
@@ -98,9 +98,9 @@ def _knob(what: str, value: Any, kind: Any) -> Any:
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """Return the method `name` with these options; values may be text, as on a command line. Raises `UsageError`.
+    """Return the method `name` with these options; values may be text, as on a command line.
 
-    The option `preset` names one of the method's `presets`; the other options override the preset's values.
+    `preset` names one of the method's `presets`, which other options override. Raises `UsageError` for bad options.
     """
     cls = find(name)
     if options is not None and not isinstance(options, Mapping):
@@ -134,7 +134,7 @@ def spelled(value: Any) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or an optional one. Raises `ValueError`."""
+    """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or `… | None`. Raises `ValueError`."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
         is_none = value is None or (isinstance(value, str) and value == "none")

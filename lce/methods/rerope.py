@@ -26,7 +26,7 @@ class ReRope(LocalMethod):
     Example: `local=3`; query 9 sees keys 9, 8, 7 at distances 0, 1, 2 and all earlier keys at distance 3.
 
     Keys are cached unrotated, because all far keys are seen at one distance; the last `local` keys are also kept at
-    their own positions. Time: O(N · D) per token and head, in two parts.
+    their own positions. Time: O(N · D) per token and head, for near and far keys together.
     """
 
     local: int | None = knob(None, "the largest distance; none is half of the window", least=1)

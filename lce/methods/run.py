@@ -41,7 +41,7 @@ class Driver:
         cache.begin()
         start, stop = cache.length, cache.length + n_tokens
         cache.reserve(stop)
-        if n_tokens == 1:  # decode: most choices are those of the previous token
+        if n_tokens == 1:  # decode: a token mostly chooses what the previous token chose
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
         return Block(self.method, cache, {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device})
@@ -50,8 +50,8 @@ class Driver:
         """Return a function that computes a layer's attention for one token, whose index `at [1]` is on the device.
 
         The method's `decodes` must be true, and the cache must have space for the token. The caller begins and commits
-        the cache. The function's work can be recorded once, and replayed for each token of a text of at most `bound`
-        tokens.
+        the cache. The function's work can be recorded once, as a CUDA graph, and replayed for each token of a text
+        of at most `bound` tokens.
         """
         facts = rope, self.attention, self.window, self.n_kv_heads, self.sliding_window
         step = DeviceStep(*facts, at=at, bound=bound)
@@ -99,9 +99,9 @@ class Block:
         step = self.steps[own.layout.first_layer]
         with section("cache"):
             self.method.keep(k, v, own, step)
-        with section("selection"):  # in profiles, all time outside of attention and cache
+        with section("selection"):  # what profiles call selection: all except attention and cache
             out = self.method.attend(q, own, step)
-        if q.shape[1] == 1:  # queued after this layer's own page loads and kernels
+        if q.shape[1] == 1:  # load pages for the next layer, after this layer's work
             self.cache.prefetch(layer + 1)
         return out
 

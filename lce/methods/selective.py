@@ -41,19 +41,19 @@ from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import prune, top_p_knob
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
-Scorer = Callable[[slice, Step], Tensor]  # maps a slice of t queries of a block, and its step, to scores `[C, t, M]`
+Scorer = Callable[[slice, Step], Tensor]  # takes a slice of t queries and the slice's step; returns scores `[C, t, M]`
 
 
 class ChunkSelection(Method, ABC):
     """A method whose queries choose chunks. `SelectiveMethod` derives from this class and adds the usual knobs.
 
-    A query of chunk `o` attends chunk `o` up to itself, and `n_choices` of the complete chunks before chunk `o`: those
-    that `forced` names, then those with the best scores.
+    A query in chunk `o` attends chunk `o` up to the query, and `n_choices` of the complete chunks before chunk `o`:
+    first the chunks that `forced` names, then the chunks with the best scores.
     """
 
     hook_checks = SELECTION_CHECKS
     placement: str  # this field and the next three are knobs, or fixed by the class
-    top_p: float | None = None  # the share of the estimated attention that a choice must reach; None: off
+    top_p: float | None = None  # the share of the estimated attention that chosen chunks must reach; None: off
     keep_first = True  # whether chunk 0 is always taken
     keep_last = True  # whether the last complete chunk before a query's own is always taken
     uses_queries: ClassVar[bool] = (
@@ -85,7 +85,7 @@ class ChunkSelection(Method, ABC):
         return self.size if self.unrotated else 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return the states: summaries of complete chunks, queries of the incomplete chunk, recent keys if needed."""
+        """Return empty stores: of chunk summaries, of the incomplete chunk's queries, and of recent keys if needed."""
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(self.summary_vectors * layout.query_bytes, self.size)}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
@@ -161,8 +161,8 @@ class ChunkSelection(Method, ABC):
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         """Return the scores `[C, T, M]` of chunks with `summary [S, M, …]` for queries `q [H, T, D]`; larger is better.
 
-        C is H, or a divisor of H if heads share a choice. For the placement `side_by_side` queries are unrotated; for
-        `true` they are at their true positions, for `constant` at the constant distance.
+        C is H, or a divisor of H if heads choose together. For the placement `side_by_side` queries are unrotated, for
+        `true` rotated to their true positions, for `constant` to the constant distance.
         """
         return dot_products(q, summary)
 
@@ -187,7 +187,7 @@ class ChunkSelection(Method, ABC):
         """Return chosen chunks `[C, T, K]` by scores `[C, T, M]`: ids ascending, then -1. Time: O(C · T · M).
 
         A query gets `n_choices` of the chunks before its own, or all of them if there are fewer; placement relies on
-        this. For any scores, even infinite and NaN ones, no query gets its own chunk or a later one.
+        this number. For any scores, even infinite and NaN ones, no query gets its own chunk or a later one.
         """
         n_chunks = scores.shape[-1]
 
@@ -207,7 +207,7 @@ class ChunkSelection(Method, ABC):
         return lambda here, some: self.score(scored[:, here], summary, some, cache.index), rows
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk so far.
+        """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk at most.
 
         For a `DeviceStep` the result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
         """
@@ -252,7 +252,7 @@ class ChunkSelection(Method, ABC):
         return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of choosing and attending chunks. Scores count for the default `score`, summaries never."""
+        """Return the cost of choosing and attending chunks: no summaries, and scores only with the default `score`."""
         products = 1 if self.keeps_vectors else None
         read = block.n_heads * self.summary_vectors
         return self.selection_cost(block, vectors_read=read, summaries=None, products=products)
@@ -276,7 +276,7 @@ class ChunkSelection(Method, ABC):
     @property
     def counted(self) -> bool:
         cls = type(self)
-        own = cls.choice_cost is not ChunkSelection.choice_cost  # a cost that assumes the hooks of its own class
+        own = cls.choice_cost is not ChunkSelection.choice_cost  # such a cost assumes certain `score` and `summarise`
         return super().counted and says_for(self, "choice_cost", "choose", *(("score", "summarise") if own else ()))
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
@@ -290,13 +290,13 @@ class ChunkSelection(Method, ABC):
 
     @property
     def decodes(self) -> bool:
-        """Whether decode steps can be recorded: not with `top_p`, because the number of chosen chunks varies."""
+        """Whether decode steps can be recorded as CUDA graphs: not with `top_p`, where the number of chunks varies."""
         return self.top_p is None and super().decodes
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        """Return the attention to chosen chunks as runs. The last run is the own chunk, unless that has recent keys."""
+        """Return the attention to chosen chunks, and to the query's own chunk unless the own chunk has recent keys."""
         own = others[0].turn if others else None
         runs = self._plain_runs(q, cache, step, own is not None)
         if runs is None:
@@ -307,7 +307,7 @@ class ChunkSelection(Method, ABC):
         n_slots = first.shape[1] - (own is not None)
 
         def make() -> tuple[Turn, Tensor]:
-            """Return rotations of the query, and the index of each run's rotation; that of the own chunk comes last."""
+            """Return rotations of the query, and the index of each run's rotation; the own chunk's rotation is last."""
             slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
             number = torch.arange(first.shape[1], device=turn.cos.device)
             number = number if turn.cos.ndim == 3 else number // max(1, n_slots)
@@ -317,7 +317,7 @@ class ChunkSelection(Method, ABC):
         return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, self.size))
 
     def bound(self, stop: int) -> int | None:
-        """Return the bound; None for a step that completes a chunk: it computes a summary, and is not recorded.
+        """Return the bound; None for a step that completes a chunk, because computing a summary is not recorded.
 
         If `score`, `select` or `forced` is defined outside of lce, the bound is so low that all chunks are complete.
         """
@@ -340,7 +340,7 @@ class ChunkSelection(Method, ABC):
         return chosen if len(chosen) in (1, step.n_kv_heads) else chosen.repeat_interleave(len(q) // len(chosen), 0)
 
     def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
-        """Return what `runs_of_chunks` returns for `choose`, computed by GPU kernels; None: no kernel can."""
+        """Choose chunks with a GPU kernel, and return them as `runs_of_chunks` does; None: no kernel can choose."""
         plain = self.plain_choice
         if plain is None or not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
             return None

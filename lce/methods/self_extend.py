@@ -1,4 +1,4 @@
-"""Self-Extend: each query attends every key, near keys at their own distance and far keys at their group's."""
+"""Self-Extend: each query attends every key, near keys at their own distance, far keys at their group's distance."""
 
 from __future__ import annotations
 

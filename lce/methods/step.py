@@ -27,9 +27,9 @@ class Step:
     `start=1500, stop=1501`. If only the device knows a token's index, the index is `at`: see `DeviceStep`.
 
     `memo` keeps for the pass what `once` computes in the first layer and other layers use again. Each device has its
-    own memo; `all_devices` is one memo for all devices. A method calls `note`, if given, with each layer's choices.
-    Before that, the method calls `note_scores`, if given, with the scores of the chunks or tokens to choose from, -inf
-    for those that a query cannot choose: once for the whole block, or once for each `part` of the block.
+    own memo; `all_devices` is one memo for all devices. In each layer a method calls `note`, if given, with the chunks
+    or tokens that queries chose, and before that `note_scores`, if given, with the scores of all candidates, -inf for
+    those that a query cannot choose: once for the whole block, or once for each `part` of the block.
     """
 
     start: int
@@ -57,7 +57,7 @@ class Step:
         return memo[name]
 
     def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """Return the result of `make`, called once for each pass and `name` for all devices, moved to `device`."""
+        """Return the result of `make`, moved to `device`; `make` is called once per pass and `name` for all devices."""
         if name not in self.all_devices:
             self.all_devices[name] = make()
         made = self.all_devices[name]
@@ -103,7 +103,7 @@ class OnDevice(LookupError):
 
 @dataclass(frozen=True)
 class DeviceStep(Step):
-    """The decode step of a token whose index, `at [1]` int64, is read on the device: recorded once and replayed.
+    """A decode step recorded once, as a CUDA graph, and replayed: the token's index `at [1]`, int64, is on the device.
 
     No number and no shape on the host depends on the index; the host knows only that the text has at most `bound`
     tokens. So reading `start` or `stop` raises `OnDevice`.
@@ -123,11 +123,11 @@ class ModelFacts:
     """The facts about a model that a method sees when the model is loaded.
 
     `config` has the sizes and, as `published`, the fields of config.json. `source` has the files beside the weights.
-    `window` and `rope` are the engine's, after the user's options.
+    `window` and `rope` are what the engine uses, with the user's options.
     """
 
     source: Source
     config: ModelConfig
     window: int
     rope: RopeConfig
-    plan_only: bool = False  # whether the model will not run: files of learned maps may be missing
+    plan_only: bool = False  # whether the model is only planned and never run: files of learned maps may be missing

@@ -38,7 +38,7 @@ class Streaming(Method):
 
     @property
     def block(self) -> int:
-        """A quarter of the tokens that a query attends, 512 to 1,024: larger products run faster."""
+        """A quarter of the tokens that a query attends, but at least 512 (large products run faster), at most 1,024."""
         return max(512, min(1024, (self.access.sinks + self.access.local) // 4))
 
     @property

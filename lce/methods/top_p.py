@@ -1,9 +1,9 @@
-"""A budget by mass: choices are cut to the fewest whose estimated attention reaches p.
+"""A budget by attention mass: a query keeps the fewest of its chosen chunks whose estimated attention reaches p.
 
 Twilight (Lin et al., 2025, "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning", arXiv:2502.02770)
-prunes a selector's choices to the smallest set whose attention weights add up to p, so that a head with sharp
-attention reads less than a head with flat attention. Twilight estimates the weights from keys in 4 bits. Here a method
-estimates them from its own scores, so nothing else is read.
+prunes the tokens that a selector chose to the smallest set whose attention weights add up to p, so that a head with
+sharp attention reads less than a head with flat attention. Twilight estimates the weights from keys in 4 bits. Here the
+weights are estimated from the method's own scores, so nothing else is read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def enough(log_mass: Tensor, order: Tensor, p: float) -> int:
 
 
 def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: float) -> Tensor:
-    """Return the fewest of each query's choices whose mass reaches the share p, ascending, -1 behind the last.
+    """Return the fewest of each query's chosen chunks whose mass reaches the share p: ascending, then -1.
 
-    `chosen [C, T, K]` are the choices. `scores [C, T, M]` give the order, `log_mass [C, T, M]` the masses, -inf for
-    non-candidates. The chunks `forced [T, M]` stay and count first. If the choices do not reach p, all of them stay.
+    `chosen [C, T, K]` are chunk ids. `scores [C, T, M]` give the order, `log_mass [C, T, M]` the masses, -inf for
+    non-candidates. The chunks `forced [T, M]` stay and count first. If all chosen chunks do not reach p, all stay.
     Time: O(C · T · (M + K log K)).
     """
     if p >= 1:
@@ -48,7 +48,7 @@ def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: f
     rank = scores.float().gather(-1, index).masked_fill(~taken, -torch.inf).masked_fill(stays, torch.inf)
     order = rank.argsort(dim=-1, descending=True, stable=True)
     sorted_mass = mass.gather(-1, order)
-    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # whether better choices reach p already; False for NaN
+    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # whether better chunks reach p already; False for NaN
     stays |= ~torch.empty_like(taken).scatter_(-1, order, reached)
     none = torch.iinfo(torch.int64).max
     kept = chosen.masked_fill(~(stays & taken), none).sort(dim=-1).values

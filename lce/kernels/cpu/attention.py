@@ -1,4 +1,4 @@
-"""Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to the tiles chosen for it.
+"""Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to its chosen tiles.
 
 A tile is the keys and values of one chunk of one KV head. Threads take tasks from a queue, and `rows.attend_rows`
 computes a task. Only shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of
@@ -20,7 +20,7 @@ from lce.kernels.cpu.numbers import exp2, itemsize, pointer, read, stored, write
 from lce.kernels.cpu.rows import LOWEST, attend_rows, finish, put_query, scratch, scratch_size
 from lce.kernels.cpu.vectors import take
 
-ROWS = 96  # most queries (of all heads) in a task: packing keys costs little beside multiplying them with so many
+ROWS = 96  # the most queries (of all heads) in a task; with so many, packing keys costs little beside the products
 FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
 PIECE = 512  # keys of a piece; if a KV head has more than FEW and at most ROWS queries, a piece has 8 times as many
 _SLOT_ROWS = 64  # the smallest number of queries that a thread of `merge_slots` takes
@@ -35,7 +35,7 @@ def attend(
     Returns the output `[H, T, D]` and each query's log-sum-exp `[H, T]` (float32). H / G query heads share a KV head.
     The tensors are on the CPU, of one dtype, with a contiguous last dimension. With `causal`, query t sees the keys up
     to `N - T + t`, so the last query sees the last key; `window` limits each query to its nearest `window` keys. If
-    given, `cos sin [T, D/2]` rotate the queries. Keys are read once per `ROWS` queries of the heads that share them.
+    given, `cos sin [T, D/2]` rotate the queries. Keys are read once per `ROWS` queries of the heads that share keys.
     Time: O(H · T · N · D). Memory: about a megabyte per thread.
     """
     (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
@@ -74,9 +74,9 @@ def attend_tiles(
 ) -> None:
     """Compute attention of A = H · T · K rows, each to one of E tiles of L keys and values, `k v [E, L, D]`.
 
-    Row `a = (h·T + t)·K + s` is query `q[h, t]` of `q [H, T, D]`, rotated by `cos[t, s]` and `sin[t, s]`, for the s-th
-    of its K tiles: the tile number `tile[a]` of `tile [A]` (int64). `cos sin` are `[T, K, D/2]`, or `[T, 1, D/2]` if
-    all K rotations are the same. Writes `out [A, D]` and the log-sum-exp `lse [A]` (float32), except for rows whose
+    Row `a = (h·T + t)·K + s` is query `q[h, t]` of `q [H, T, D]`, rotated by `cos[t, s]` and `sin[t, s]`. The row
+    attends tile `tile[a]`, the s-th of the query's K tiles; `tile [A]` is int64. `cos sin` are `[T, K, D/2]`, or
+    `[T, 1, D/2]` if all K are the same. Writes `out [A, D]` and log-sum-exps `lse [A]` (float32), except for rows whose
     tile is -1. A tile is packed once per `ROWS` rows that attend it. Time: O(A · L · D), and a sort of A numbers.
     """
     n_heads, n_queries, dim = q.shape
@@ -115,7 +115,7 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steepness(dim: int) -> int:
-    """Return the factor `log2(e) / √dim` from dot products to scores, encoded; softmax weights are 2^score."""
+    """Return `log2(e) / √dim`, encoded by `argument_of`: a dot product times that is a score; weights are 2^score."""
     return argument_of(1 / math.sqrt(dim) * 1.4426950408889634)
 
 

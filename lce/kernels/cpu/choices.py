@@ -16,7 +16,7 @@ from lce.kernels.cpu.numbers import bits_of_float, float_of_bits, itemsize, poin
 
 _ROWS = 8  # the smallest number of rows of scores that a thread of `best_chunks` takes
 _PIECE = 4096  # scores that a thread of `best_tokens` takes at a time
-_GROUP = 16  # neighbouring sort keys in a group; its largest is stored, so that groups of small keys can be skipped
+_GROUP = 16  # sort keys in a group; the largest of each group is stored, so that groups of small keys can be skipped
 
 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> Tensor:
@@ -42,7 +42,7 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
 def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     """Choose the n best of N ≥ n tokens by `scores [N]` (float32, contiguous): ascending indices `[n]`.
 
-    A token counts with the largest score of all tokens at most `eps` places away. Time: O(N · eps), divided among the
+    Each score is first replaced by the largest score at most `eps` places away. Time: O(N · eps), divided among the
     threads, and O(N / 16 + n) on one thread.
     """
     n_tokens = len(scores)
@@ -163,7 +163,7 @@ def _best_keys(_first, _stop, keys_at, chosen_at, n_keys, n):
     """Write the indices of the n largest sort keys in ascending order.
 
     `least` is the n-th largest of the groups' largest sort keys. So n groups have a sort key ≥ `least`, the n largest
-    sort keys are ≥ `least` too, and all other groups are skipped.
+    sort keys are ≥ `least` too, and groups whose sort keys are all below `least` are skipped.
     """
     n_groups = (n_keys + _GROUP - 1) // _GROUP
     keys = carray(pointer(keys_at, int32), (n_keys + n_groups,))

@@ -1,4 +1,4 @@
-"""Compilation of CPU kernels: Numba compiles each once per processor, caches it, and runs it on PyTorch's threads."""
+"""Compiles CPU kernels by Numba, once per kind of processor; the code is cached, and runs on PyTorch's threads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def usable_cache() -> Path | None:
         folder = (Path(home) / "lce" / f"kernels-{_source()}").absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
         return None
     private = found.st_uid == os.geteuid() and not found.st_mode & 0o022
     return folder if private and os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None
@@ -151,7 +151,7 @@ def _spread() -> Callable[..., Any]:
     if numba.threading_layer() != "workqueue":
         return made
 
-    def one_at_a_time(*args):  # Numba's workqueue threads serve one call and abort the process at a second
+    def one_at_a_time(*args):  # a second call at the same time makes Numba's workqueue threads abort
         with _turn:
             return made(*args)
 
@@ -160,7 +160,7 @@ def _spread() -> Callable[..., Any]:
 
 @intrinsic(prefer_literal=True)
 def arguments(typing: Any, address: Any, n: Any) -> Any:
-    """In a kernel that takes only the address of its n arguments, return these integers as a tuple."""
+    """In a kernel that takes only the address of its n arguments, return the n integers there as a tuple."""
     number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -226,7 +226,7 @@ def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False
         folder = usable_cache()
         if folder is not None:
             # The cache may hold a damaged or half-written file. If loading fails, the function is compiled and its file
-            # replaced; if that fails too, it is compiled without the cache.
+            # replaced; if replacing fails too, the function is compiled without the cache.
             for fresh in (False, True):
                 with contextlib.suppress(Exception):
                     return _made(body, signature, parallel, folder, fresh)
@@ -236,7 +236,7 @@ def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False
 def _made(
     body: Callable[..., Any], signature: Any, parallel: bool, folder: Path | None, fresh: bool
 ) -> Callable[..., Any]:
-    """Load `body` from `folder` (if any) or compile it; with `fresh`, always compile it and replace its file."""
+    """Load the machine code of `body` from `folder`, if given, or compile `body`; with `fresh`, recompile."""
     _use_torch_threads()
     with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
         made: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(body)

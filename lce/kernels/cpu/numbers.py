@@ -18,7 +18,7 @@ STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.floa
 
 @intrinsic
 def pointer(typing: Any, address: Any, kind: Any) -> Any:
-    """In a kernel, convert an address to a pointer to numbers of type `kind`, of which `carray` makes an array."""
+    """In a kernel, convert an address to a pointer to numbers of type `kind`, which `carray` turns into an array."""
     result = types.CPointer(kind.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -28,7 +28,7 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
 
 
 _F16, _F32, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
-# Two functions reinterpret bits as a float32 number and back. Two convert float16 numbers, stored as bits, and back.
+# The first two reinterpret bits as float32 and back. The last two convert float16, stored as bits, to float32 and back.
 float_of_bits = intrinsic_of("float_of_bits", types.float32(types.uint32), lambda b, x: b.bitcast(x, _F32))
 bits_of_float = intrinsic_of("bits_of_float", types.uint32(types.float32), lambda b, x: b.bitcast(x, _I32))
 _float_of_half = intrinsic_of("float16", types.float32(types.uint16), lambda b, x: b.fpext(b.bitcast(x, _F16), _F32))

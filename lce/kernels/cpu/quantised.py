@@ -298,7 +298,7 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
     return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
 
-# Values and functions for each kind of kernel; a kind is `(bits, dtype)`: a code's bits, the dtype of x or the output.
+# Values and functions for each kind of kernel, `(bits, dtype)`: the bits of a code, and the dtype of x or the output.
 _bits = ByDtype(lambda kind: kind[0])
 _size = ByDtype(lambda kind: GROUPS[kind[0]])
 _planes = ByDtype(lambda kind: _PLANES[kind[1]])
@@ -320,7 +320,7 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
     rows = 1 if n == 1 else _ROWS
     n_tiles = (n + rows - 1) // rows
     tile_size = rows * n_groups  # groups in a tile; a tile is `rows` rows of x, multiplied with a block together.
-    # Each thread has its own memory for x as integers, their factors, one row of x as float32, and the dot products.
+    # Each thread has its own memory for x as integers, for factors, for one row of x as float32, and for dot products.
     n_words = n_tiles * tile_size * (_planes * _size // 2 + 2) + n_groups * _size + 2 * n_tiles * rows * LANES
     memory = np.empty(n_words + LANES, np.float32)
     integers_at = (memory.ctypes.data + _VECTOR - 1) // _VECTOR * _VECTOR

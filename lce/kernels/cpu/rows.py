@@ -29,7 +29,7 @@ LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has s
 
 @cache
 def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a compiled function for kernels that computes `C [rows, width] += A [rows, n] · B [n, width]`.
+    """Return a compiled function, which kernels call to compute `C [rows, width] += A [rows, n] · B [n, width]`.
 
     `rows` is 6, 4, 2 or 1, and `width` is a multiple of 16. `a`, `b` and `c` are the addresses of the matrices, each
     followed by the bytes between its rows. `vectors.multiply` explains `pairs` and `dtype`.
@@ -289,7 +289,7 @@ def scratch_size(n_rows, dim):
 def scratch(at, n_rows, dim):
     """Divide a thread's memory into queries, spans, states, sums, packed keys and values, scores and packed weights.
 
-    The arrays are views of an address: with arrays that Numba allocates itself, it would count references at each use.
+    The arrays are views of an address: if Numba allocated the arrays itself, Numba would count references at each use.
     """
     wide, words = (dim + 15) // 16 * 16, dim // per_word
     spans = carray(pointer(at, int64), (n_rows, 2))

@@ -59,7 +59,7 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
     """Add each key's attention weights for T queries: `into[h, j] += Σ_t exp(scale · logits[h, t, j] - lse[h, t])`.
 
     `logits [H, T, N]`, `lse [H, T]` (float32) and `into [H, N]` (float32) have contiguous rows. Query t and key
-    `first_behind + t` are of one token; a query sees that key and `window - 1` before it. Time: O(H · T · window).
+    `first_behind + t` are of one token; the query sees this key and `window - 1` keys before. Time: O(H · T · window).
     """
     n_heads, n_queries, n_keys = logits.shape
     assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)

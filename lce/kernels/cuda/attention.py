@@ -26,7 +26,7 @@ def attend(
     """Compute attention of `q [H, T, D]` to `k v [G, N, D]`, N ≥ 1, as `lce.kernels.cpu.attention.attend` does.
 
     If given, `turn` is the cosines and sines `[T, D/2]` that rotate the queries. The query heads of a KV head are rows
-    of one matrix product, which reads their keys once. If few programs would run, the keys are split into pieces, and
+    of one matrix product, which reads the keys once. If few programs would run, the keys are split into pieces, and
     the results of the pieces are merged. Time: O(H · T · N · D). Bytes moved: the keys once per block of rows; if
     split, also H · T · D float32 numbers per piece.
     """
@@ -109,7 +109,7 @@ def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor
 def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str, int]]:
     """Return block sizes, warps and stages for a launch; they fit an A100's shared memory and an H100's registers.
 
-    `tools/compile_cuda.py` prints registers, spills and shared memory of each choice. None was timed on a GPU.
+    `tools/compile_cuda.py` prints each setting's registers, spills and shared memory. No setting was timed on a GPU.
     """
     if dtype is torch.float32:  # products in float32 do not use tensor cores
         rows, keys, warps, stages = (16, 16, 4, 2) if n_rows <= 16 or dim > 128 else (32, 32, 4, 2)
@@ -128,9 +128,9 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
     """Compute attention of a block of rows to a piece of a KV head's keys.
 
     Row `t · REP + r` is query t of the r-th of the REP query heads that share the KV head. The keys `first..stop-1` of
-    the piece are attended in up to three ranges. Of the keys before `some`, a row sees only those in its window. The
-    keys `some..whole-1` are seen by all rows and need no mask. Of the keys from `whole` on, a row sees only those
-    before its causal limit and the end of the keys.
+    the piece are attended in up to three ranges. A row sees a key before `some` only if the key is in the row's window.
+    The keys `some..whole-1` are seen by all rows and need no mask. A row sees a key from `whole` on only if the key is
+    before the row's causal limit and the end of the keys.
     """
     n_queries, n_keys, window, n_blocks, n_pieces, piece, n_heads = sizes
     program = tl.program_id(0)

@@ -2,7 +2,7 @@
 
 Runs are cut into pieces. A program computes the attention of one query head to a piece, or of all query heads of a KV
 head if they see the same runs, so that the keys are read once. A second kernel merges the pieces. The grid depends on
-shapes alone, so a step can be recorded and replayed.
+shapes alone, so a step can be recorded as a CUDA graph and replayed.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexp
 
 @triton.jit(do_not_specialize=["first"])
 def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: constexpr):
-    """Copy ROWS rows of k and v to `into`: two tensors, followed by the strides of heads and of rows that they share.
+    """Copy ROWS rows of k and v to `into`: two tensors, followed by their common strides of heads and of rows.
 
     The first row of `into` to write is `first`, or the integer in the tensor `place[0]` if there is one.
     """

@@ -1,8 +1,8 @@
 """The launch of Triton kernels, and whether they can run on this machine.
 
-All other modules of this folder import Triton, which comes with PyTorch for CUDA, so callers import them only after
-`usable` or `runs_on` returned True. If the environment has `TRITON_INTERPRET=1` before Triton is imported, kernels run
-in Triton's interpreter on CPU tensors, slowly and without a GPU.
+All other modules of this folder import Triton, which comes with PyTorch for CUDA, so callers import such a module only
+after `usable` or `runs_on` returned True. If the environment has `TRITON_INTERPRET=1` before Triton is imported,
+kernels run in Triton's interpreter on CPU tensors, slowly and without a GPU.
 """
 
 from __future__ import annotations
