@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 from models import SHAPES, make_checkpoint, token_ids
 
@@ -68,24 +69,29 @@ def compare_before(args: argparse.Namespace, names: list[str], folder: str, leng
     ids = token_ids(length)
     for name in names:
         roots = [str(Path(args.before).resolve()), str(Path(__file__).parent.parent)]
-        engines = [load_from(root, name, folder, args) for root in roots]
+        engines, modules = zip(*(load_from(root, name, folder, args) for root in roots), strict=True)
         times: dict[str, list[list[float]]] = {"prefill": [[], []], "decode": [[], []]}
-        contexts = [engine.prefill(ids, length=length + 64 * args.repeats) for engine in engines]
+        contexts = []
+        for engine, own in zip(engines, modules, strict=True):
+            sys.modules.update(own)  # of the checkout whose code runs: what is imported late comes from there
+            contexts.append(engine.prefill(ids, length=length + 64 * args.repeats))
         for repeat in range(args.repeats):
             for which in (0, 1) if repeat % 2 else (1, 0):
+                sys.modules.update(modules[which])
                 started = time.perf_counter()
                 engines[which].prefill(ids)
                 times["prefill"][which].append(time.perf_counter() - started)
         for repeat in range(3 * args.repeats):
             for which in (0, 1) if repeat % 2 else (1, 0):
+                sys.modules.update(modules[which])
                 stats = engines[which].generate([7], context=contexts[which], max_tokens=args.new_tokens).stats
                 times["decode"][which].append(stats.decode_s)
         ratios = [statistics.median(b / a for a, b in zip(before, now, strict=True)) for before, now in times.values()]
         print(f"| `{name}` | {ratios[0]:.3f} | {ratios[1]:.3f} |", flush=True)
 
 
-def load_from(root: str, name: str, folder: str, args: argparse.Namespace) -> lce.Engine:
-    """Load an engine of the checkout at `root`, whose modules replace those imported already."""
+def load_from(root: str, name: str, folder: str, args: argparse.Namespace) -> tuple[lce.Engine, dict[str, ModuleType]]:
+    """Load an engine of the checkout at `root`, whose modules replace those imported already; return both."""
     for module in [module for module in sys.modules if module.partition(".")[0] == "lce"]:
         del sys.modules[module]
     sys.path.insert(0, root)
@@ -96,7 +102,7 @@ def load_from(root: str, name: str, folder: str, args: argparse.Namespace) -> lc
     )
     engine.generate(list(range(2, 66)), max_tokens=2)
     sys.path.remove(root)
-    return engine
+    return engine, {module: found for module, found in sys.modules.items() if module.partition(".")[0] == "lce"}
 
 
 def compare(engines: dict[str, lce.Engine], length: int, repeats: int, new_tokens: int) -> None:
