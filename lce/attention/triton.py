@@ -42,7 +42,7 @@ class Triton(Compiled):
         return takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """Compute attention to runs with a kernel that rotates the query and reads the runs' bounds on the device."""
+        """Compute the attention to `runs` by a kernel that rotates the query and reads bounds of runs on the device."""
         if not _fits(q, k, v):
             return super().decode(q, k, v, runs)
         from lce.kernels.cuda import decoding

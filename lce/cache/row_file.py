@@ -126,7 +126,7 @@ class RowFile:
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._no_wait = NO_WAIT
-        self._reserved = 0  # the bytes of disk space allocated so far, for later rows, too
+        self._reserved = 0  # the bytes of disk space allocated so far, including rows not written yet
 
     @property
     def bytes_taken(self) -> int:
@@ -139,7 +139,10 @@ class RowFile:
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate `size` rows per page; return each page's first row. Raises `CapacityError` if there is no space."""
+        """Allocate `size` rows for each page `(groups[i], chunks[i])`; return the numbers of the pages' first rows.
+
+        Raises `CapacityError` if there is no space.
+        """
         raise CapacityError(FULL)
 
     def for_fork(self) -> RowFile:

@@ -201,7 +201,7 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Write pages, which no tier below has. Pages are packed unless this is the device's tier.
+        """Write pages that no lower tier has. `parts` are keys and values, packed unless this is the device's tier.
 
         Not atomic: call again after an error.
         """

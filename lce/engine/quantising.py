@@ -14,7 +14,7 @@ from lce.weights.packed import scheme_of
 from lce.weights.saving import save_quantised
 from lce.weights.source import source_of
 
-LARGEST = 256 << 20  # the most bytes of a tokenizer or config file that is copied
+LARGEST = 256 << 20  # the largest size, in bytes, of a tokenizer or config file to copy
 BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",

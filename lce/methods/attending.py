@@ -116,7 +116,7 @@ def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> list[PlacedPart]:
-    """Return the block's parts that are not empty, computed once per pass for all layers of one `layer_kind`."""
+    """Return the method's parts that have keys for these queries; computed once per pass for layers of one kind."""
 
     def make() -> list[PlacedPart]:
         i, parts = block_parts(method, cache.index, step)

@@ -3,8 +3,8 @@
 The cost of attending spans is computed from a method's parts. A method states the cost of choosing keys, and of
 attending the chosen keys, in `Method.choice_cost`, with the functions of `QueryBlock`.
 
-Only products count: of queries with keys, of softmax weights with values, and for choosing. Rotations, norms, softmaxes
-and the search for the largest scores do not count, because their cost lacks the factor D.
+Only products count: queries with keys, softmax weights with values, and products that choose keys. Rotations, norms,
+softmaxes and the search for the largest scores do not count, because their cost lacks the factor D.
 """
 
 from __future__ import annotations

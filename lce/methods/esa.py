@@ -161,7 +161,10 @@ class ESA(JointSelection):
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
     def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """Return the layer's maps; None: not computed yet. Maps of `pca` take the sum of a KV head's queries."""
+        """Return the layer's maps to low-dim vectors, or None if they are not computed yet.
+
+        With `pca`, the query map is applied to the sum of the queries that share a KV head.
+        """
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
             return self.maps.layer(cache.index, like)
         basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None

@@ -24,7 +24,7 @@ class Full(Method):
     block = 2048  # large products run faster, and only the MLP's activations grow with the block
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the window; None if the checkpoint's sliding window keeps all distances within the window."""
+        """Return `window`; None (no limit) if the checkpoint's sliding window keeps all distances within `window`."""
         return None if sliding_window is not None and sliding_window <= window else window
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:

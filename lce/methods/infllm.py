@@ -135,7 +135,8 @@ class InfLLM(JointSelection):
         far, one for each of the n tokens that are in no memory block yet.
         """
         kept = cache.kept(Staged, VOTES)
-        done = self.sinks if kept.value is None else step.start - kept.value.shape[1]  # the first token with votes
+        # Tokens before `done` are sinks or in memory blocks.
+        done = self.sinks if kept.value is None else step.start - kept.value.shape[1]
         if step.stop <= done:
             return
         first = max(0, step.start - self.n_recent + 1)  # the first key that a query of this block sees as local

@@ -65,7 +65,7 @@ class LMInfinite(LocalMethod):
         return not self.top_k
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of the middle tokens' scores, which serve as logits, and of the weighted sum of values."""
+        """Return the cost of scoring the middle tokens, whose scores are the logits, too, and of summing values."""
         n_middle = block.stop - self.n_local - self.sinks
         if not self.layer_kind(block.layer) or n_middle <= 0:
             return Cost(0)

@@ -80,7 +80,7 @@ class _GenerationBlocks(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A template's `namespace()` that refuses names like `__call__`, which Jinja would look up and trust."""
+    """A template's `namespace()` that refuses names beginning with `_`: Jinja would trust a value named `__call__`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -107,7 +107,10 @@ def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[
 def _scored(
     q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
 ) -> Tensor:
-    """Return scores `[C, T, M]`, summed over each chooser's heads; with `position`, only of earlier chunks."""
+    """Return scores `[C, T, M]` of M keys for T queries, each the sum over one of C groups of heads.
+
+    With `position`, only chunks before the query's own chunk are scored.
+    """
     (heads, n, dim), n_keys, together = q.shape, keys.shape[1], len(q) // choosers
     q = q if q.stride(2) == 1 else q.contiguous()
     dense = keys.stride(-1) == 1 and (keys.ndim == 3 or (keys.shape[2] == 2 and keys.stride(2) == dim))

@@ -187,7 +187,7 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
     """Return the tables of the answers in `found`, which has (sample, answer) by the key of the sample."""
     names, models = method_names(found.values()), model_names(found.values())
     tables: dict[tuple[str, ...], Table] = {}
-    documents: dict[str, int] = {}  # new numbers of documents; in records, documents of several lengths share a number
+    documents: dict[str, int] = {}  # numbers unique here; in a record, documents of unlike lengths share them
     for key, (sample, answer) in found.items():
         number = answer.document if answer.document is not None else sample.get("index")
         document = json.dumps({**sample, "index": number}, sort_keys=True)
