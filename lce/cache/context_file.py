@@ -5,7 +5,7 @@ A manifest in the JSON header names the model and the method that an engine must
     layers.I.kv       [groups, N, 2, P, D]  the keys and values of layer I: a row for each token and head group
     layers.I.checks   [groups, N]           a checksum of each row, compared when the row is read
     layers/I/NAME/n   any shape             the method's state NAME of layer I; n is the state's number (`MethodState`)
-    tokens, logits    [n] and [vocab]       the token ids, and the logits after the last token
+    tokens, logits    [n] and [vocab]       the token ids, and the logits after the last token, if known
 
 A head group is the P KV heads of a layer that share a page. Rows and checksums are read when they are needed. The other
 tensors, called small, are read and checked on opening.

@@ -371,10 +371,10 @@ class OpenChunk(MethodState):
 
     def committed(self, n_tokens: int) -> Held:
         rows, chunk_id = self._held
-        if rows is not None:  # a discarded pass may have left rows after the committed ones
+        if rows is not None:  # a discarded pass, or a truncated text, may have left rows after the committed ones
             rows = rows.clone()
             rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
-        return rows, chunk_id
+        return rows, min(chunk_id, n_tokens // self.size)
 
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
         current, rest = divmod(n_tokens, self.size)

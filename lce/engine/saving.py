@@ -72,7 +72,8 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
     """Write a context file, which appears whole or not at all."""
     cache = data.cache
     if not cache.length:
-        raise UsageError("the context is empty; prefill some text before it is saved")
+        what = "no token of the context is cached any more" if data.token_ids else "the context is empty"
+        raise UsageError(f"{what}; prefill some text, or [], before it is saved")
     check_writable(path)
     sweep(path)
     layout = cache.layout.file(cache.length)
@@ -113,12 +114,11 @@ def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str
     most = manifest.capacity if own else manifest.capacity + MOST_UNCACHED
     if (
         tokens is None
-        or logits is None
         or tokens.dtype != torch.int32
         or len(tokens.shape) != 1
         or not manifest.read <= tokens.shape[0] <= most
         or manifest.capacity != (tokens.shape[0] if own else manifest.read)
-        or (logits.dtype, logits.shape) != (torch.float32, (vocab_size,))
+        or (logits is not None and (logits.dtype, logits.shape) != (torch.float32, (vocab_size,)))
     ):
         raise contradiction(path)
 
@@ -126,10 +126,10 @@ def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str
 def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
     """Return the context of an opened file. The file's rows are read-only, unless the file is a prefill job's `own`."""
     manifest, tensors = snapshot.manifest, snapshot.small
-    tokens, logits = tensors["tokens"], tensors["logits"]
+    tokens, logits = tensors["tokens"], tensors.get("logits")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise DataError(f"{named(path)} has token ids that the model does not have; {REMEDY}")
-    if not logits.isfinite().all():
+    if logits is not None and not logits.isfinite().all():
         raise DataError(f"{named(path)} has logits that are no numbers; {REMEDY}")
     ids = tokens.tolist()
     if manifest.text != text_hash(ids):
@@ -138,7 +138,8 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
         cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise contradiction(path) from None
-    return ContextData(cache, ids, logits.to(layout.devices[-1]), manifest.announced, named(path))
+    last = None if logits is None else logits.to(layout.devices[-1])
+    return ContextData(cache, ids, last, manifest.announced, named(path))
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
