@@ -11,8 +11,8 @@ import lce
 
 ROOT = Path(__file__).parent.parent
 SHARED = set(  # files of lce/methods that hold no method
-    "__init__ attending base best_tokens budgeted costs decoding distances hooks joint lowdim map_file mass parts "
-    "placement registry run selective step top_p observed wrapped".split()
+    "__init__ attending base best_tokens costs decoding distances hooks joint lowdim map_file mass parts "
+    "placement registry run selective step top_p observed".split()
 )
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import lce
+from lce.attention import Attention
 from lce.methods import LongHeads, Step, register
 
 
@@ -79,6 +80,7 @@ assert_type(lce.plan("demo", tokens=1000).longest, int | None)
 assert_type(lce.info("demo"), lce.ModelInfo | lce.ContextInfo)
 assert_type(lce.methods.make("full"), lce.Method)
 assert_type(FirstKey(chunk_size=4, scale=0.5), FirstKey)
+assert_type(Attention.choose("auto"), Attention)
 assert_type(lce.CapacityError.exit_code, int)
 """
 

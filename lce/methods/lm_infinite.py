@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
-from lce.attention import SCORES_AT_ONCE, Attended, join, products, rotate
+from lce.attention import Attended, rotate
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, LocalMethod, knob
+from lce.methods.best_tokens import attend_best_tokens
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
@@ -74,25 +73,4 @@ class LMInfinite(LocalMethod):
         return Cost(n_queries * most * dim, scores=n_queries * n_middle * dim, state_read=read * dim)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Return the attention to each query's `top_k` middle tokens of largest logits. Time: O(H · T · N · D)."""
-        first, stop = self.sinks, step.stop - self.n_local
-        if stop <= first:
-            return None
-        q, last_seen = rotate(q, placed.turn), step.positions(q.device) - self.n_local - first
-        rows = max(1, SCORES_AT_ONCE // (q.shape[0] * (stop - first)))
-        slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
-        return join([_attend_best(some, cache, first, stop, seen, self.top_k) for some, seen in slices], 1)
-
-
-def _attend_best(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    """Return the attention of each rotated query t to the `top_k` best of tokens `first..first + last_seen[t]`."""
-    keys = (cache.span(*piece)[0] for piece in cache.segments(first, stop))
-    logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
-    hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]
-    scores = torch.cat(logits, dim=-1).float().div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
-    best = scores.topk(min(top_k, stop - first), dim=-1)
-    lse = best.values.logsumexp(-1)
-    weights = (best.values - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    values = cache.values((first + best.indices).view(cache.layout.n_kv_heads, -1))
-    values = values.view(*best.indices.shape, q.shape[-1])  # [H, T, top_k, D]
-    return (weights[..., None, :].to(values.dtype) @ values).squeeze(-2), lse
+        return attend_best_tokens(rotate(q, placed.turn), cache, step, self.top_k, first=self.sinks, gap=self.n_local)
