@@ -9,7 +9,7 @@ from torch import Tensor
 import lce
 from lce.cache.layout import CacheLayout
 from lce.errors import UsageError
-from lce.methods import InfLLM, LMInfinite, LongHeads, Method, Quest, lm_infinite, make
+from lce.methods import InfLLM, LMInfinite, LongHeads, Method, Quest, make
 from tests import oracle
 from tests.running import cut, run, vectors
 
@@ -95,7 +95,7 @@ def test_full_honours_the_sliding_window(sliding: int, block: int) -> None:
     ("method", "limit", "numbers"),
     [
         (INFLLM, "lce.attention.scores.IN_CACHES", 600),
-        (LMInfinite(sinks=2, local=12, top_k=4), f"{lm_infinite.__name__}.SCORES_AT_ONCE", 2000),
+        (LMInfinite(sinks=2, local=12, top_k=4), "lce.methods.best_tokens.SCORES_AT_ONCE", 2000),
         (lce.methods.ESA(compress="none", sinks=4, local=10, top_k=7), "lce.methods.lowdim.SCORES_AT_ONCE", 500),
         (lce.methods.ESA(compress="pca", sinks=4, local=10, top_k=7), "lce.methods.lowdim.SCORES_AT_ONCE", 500),
     ],
