@@ -174,6 +174,18 @@ def test_scores_behind_a_context_that_was_cut(engine: lce.Engine) -> None:
     assert equal(engine.score(IDS[100:], context=context), slow(engine, IDS, 100))
 
 
+def test_an_interrupted_score_leaves_the_context_as_it_was(engine: lce.Engine) -> None:
+    context = engine.prefill(IDS[:50])
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.score(IDS[50:], context=context, progress=stop)
+    assert context.token_ids == IDS[:50]
+    assert equal(engine.score(IDS[50:], context=context), slow(engine, IDS, 50))
+
+
 def test_what_cannot_be_scored_is_refused(engine: lce.Engine) -> None:
     with pytest.raises(lce.UsageError, match="first is 151; expected 150 or less"):
         engine.score(IDS, first=151)
