@@ -7,7 +7,9 @@
     └── CapacityError        4   not enough memory or disk
 
 The number is the exit code of the command line. A message is one line that says what was wrong, what was expected and
-what to do. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130. `WindowWarning` is the only warning.
+what to do. `UsageError` is a `ValueError`, too, because a caller gave the value; the others are about files, models and
+machines, and derive from `LceError` alone. Ctrl-C stays Python's own KeyboardInterrupt and exits with 130.
+`WindowWarning` is the only warning.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class LceError(Exception):
     exit_code = 1
 
 
-class UsageError(LceError):
-    """The error for an option, a name or a value that cannot be used."""
+class UsageError(LceError, ValueError):
+    """The error for an option, a name or a value that cannot be used. It is a `ValueError` too."""
 
     exit_code = 2
 

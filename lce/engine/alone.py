@@ -42,10 +42,10 @@ class Alone:
 
     def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
         """Return a `Lane` (a context's part in a pass) that appends `ids`. With a `driver`, no step is recorded."""
-        if self.tape is not None and context.graph is None:
-            context.graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
-        recorder = context.graph if driver is None else None
-        return Lane(driver or self.driver, context.cache, context.rope, ids, recorder, ahead)
+        if self.tape is not None and context._graph is None:
+            context._graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
+        recorder = context._graph if driver is None else None
+        return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, ahead)
 
     def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None, ahead: bool = False) -> Lane:
         """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
@@ -58,17 +58,17 @@ class Alone:
             forward(self.model, [lane])
             lane.check()
         except Exception as error:
-            context.data.blame(error)
+            context._data.blame(error)
             raise
         finally:
-            context.keep(lane)
+            context._keep(lane)
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
         """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again."""
         if context.logits is None and len(context) == context.cache.length > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
-        for ids in blocks(context.uncached, self.block, progress):
+        for ids in blocks(context._uncached, self.block, progress):
             self.append(context, ids)
 
     def pieces(
@@ -79,7 +79,7 @@ class Alone:
         If prefill does not complete, the context goes back to its state before the call. If decode fails, the context
         keeps the answer's tokens so far, which `result` has too; with `undo`, the context goes back then, too.
         """
-        stats, started, mark = result.stats, time.perf_counter(), context.mark()
+        stats, started, mark = result.stats, time.perf_counter(), context._mark()
         said: int | None = None  # the number of the context's tokens before the answer; None during prefill
         try:
             stats.prompt_tokens, stats.read_before = len(ids), len(context)
@@ -103,11 +103,11 @@ class Alone:
                     yield Piece(text)
                 if answer.done:
                     break
-                lane = self.append(context, context.uncached, ahead=answer.ahead)
+                lane = self.append(context, context._uncached, ahead=answer.ahead)
                 logits, likeliest = lane.logits, lane.likeliest
         except BaseException as error:
             if said is None or undo:
-                context.go_back(mark)
+                context._go_back(mark)
             else:
                 context.token_ids[said:] = result.token_ids
             if not isinstance(error, _Cancelled):

@@ -75,7 +75,7 @@ class Conversation(Unique):
     One call at a time may use a conversation. A new turn ends the last turn's stream, if open; its text so far stays.
     """
 
-    instead = "save it, or make another one and give it the messages"
+    _instead = "save it, or make another one and give it the messages"
 
     def __init__(
         self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0

@@ -22,7 +22,7 @@ from lce.sizes import count
 
 
 class ContextMark(NamedTuple):
-    """A state to which a context can go back: see `Context.mark`."""
+    """A state to which a context can go back: see `Context._mark`."""
 
     cache: Mark
     n_tokens: int
@@ -32,11 +32,11 @@ class ContextMark(NamedTuple):
 class Unique:
     """The base of classes whose objects own memory, threads or locks, and can be neither pickled nor copied."""
 
-    instead: ClassVar[str]  # the remedy that the error message names
+    _instead: ClassVar[str]  # the remedy that the error message names
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = type(self).__name__
-        raise UsageError(f"this {kind} cannot be pickled or copied by Python's copy and pickle; {self.instead}")
+        raise UsageError(f"this {kind} cannot be pickled or copied by Python's copy and pickle; {self._instead}")
 
 
 class Context(Unique):
@@ -54,17 +54,17 @@ class Context(Unique):
     `close` frees memory and files at once, as the end of `with engine.prefill(...) as context:` does.
     """
 
-    instead = "copy it with fork(), or write it with save() and open it with Engine.open_context() in another process"
+    _instead = "copy it with fork(), or write it with save() and open it with Engine.open_context() in another process"
 
     def __init__(self, data: ContextData, rope: Rope, identity: Identity) -> None:
-        self.identity = identity
-        self.rope = rope
+        self._identity = identity
+        self._rope = rope
         self._cache: KVCache | None = data.cache
         self.token_ids = list(data.token_ids)
         self.announced = data.announced
         self.source = data.source
         self._last = data.cache.length, data.logits  # a number of cached tokens, and the logits after them
-        self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
+        self._graph: DecodeGraph | None = None  # the recorded decode steps, if any
         self._lock = Lock()  # the call or stream that uses the context holds this lock
 
     def __len__(self) -> int:
@@ -89,22 +89,22 @@ class Context(Unique):
         length, logits = self._last
         return logits if length == self.cache.length else None
 
-    def keep(self, lane: Lane) -> None:
+    def _keep(self, lane: Lane) -> None:
         """Store the logits of a lane, this context's part in a pass, if the cache ends with the lane's last token."""
         if lane.logits is not None and lane.stop == self.cache.length:
             self._last = (lane.stop, lane.logits)
 
     @property
-    def uncached(self) -> list[int]:
+    def _uncached(self) -> list[int]:
         """The ids of the tokens that are not in the cache yet."""
         return self.token_ids[self.cache.length :]
 
     @property
-    def data(self) -> ContextData:
+    def _data(self) -> ContextData:
         """The parts from which a file or a fork of the context is made."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
 
-    def hold(self) -> Lock:
+    def _hold(self) -> Lock:
         """Return a lock that reserves the context inside `with`. Raises `UsageError` if the context is in use already.
 
         Ctrl-C never leaves the context reserved: CPython delivers no signal between taking the lock and the first
@@ -116,8 +116,8 @@ class Context(Unique):
 
     def fork(self) -> Context:
         """Return an independent context with the same tokens. On a CPU the two share the memory of these tokens."""
-        with self.hold():
-            return Context(replace(self.data, cache=self.cache.fork()), self.rope, self.identity)
+        with self._hold():
+            return Context(replace(self._data, cache=self.cache.fork()), self._rope, self._identity)
 
     def truncate(self, n_tokens: int) -> None:
         """Drop all tokens after the first `n_tokens`. Raises `UsageError` if the context has fewer.
@@ -126,7 +126,7 @@ class Context(Unique):
         are prefilled again if the method's state cannot go back to exactly `n_tokens`: at most those of an incomplete
         chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. The new blocks may begin at other tokens.
         """
-        with self.hold():
+        with self._hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
@@ -137,8 +137,8 @@ class Context(Unique):
     def close(self) -> None:
         """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""
         if self._cache is not None:
-            with self.hold():
-                self._cache, self._last, self.graph = None, (0, None), None
+            with self._hold():
+                self._cache, self._last, self._graph = None, (0, None), None
 
     def __enter__(self) -> Self:
         self.cache  # noqa: B018  raises if the context was closed
@@ -152,14 +152,14 @@ class Context(Unique):
 
         The file is a copy of the keys and values. Raises `CapacityError` if the disk has no space for the file.
         """
-        with self.hold():
-            save(path_of(path), self.data, self.identity)
+        with self._hold():
+            save(path_of(path), self._data, self._identity)
 
-    def mark(self) -> ContextMark:
-        """Return the current state for a later `go_back`. Copies no keys or values."""
+    def _mark(self) -> ContextMark:
+        """Return the current state for a later `_go_back`. Copies no keys or values."""
         return ContextMark(self.cache.mark(), len(self.token_ids), self.logits)
 
-    def go_back(self, mark: ContextMark) -> None:
+    def _go_back(self, mark: ContextMark) -> None:
         """Restore the state at `mark`. If the cache cannot go back, its committed blocks stay."""
         cache, n_tokens, logits = mark
         try:

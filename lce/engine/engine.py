@@ -53,7 +53,7 @@ class Engine(Unique):
     follow from `lce.load`'s options. `device` is the first layer's device. `tokenizer` turns text into ids and back.
     """
 
-    instead = "load the model again in the other process, and hand over contexts as files"
+    _instead = "load the model again in the other process, and hand over contexts as files"
 
     def __init__(
         self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, layout: CacheLayout, method: Method,
@@ -153,7 +153,7 @@ class Engine(Unique):
         if flag.is_set:
             return
         context = self.new_context(n_new) if options.context is None else options.context
-        with context.hold():
+        with context._hold():
             self._reserve(context.cache, len(context) + n_new)
             yield from self.alone.pieces(context, ids, options, result, flag, undo)
             result.warning = result.warning or self._warn(len(context))
@@ -185,14 +185,14 @@ class Engine(Unique):
     def _appended(self, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:
         """Call `work`, which appends `n_new` tokens, on `context` or a new context. Undo all changes after an error."""
         held = self.new_context(max(n_new, announced)) if context is None else context
-        with held.hold():
+        with held._hold():
             self._warn(len(held) + n_new)
             self._reserve(held.cache, max(len(held) + n_new, announced))
-            mark = held.mark()
+            mark = held._mark()
             try:
                 return work(held)
             except BaseException:
-                held.go_back(mark)
+                held._go_back(mark)
                 raise
 
     @torch.inference_mode()
@@ -234,7 +234,7 @@ class Engine(Unique):
                 scorer.note(held.logits[None], 0)
             held.token_ids.extend(ids)
             with reported(progress, "score") as tell:
-                for part in blocks(held.uncached, self.block, tell):
+                for part in blocks(held._uncached, self.block, tell):
                     start = held.cache.length - before
                     scorer.add(self._hidden(held, part), start, before)
             return scorer.scores()
@@ -274,8 +274,8 @@ class Engine(Unique):
         target, ids = path_of(path), self._ids(document, self._own(context))
         wanted = 0 if length is None else count(length, "length", least=0)
         check_progress(progress)
-        with nullcontext() if context is None else context.hold():
-            before = None if context is None else context.data
+        with nullcontext() if context is None else context._hold():
+            before = None if context is None else context._data
             ids = ids if before is None else [*before.token_ids, *ids]
             announced = max(len(ids), wanted) if before is None else before.announced
             ALLOWANCE.planner(self.layout, into_file=True).check(len(ids))
@@ -284,15 +284,15 @@ class Engine(Unique):
             try:
                 held = self._context(job.start(before))
                 ALLOWANCE.promise(held.cache, len(ids))
-                stats = Stats(prompt_tokens=len(held.uncached), read_before=held.cache.length)
+                stats = Stats(prompt_tokens=len(held._uncached), read_before=held.cache.length)
                 started = time.perf_counter()
                 with torch.inference_mode(), reported(progress, "prefill") as tell:
-                    for part in blocks(held.uncached, self.block, tell, done=held.cache.length):
+                    for part in blocks(held._uncached, self.block, tell, done=held.cache.length):
                         if held.cache.length - job.n_written >= (every or len(ids)):
-                            job.checkpoint(held.data)
+                            job.checkpoint(held._data)
                         self.alone.append(held, part)
                 stats.prefill_s = time.perf_counter() - started
-                job.finish(held.data)
+                job.finish(held._data)
             except BaseException as error:
                 job.abandon(error)
                 raise
@@ -348,7 +348,7 @@ class Engine(Unique):
             return None
         if not isinstance(context, Context):
             raise UsageError(f"context is {shown(context)}; expected what prefill, open_context or fork returns")
-        if context.identity is not self.identity:
+        if context._identity is not self.identity:
             raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
         return context
 

@@ -29,7 +29,7 @@ class Stream(Unique):
     that is ended early has the `finish_reason` "cancelled"; the context stays usable, as after an error.
     """
 
-    instead = "its result can be"
+    _instead = "its result can be"
 
     def __init__(self, pieces: Generator[Piece, None, None], result: Generation, flag: CancelFlag) -> None:
         self.result = result
@@ -90,7 +90,7 @@ class AsyncStream(Unique):
     `await stream.aclose()` or use `async with`. A stream that is garbage-collected ends as well.
     """
 
-    instead = "its result can be"
+    _instead = "its result can be"
 
     def __init__(self, start: Callable[[CancelFlag], Stream]) -> None:
         self._start = start

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, float32
 
-from lce.errors import DataError, shown
+from lce.errors import DataError, UsageError, shown
 from lce.files import named, open_regular, write_whole
 from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
 from lce.models.config import RopeConfig
@@ -100,6 +100,8 @@ def open_maps(
                 raise ValueError(f"its tensors are not those of {n_layers} layers of this model")
             if not all(bool(x.isfinite().all()) for x in tensors.values()):
                 raise ValueError("some numbers are not finite")
+        except UsageError:  # the maps are sound, and were learned for other options
+            raise
         except (OSError, ValueError) as error:
             remedy = f"make it anew by `{learned_for.command(model)}`"
             raise DataError(f"{named(path)} holds no maps that can be used: {error}; {remedy}") from None

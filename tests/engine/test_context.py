@@ -70,6 +70,12 @@ def test_two_threads_do_as_one_after_the_other(engine: lce.Engine) -> None:
         assert torch.equal(logits, same_logits)
 
 
+def test_a_context_shows_what_users_call(engine: lce.Engine) -> None:
+    with engine.prefill(tokens(3)) as context:
+        shown = {name for name in dir(context) if not name.startswith("_")}
+    assert shown == set("announced cache close fork logits save source token_ids truncate".split())
+
+
 def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -> None:
     """Even to an engine of the same model and options, whose files it can share."""
     context = engine.prefill(tokens(10))
@@ -77,8 +83,8 @@ def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -
     for call in (twin.generate, twin.stream, twin.prefill):
         with pytest.raises(lce.UsageError, match="made by another engine"):
             call("x", context=context)
-    assert context.fork().identity is context.identity is not twin.identity
-    assert context.identity.facts == twin.identity.facts
+    assert context.fork()._identity is context._identity is not twin.identity
+    assert context._identity.facts == twin.identity.facts
     assert len(context) == 10
 
 
@@ -199,7 +205,7 @@ def test_a_question_that_fails_takes_no_word_of_the_last_answer_along(fragile: l
     with pytest.raises(Interrupted):
         fragile.prefill(question, context=context)
     assert context.token_ids == start + answer
-    assert context.uncached == answer[-1:]
+    assert context._uncached == answer[-1:]
     for each in (context, fork):
         fragile.prefill(question, context=each)
     assert_same(context, contents(fork))

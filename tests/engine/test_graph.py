@@ -135,8 +135,8 @@ def test_tokens_and_what_is_kept_are_those_of_ordinary_steps(method: Method, tin
         ]
         assert said[0].token_ids == said[1].token_ids
         same_state(*contexts)
-    graph = contexts[1].graph
-    assert contexts[0].graph is None
+    graph = contexts[1]._graph
+    assert contexts[0]._graph is None
     assert graph.n_replayed > 30
     assert graph.n_recorded < 12, "buffers stay where they are from one chunk to the next"
     contexts[1].save(tmp_path / "saved")
@@ -157,7 +157,7 @@ def test_a_step_that_was_launched_early_is_dropped_where_the_text_goes_on_otherw
         for _ in range(4):
             next(stream)
         stream.close()  # a step is under way
-        assert each is not engine or context.graph._early
+        assert each is not engine or context._graph._early
         n = len(context)
         context.truncate(n - 3)
         said.append(each.generate([11], context=context, max_tokens=1).token_ids)  # ends before the next step
@@ -175,7 +175,7 @@ def test_the_step_of_the_likeliest_token_is_under_way_while_the_host_reads_it(ti
     stream = engine.stream([5], context=context, max_tokens=12)
     for _ in range(4):
         next(stream)
-    graph = context.graph
+    graph = context._graph
     early, token_id = graph._early
     assert early.start == context.cache.length
     assert token_id == context.token_ids[-1], "drawn since"
@@ -191,7 +191,7 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     engine.generate([5], context=context, max_tokens=6)
     n, logits = context.cache.length, context.logits
     bad = torch.full((300,), torch.nan)
-    context.graph._early = None
+    context._graph._early = None
     with monkeypatch.context() as patch:
         patch.setattr(engine.model, "logits", lambda x: bad[None])
         with pytest.raises(lce.ModelError, match="not finite"):
@@ -221,14 +221,14 @@ def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -
         context = engine.new_context(100)
         found = engine.generate(PROMPT, context=context, max_tokens=12).token_ids
         assert found == truth or "kv_dtype" in options
-        assert context.graph.n_replayed == 0, options
-        assert bool(context.graph.refused) == (not options)
+        assert context._graph.n_replayed == 0, options
+        assert bool(context._graph.refused) == (not options)
     engine = loaded(tiny_model, longheads)
     context = engine.new_context(100)
     with lce.profiled(engine) as profile:
         assert engine.generate(PROMPT, context=context, max_tokens=12).token_ids == truth
     assert profile.calls
-    assert context.graph.n_replayed == 0
+    assert context._graph.n_replayed == 0
     assert len(engine.logits(PROMPT[:33])) == 33, "a block of one token keeps its hidden state"
     assert loaded(tiny_model, longheads, None).alone.tape is None
     assert lce.load(tiny_model, longheads).alone.tape is None, "nothing is recorded on a CPU"

@@ -106,7 +106,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
         assert torch.equal(context.logits, truth.logits)
         ours, theirs = (e.generate("", context=c, max_tokens=5) for e, c in ((engine, context), (straight, truth)))
         assert ours.token_ids == theirs.token_ids
-        assert context.uncached == truth.uncached
+        assert context._uncached == truth._uncached
 
 
 @KV_DTYPES
@@ -653,7 +653,7 @@ def test_a_context_with_an_answer_goes_on_into_a_file(document: Path, engine: lc
     """The last token of the answer is not in its cache yet."""
     context = engine.open_context(document)
     said = answer(engine, context)
-    assert context.uncached
+    assert context._uncached
     engine.prefill_file(tokens(40, 2), tmp_path / "c.lce", context=context)
     ids = [*tokens(300), *tokens(9, 1), *said, *tokens(40, 2)]
     found = engine.open_context(tmp_path / "c.lce")

@@ -44,7 +44,7 @@ def test_launches_of_a_recorded_step(
         tape = CudaTape(engine.device)
         work = (
             DecodeGraph(engine.model, engine.alone.driver, engine.device, tape)
-            ._prepared(context.cache, context.rope, bound)
+            ._prepared(context.cache, context._rope, bound)
             .work
         )
 

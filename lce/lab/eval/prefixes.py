@@ -50,7 +50,7 @@ class _Reader:
     def __init__(self, engine: lce.Engine, length: int) -> None:
         self.engine = engine
         self.context = engine.new_context(length)
-        self.marks = [self.context.mark()]
+        self.marks = [self.context._mark()]
 
     def read(self, text: Sequence[int], n_kept: int) -> lce.Context:
         """Read `text` into the context, and mark the end of the last whole block of `text[:n_kept]`."""
@@ -58,11 +58,11 @@ class _Reader:
         n_known = n_common(context.token_ids, text)
         while (n := self.marks[-1].n_tokens) > n_known or (n % block and n != len(text)):
             self.marks.pop()  # the mark is beyond the common beginning, or within a block
-        context.go_back(self.marks[-1])
+        context._go_back(self.marks[-1])
         for stop in (n_kept // block * block, len(text)):
             if len(context) < stop:
                 self.engine.prefill(text[len(context) : stop], context=context)
-                self.marks.append(context.mark())
+                self.marks.append(context._mark())
         return context
 
 

@@ -220,7 +220,7 @@ class _Run:
 
 def decode_bytes(engine: lce.Engine, context: lce.Context) -> int:
     """Make one decode step; return the bytes of keys, values and their summaries that the step reads."""
-    more = [] if context.uncached else [context.token_ids[-1]]
+    more = [] if context._uncached else [context.token_ids[-1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WindowWarning)
         with lce.profiled(engine) as step:

@@ -96,6 +96,8 @@ class MadeSuite(Suite):
         count = counter(engine)
         try:
             return list(make_samples(task, length=length, n=self.samples, seed=self.seed, count=count, **how))
+        except UsageError:
+            raise
         except (ValueError, IndexError) as error:
             raise UsageError(f"{task!r} cannot be made: {error}; take smaller knobs or a shorter length") from None
 
