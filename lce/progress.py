@@ -11,6 +11,7 @@ from lce.errors import UsageError, shown
 
 Progress = Callable[[int, int], None]  # called with the tokens done and the total; an exception in it ends the call
 StageProgress = Callable[[str, int, int], None]  # called with the stage's name, the units done and the total
+Label = str | Callable[[], str]  # a bar's label, or a function that returns the present one
 
 _silent = False
 
@@ -27,8 +28,13 @@ def notice(text: str) -> None:
         print(f"lce: {text}", file=sys.stderr)
 
 
+def label_now(label: Label) -> str:
+    """Return a bar's present label."""
+    return label if isinstance(label, str) else label()
+
+
 @contextmanager
-def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -> Iterator[Progress]:
+def reported(progress: Progress | bool | None, label: Label, unit: str = " tok") -> Iterator[Progress]:
     """Yield the callback for a user's option `progress`. For True it draws a bar on stderr, or in Jupyter a widget."""
     check_progress(progress)
     if progress is not True:
@@ -36,10 +42,10 @@ def reported(progress: Progress | bool | None, label: str, unit: str = " tok") -
         return
     from tqdm.auto import tqdm
 
-    with tqdm(desc=label, unit=unit, leave=False, dynamic_ncols=True) as drawn:
+    with tqdm(desc=label_now(label), unit=unit, leave=False, dynamic_ncols=True) as drawn:
 
         def advance(done: int, total: int) -> None:
-            drawn.total = total
+            drawn.total, drawn.desc = total, label_now(label)
             drawn.update(done - drawn.n)
             if done >= total:
                 drawn.refresh()

@@ -123,9 +123,9 @@ def perplexity(**how: Any) -> None:
 def run_suite(suite: dict[str, Any], record: str | None, **how: Any) -> None:
     """Ask every method samples of some tasks and lengths, and print the mean scores with 95% intervals.
 
-    Every method gets the same samples. For each task, full attention is asked first within the window: a task at which
-    it fails there tells nothing of the methods, and their scores are shown as a dash. With --record, an interrupted run
-    resumes when the same command is run again, and `lce eval report FILE` makes tables and pictures.
+    Every method gets the same samples. For each task, full attention is asked first within the window: where it fails
+    there, scores say little of the methods, and a note says so. With --record, an interrupted run resumes when the same
+    command is run again, and `lce eval report FILE` makes tables and pictures.
     """
     from lce.terminal.suites import SuiteRun
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
-from lce.progress import reported, silence
+from lce.progress import Label, label_now, reported, silence
 
 if TYPE_CHECKING:
     from lce.engine.stream import Stream
@@ -50,7 +50,7 @@ class ProgressLines:
     Example: `prefill 8,192 of 32,000, 1,504 tok/s, 16 s left`.
     """
 
-    def __init__(self, label: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, label: Label, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.label, self.unit, self.clock = label, unit, clock
         self.due = clock() + FIRST_LINE_S
         self.begin: tuple[float, int] | None = None  # the time and the units done at the first call
@@ -61,7 +61,7 @@ class ProgressLines:
         if now < self.due or done >= total:
             return
         self.due = now + NEXT_LINE_S
-        line = f"{self.label} {done:,} of {total:,}"
+        line = f"{label_now(self.label)} {done:,} of {total:,}"
         if now > began and done > before:
             speed = (done - before) / (now - began)
             rate = f", {speed:{',.0f' if speed >= 10 else '.2g'}}{self.unit}/s" if self.unit else ""
@@ -80,7 +80,7 @@ class Output:
         silence(self.quiet)
 
     @contextmanager
-    def bar(self, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    def bar(self, label: Label, unit: str) -> Iterator[Callable[[int, int], None]]:
         """Show progress on stderr: a bar on a terminal, elsewhere a line now and then.
 
         Yield a function to call with the units done and the total.

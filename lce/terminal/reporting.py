@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lce.lab.eval.perplexity import LossTable
-from lce.lab.eval.report import HOLDS, Cell, Report, Table
+from lce.lab.eval.report import HOLDS, Cell, Report, Table, fails
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SHARES, SelectionTable
 from lce.sizes import size_text
@@ -48,11 +48,13 @@ def _tasks(tables: Sequence[Table], length: int) -> list[str]:
     rows, told = [], []
     for table in tables:
         found = [table.cells.get((method, length)) for method in methods]
-        if table.discriminates and all(found):
+        top = table.ceiling_at(length)
+        says_little = top is not None and fails(top) is not None
+        if top and not says_little and all(found):
             told.append([cell.score.mean for cell in found if cell])
-        scores = ["" if x is None else "-" if table.discriminates is False else f"{x.score.mean:.2f}" for x in found]
-        top = "" if table.ceiling is None else f"{table.ceiling[1].mean:.2f}"
-        rows.append([f"`{table.title}`", top, *scores])
+        scores = ["" if x is None else f"{x.score.mean:.2f}" for x in found]
+        title = f"`{table.title}`{' (does not discriminate)' if says_little else ''}"
+        rows.append([title, f"{top.mean:.2f}" if top else "", *scores])
     if len(told) > 1:
         means = [sum(column) / len(told) for column in zip(*told, strict=True)]
         rows.append([f"mean of {len(told)}", "", *(f"{mean:.2f}" for mean in means)])
@@ -72,7 +74,7 @@ def _row(table: Table, method: str, text: Callable[[Cell], str]) -> list[str]:
 def _scores(table: Table) -> list[str]:
     rows, tells = [], bool(table.discriminates)
     for method in table.methods:
-        scores = _row(table, method, lambda cell: "-" if table.discriminates is False else _score(cell.score))
+        scores = _row(table, method, lambda cell: _score(cell.score))
         holds = table.holds_to(method)
         rows.append([f"`{method}`", *scores, *([f"{holds:,}" if holds else "-"] if tells else [])])
     if table.ceiling is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,50 @@ from lce.lab.eval.published import Benchmark
 from lce.lab.eval.published.base import Answered
 from lce.lab.eval.published.scoring import TaskScore, prediction_files, score_file, scored
 from lce.lab.eval.record import Record
-from lce.lab.eval.report import all_reach, fails
-from lce.lab.eval.running import make_folder
+from lce.lab.eval.report import fails, says_little
+from lce.lab.eval.running import Progress, make_folder
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.scores import Score
 from lce.lab.eval.suite import MadeSuite, Suite
 from lce.lab.eval.tasks import TASKS
 from lce.sizes import size_text
 from lce.terminal.methods import check_capacity
-from lce.terminal.output import Output
+from lce.terminal.output import Output, note
 
 HEADER = (
     f"{'task':<26}{'method':<18}{'length':>9}{'samples':>9}{'score':>8}  {'95% interval':<18}{'by':<11}"
     f"{'read a token':<14}metric"
 )
 CEILING = "full, ceiling"
+
+
+class TokensLeft:
+    """The progress of a run over cells of several tasks, in tokens to read; recorded answers do not count.
+
+    A task whose samples are not made yet counts as much as the mean of the others. `advance` is a bar's function.
+    """
+
+    advance: Callable[[int, int], None]
+
+    def __init__(self, n_tasks: int) -> None:
+        self.n_tasks, self.label, self.read, self.recorded = n_tasks, "", 0.0, 0.0
+        self.tasks: list[float] = []  # the tokens of each task made so far
+
+    def cell(self, label: str, tokens: float) -> Progress:
+        """Return a function to call with the samples done and their total, first with those that are recorded."""
+        self.label, before, recorded = label, self.read, list[float]()
+
+        def advance(done: int, total: int) -> None:
+            answered = tokens * done / max(1, total)
+            if not recorded:
+                recorded.append(answered)
+                self.recorded += answered
+            self.read = before + answered - recorded[0]
+            whole = self.n_tasks * sum(self.tasks) / len(self.tasks) - self.recorded
+            if self.read < whole:
+                self.advance(round(self.read), round(whole))
+
+        return advance
 
 
 @dataclass
@@ -66,7 +95,20 @@ class SuiteRun:
             engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
         for task in self.tasks if self.lengths else ():
             self.suite.make(engines[0], task, min(self.lengths))  # raises if the length is too short for the task
-        ceilings = self._ceilings(engines[0]) if self.ceiling else []
+        ceilings = self._ceilings(engines[0]) if self.ceiling else None
+        left = TokensLeft(len(self.tasks))
+        with self.output.bar(lambda: left.label, " tok") as left.advance:
+            self._tasks(engines, ceilings, left)
+        for label, scores in self.scores.items():
+            for name, score in self.suite.averages(scores).items():
+                self.objects.append({"average": name, "method": label, "score": score})
+                self.output.text(f"{name:<26}{label:<18}{'':>18}{score:>8.2f}")
+        self.output.object(self.objects)
+
+    def _tasks(
+        self, engines: Sequence[lce.Engine], ceilings: Sequence[tuple[lce.Engine, list[int]]] | None, left: TokensLeft
+    ) -> None:
+        """Make the samples of one task after the other, and measure the task's cells."""
         told: set[str | None] = {None}
         for number, task in enumerate(self.tasks):
             made = {length: self.suite.make(engines[0], task, length) for length in self.lengths or [0]}
@@ -78,55 +120,67 @@ class SuiteRun:
             if number == 0:
                 self.output.text(HEADER)
             with self.output.noting(None, *beyond):
-                self._task(task, engines, made, ceilings[number] if ceilings else None)
-        for label, scores in self.scores.items():
-            for name, score in self.suite.averages(scores).items():
-                self.objects.append({"average": name, "method": label, "score": score})
-                self.output.text(f"{name:<26}{label:<18}{'':>18}{score:>8.2f}")
-        self.output.object(self.objects)
+                self._task(task, engines, made, ceilings[number] if ceilings else None, left)
 
-    def _ceilings(self, engine: lce.Engine) -> list[tuple[lce.Engine, int]]:
-        """Return for each task an engine with method `full` and no RoPE scaling, and a length within the window."""
+    def _ceilings(self, engine: lce.Engine) -> list[tuple[lce.Engine, list[int]]]:
+        """Return for each task an engine with method `full` and no RoPE scaling, and the lengths within the window."""
         assert isinstance(self.suite, MadeSuite)
         full = lce.load(self.model, "full", sharing=engine, **{**self.loading, "rope": None, "rope_factor": None})
         try:
-            return [(full, self.suite.ceiling_length(full, task, self.lengths)) for task in self.tasks]
+            return [(full, self.suite.ceiling_lengths(full, task, self.lengths)) for task in self.tasks]
         except UsageError as error:
             error.add_note("this is full attention within the window, which --no-ceiling leaves out")
             raise
 
     def _task(
         self, task: Any, engines: Sequence[lce.Engine], made: Mapping[int, list[Sample]],
-        ceiling: tuple[lce.Engine, int] | None,
+        ceiling: tuple[lce.Engine, list[int]] | None, left: TokensLeft,
     ) -> None:  # fmt: skip
         """Measure the cells of a task. With `ceiling`, full attention within the window is measured first."""
-        top = self._cell(task, *ceiling, None, ceiling=True) if ceiling else None
-        reason = fails(top) if top else None
-        if reason:
-            self.output.text(f"{task.name} does not discriminate: {reason} within the window")
+        full, within = ceiling or (engines[0], [])
+        tops = {length: self.suite.make(full, task, length) for length in within}
+        left.tasks.append(
+            sum(self._tokens(*each) for each in tops.items())
+            + sum(self._tokens(*each) for each in made.items()) * len(engines)
+        )
+        scores = {length: self._cell(task, full, length, samples, left, True) for length, samples in tops.items()}
+        top = scores[within[-1]] if within else None
+        if top and (reason := fails(top)):
+            note(
+                f"{task.name}: {reason}, in {top.samples} samples at {within[-1]:,} tokens, within the window: scores "
+                "beyond it say little; ask another --task, more --samples, or a better model"
+            )
         for length, samples in made.items():
             first = len(self.objects)
-            found = [self._cell(task, engine, length, samples, hidden=bool(reason)) for engine in engines]
-            tells = None if top is None else not reason and not all_reach([score for score in found if score], top)
-            if tells is False and not reason:
-                self.output.text(f"{task.name} does not discriminate at {length:,}: every method reaches the ceiling")
+            found = [self._cell(task, engine, length, samples, left) for engine in engines]
+            own = scores.get(length, top)
+            reason = None if own is None else says_little([score for score in found if score], own)
+            if reason:
+                self.output.text(f"{task.name} does not discriminate at {length:,}: {reason}")
             for cell in self.objects[first:]:
-                cell["discriminates"] = tells
+                cell["discriminates"] = None if own is None else reason is None
+
+    def _tokens(self, length: int, samples: Sequence[Sample]) -> float:
+        """Return the tokens that a method reads of the shard's part of `samples`, made for `length` tokens if given."""
+        single, texts = self.suite.asking.mode == "single", dict[int | str, int]()
+        for number, sample in enumerate(samples):
+            texts[number if single else sample.beginning] = length or sample.n_tokens or 0
+        return sum(texts.values()) / self.suite.asking.shard.count
 
     def _cell(
-        self, task: Any, engine: lce.Engine, length: int, made: Sequence[Sample] | None, *, ceiling: bool = False,
-        hidden: bool = False,
+        self, task: Any, engine: lce.Engine, length: int, made: Sequence[Sample], left: TokensLeft,
+        ceiling: bool = False,
     ) -> Score | None:  # fmt: skip
         """Measure and print one method's cell. Return its score, or None if the shard has no document of the task."""
         about = {"checkpoint": self.model} | ({"ceiling": True} if ceiling else {})
         label, where = engine.method.label, f" at {length:,}" if length else ""
-        with self.output.bar(f"{task.name}, {label}{where}:", " samples") as bar:
-            asked = self.suite.answers(engine, task, length, made=made, record=self.answers, about=about, progress=bar)
+        bar = left.cell(f"{task.name}, {label}{where}", self._tokens(length, made))
+        asked = self.suite.answers(engine, task, length, made=made, record=self.answers, about=about, progress=bar)
         found = scored(task, (Answered(x.answer or "", sample.answers, sample.group) for sample, x in asked))
         if found is None:
             return None
         score, scale = Score.of(answer for _, answer in asked), self.suite.scale
-        self.output.text(self._row(CEILING if ceiling else label, length, found, score, hidden), *detail_lines(found))
+        self.output.text(self._row(CEILING if ceiling else label, length, found, score), *detail_lines(found))
         cell = {**self.suite.about(task), "method": label, "knobs": knob_values(engine.method), "length": length}
         cell |= {"ceiling": ceiling, "warning": engine.beyond(length) if length else None, **asdict(score)}
         cell |= {**asdict(found), **{name: scale * cell[name] for name in ("mean", "low", "high")}}
@@ -139,13 +193,13 @@ class SuiteRun:
             write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
         return score
 
-    def _row(self, method: str, length: int, found: TaskScore, score: Score, hidden: bool) -> str:
-        """Return a line of the table under `HEADER`. If `hidden`, a dash stands for the score."""
+    def _row(self, method: str, length: int, found: TaskScore, score: Score) -> str:
+        """Return a line of the table under `HEADER`."""
         mean, low, high = (
             f"{x:.1%}" if self.suite.scale == 1 else f"{self.suite.scale * x:.2f}"
             for x in (score.mean, score.low, score.high)
         )
-        shown = f"{'-':>8}  {'-':<18}" if hidden else f"{mean:>8}  {f'{low} to {high}':<18}"
+        shown = f"{mean:>8}  {f'{low} to {high}':<18}"
         read = "" if score.read_bytes is None else size_text(round(score.read_bytes))
         asked = f"{f'{length:,}' if length else '':>9}{found.samples:>9,}"
         return f"{found.task:<26}{method:<18}{asked}{shown}{score.interval:<11}{read:<14}{found.metric}"

@@ -23,9 +23,13 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     assert [row.split()[0] for row in rows] == ["passkey"] * 4 + ["common_words"] * 4
     assert rows[0].split()[1:3] == ["full,", "ceiling"]
     assert "100.0%" in rows[0], "the demo model finds a pass key within 256 tokens"
-    assert rows[3] == "passkey does not discriminate at 300: every method reaches the ceiling"
-    assert "common_words does not discriminate: `full` " in rows[5]
-    assert rows[6].split()[2:5] == ["300", "2", "-"], "a score that says nothing is not shown"
+    why = "every method has the score of `full` within the window"
+    assert rows[3] == f"passkey does not discriminate at 300: {why}"
+    assert all(row.split()[4].endswith("%") for row in rows[5:7]), "a score is shown even if it says little"
+    assert "common_words does not discriminate at 300: `full` " in rows[7]
+    (word,) = [line for line in result.stderr.splitlines() if line.startswith("lce: note: common_words: `full` ")]
+    assert "in 2 samples at 2" in word
+    assert "scores beyond it say little; ask another --task" in word
     lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
     assert len(lines) == 2 * 2 * 3
     assert {line["checkpoint"] for line in lines} == {"demo"}
@@ -39,6 +43,38 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     )
     assert cells[3]["task_knobs"] == {"common": 2, "ratio": 10}
     assert len((tmp_path / "record").read_text().splitlines()) == 12
+
+
+def test_lengths_within_the_window_have_ceilings_of_their_own(tmp_path: Path) -> None:
+    args = (*RUN, "--method", "longheads,dca", "--lengths", "240,120,500", "--record", tmp_path / "record")
+    cells = json.loads(run(*args, "--json").stdout)
+    *own, beyond = [cell["length"] for cell in cells if cell["ceiling"]]
+    assert own == [120, 240]
+    assert 240 < beyond <= 256
+    shown = run("eval", "report", tmp_path / "record").stdout
+    row = next(row for row in shown.splitlines() if row.startswith("| `full` |"))
+    assert [cell.split()[0] for cell in row.split("|")[2:4]] == ["1.00", "1.00"]
+
+
+def test_a_run_names_the_time_left_over_all_its_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recorded answers do not count, and the tokens to read are the unit."""
+    args = ["--method", "full,dca", "--task", "passkey,code", "--no-ceiling", "--record", tmp_path / "record"]
+    monkeypatch.setattr("lce.terminal.output.FIRST_LINE_S", 0.0)
+    monkeypatch.setattr("lce.terminal.output.NEXT_LINE_S", 0.0)
+    found = run(*RUN[:-1], *args, "--lengths", "250").stderr
+    said = [line.partition(" tok/s")[0] for line in found.splitlines() if " left" in line]
+    assert [" ".join(line.split()[:-1]) for line in said] == [
+        f"{cell} {done:,} of 2,000," for cell, done in (
+            ("passkey, full at 250", 250), ("passkey, full at 250", 500), ("passkey, dca at 250", 500),
+            ("passkey, dca at 250", 750), ("passkey, dca at 250", 1000), ("code, full at 250", 1000),
+            ("code, full at 250", 1250), ("code, full at 250", 1500), ("code, dca at 250", 1500),
+            ("code, dca at 250", 1750),
+        )
+    ]  # fmt: skip
+    again = run(*RUN[:-1], *args, "--lengths", "250,200").stderr
+    assert "code, dca at 200 1,400 of 1,600, " in again
 
 
 def test_two_shards_make_the_report_of_one_run(tmp_path: Path) -> None:

@@ -89,19 +89,24 @@ class Table:
         where = max(self.ceilings, key=lambda place: place[1])
         return where[1], self.ceilings[where].score
 
+    def ceiling_at(self, length: int) -> Score | None:
+        """Return the score of `full` at `length` if measured within the window, else that of `ceiling`."""
+        own = next((cell.score for place, cell in self.ceilings.items() if place[1] == length), None)
+        return own or (self.ceiling[1] if self.ceiling else None)
+
     @property
     def notes(self) -> list[str]:
         """Sentences that say why the task or a length cannot distinguish methods."""
         if self.ceiling is None:
             return ["The ceiling is not measured: `full` was not asked within the window."]
-        length, top = self.ceiling
+        (length, top), notes = self.ceiling, []
         if reason := fails(top):
-            return [f"The task does not discriminate: {reason}, at {length:,} tokens within the window."]
-        return [
-            f"{length:,} tokens do not discriminate: every method has the score of `full` within the window."
-            for length in self.lengths
-            if not self.tells(length)
-        ]
+            good = [place[1] for place, cell in self.ceilings.items() if fails(cell.score) is None]
+            beyond = f" beyond {max(good):,} tokens" if good else ""
+            notes = [f"The task does not discriminate{beyond}: {reason}, at {length:,} tokens within the window."]
+        lengths = [each for each in self.lengths if not reason or self.ceiling_at(each) is not top]
+        reasons = {each: self._says_little(each) for each in lengths}
+        return notes + [f"{each:,} tokens do not discriminate: {why}." for each, why in reasons.items() if why]
 
     @property
     def discriminates(self) -> bool | None:
@@ -113,10 +118,12 @@ class Table:
 
         Scores distinguish methods if `full` can do the task within the window, and not every method scores as high.
         """
-        if self.ceiling is None:
-            return None
+        return None if self.ceiling is None else self._says_little(length) is None
+
+    def _says_little(self, length: int) -> str | None:
+        top = self.ceiling_at(length)
         scores = [cell.score for (_, own), cell in self.cells.items() if own == length]
-        return bool(self.discriminates) and not all_reach(scores, self.ceiling[1])
+        return None if top is None else says_little(scores, top)
 
     def holds_to(self, method: str) -> int | None:
         """Return the longest length up to which a method's mean score is at least `HOLDS` times that of `full`.
@@ -146,6 +153,12 @@ def fails(ceiling: Score) -> str | None:
     if ceiling.mean < FAILS:
         return f"`full` fails itself, with {ceiling.mean:.2f}"
     return None
+
+
+def says_little(scores: Sequence[Score], ceiling: Score) -> str | None:
+    """Return why methods' scores at one length do not distinguish the methods; None if they do."""
+    reached = "every method has the score of `full` within the window"
+    return fails(ceiling) or (reached if all_reach(scores, ceiling) else None)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from lce.lab.eval.scores import Score
 
 MODES = ("single", "shared", "turns")
 Numbered = tuple[int, Sample]  # a sample's number in the run, and the sample
-Progress = Callable[[int, int], None]  # called with the number of samples done, and their total
+Progress = Callable[[int, int], None]  # called with the samples done, first with those recorded, and their total
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,16 @@ def answers(
     documents = [list(group) for _, group in groupby(numbered, key=lambda asked: asked[1].beginning)]
     mine = list(enumerate(documents))[asking.shard.index :: asking.shard.count]
     run = _Run(engine, asking, dict(setting), record or Record(), told(engine) | dict(about or {}), _chances(numbered))
-    found: list[tuple[Sample, Answer]] = []
+    missing = {index for _, group in mine for index, _ in run.missing(group)}
+    total = sum(len(group) for _, group in mine)
+    done, found = total - len(missing), []
+    progress = progress or (lambda done, total: None)
+    progress(done, total)
     for number, group in mine:
-        for each in run.document(number, group):
+        for (index, _), each in zip(group, run.document(number, group), strict=True):
             found.append(each)
-            if progress:
-                progress(len(found), sum(len(group) for _, group in mine))
+            if index in missing:
+                progress(done := done + 1, total)
     return found
 
 
@@ -133,14 +137,26 @@ class _Run:
     about: dict[str, Any]
     chances: list[float | None]
 
+    def key(self, index: int, sample: Sample) -> dict[str, Any]:
+        """Return the fields that identify a sample in the record."""
+        about = described(self.engine) | ({} if self.asking.mode == "single" else {"mode": self.asking.mode})
+        own = {} if sample.length is None else {"length": sample.length}
+        return {**self.setting, **own, **about, "index": index}
+
+    def known(self, group: Sequence[Numbered]) -> dict[int, Answer]:
+        """Return the recorded answers to a document's samples, by number."""
+        found = {index: self.record.get(self.key(index, sample), sample.prompt) for index, sample in group}
+        return {index: answer for index, answer in found.items() if answer}
+
+    def missing(self, group: Sequence[Numbered]) -> Sequence[Numbered]:
+        """Return a document's samples that the record lacks."""
+        known = self.known(group)
+        return [asked for asked in group if asked[0] not in known]
+
     def document(self, number: int, group: Sequence[Numbered]) -> Iterator[tuple[Sample, Answer]]:
         """Yield one document's samples with their answers, from the record or the model."""
-        about = described(self.engine) | ({} if self.asking.mode == "single" else {"mode": self.asking.mode})
-        keys = {}
-        for index, sample in group:
-            own = {} if sample.length is None else {"length": sample.length}
-            keys[index] = {**self.setting, **own, **about, "index": index}
-        known = {index: found for index, sample in group if (found := self.record.get(keys[index], sample.prompt))}
+        keys = {index: self.key(index, sample) for index, sample in group}
+        known = self.known(group)
         missing = [asked for asked in group if asked[0] not in known]
         if missing:
             self.record.prepare()

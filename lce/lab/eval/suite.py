@@ -2,7 +2,7 @@
 
 suite = MadeSuite(samples=20)
 for task in make_tasks(["passkey", "variables"], {"variables.hops": "3"}):
-    print(suite.ceiling_length(lce.load("demo"), task, [512, 2048]))
+    print(suite.ceiling_lengths(lce.load("demo"), task, [256, 512, 2048]))
     print(suite.evaluate(lce.load("demo", "longheads"), task, 2048))
 """
 
@@ -112,10 +112,10 @@ class MadeSuite(Suite):
     def about(self, task: MadeTask) -> dict[str, Any]:
         return {"task_knobs": knob_values(task)}
 
-    def ceiling_length(self, engine: lce.Engine, task: MadeTask, lengths: Sequence[int]) -> int:
-        """Return the largest length, up to the largest of `lengths`, at which text and answers fit the window.
+    def ceiling_lengths(self, engine: lce.Engine, task: MadeTask, lengths: Sequence[int]) -> list[int]:
+        """Return the `lengths` at which text and answers fit the window; the last is the largest length that fits.
 
-        Raises `UsageError` if a puzzle does not fit.
+        No length is larger than the largest of `lengths`. Raises `UsageError` if a puzzle does not fit.
         """
         most, count = min(engine.window, max(lengths)), counter(engine)
         made = self.make(engine, task, most)
@@ -123,7 +123,8 @@ class MadeSuite(Suite):
         question = max(count(sample.question) for sample in made)
         turns = self.n_questions if self.asking.mode == "turns" else 1
         beyond = most + turns * (answer + question) - question - engine.window
-        return most - max(0, beyond)
+        most -= max(0, beyond)
+        return [*sorted({length for length in lengths if length < most}), most]
 
 
 def make_tasks(names: Sequence[str], knobs: Mapping[str, str] | None = None) -> list[MadeTask]:

@@ -78,6 +78,18 @@ def test_tasks_that_do_not_discriminate_say_why(tmp_path: Path) -> None:
     assert "`full` fails itself, with 0.40" in table(*[1.0] * 8, *[0.0] * 12).notes[0]
 
 
+def test_lengths_within_the_window_have_their_own_ceiling(tmp_path: Path) -> None:
+    """The model can do the task at 256 tokens, but not at 500."""
+    ceiling = [line(i, float(n == 256), length=n, ceiling=True) for n in (256, 500) for i in range(20)]
+    asked = [line(i, 0.5, length=n, engine=QUEST, method="quest") for n in (256, 1024) for i in range(20)]
+    (table,) = Report.read([file(tmp_path / "record", *ceiling, *asked)]).tables
+    assert table.ceiling[0] == 500
+    assert [table.ceiling_at(n).mean for n in (256, 500, 1024)] == [1.0, 0.0, 0.0]
+    assert [table.tells(n) for n in (256, 1024)] == [True, False]
+    (note,) = table.notes
+    assert note.startswith("The task does not discriminate beyond 256 tokens: `full` scores 0.00, ")
+
+
 def test_a_method_holds_to_the_last_length_before_it_first_fails(tmp_path: Path) -> None:
     scores = {256: 1.0, 512: 0.95, 1024: 0.5, 2048: 1.0}  # of a ceiling of 1
     asked = [

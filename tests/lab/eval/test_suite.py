@@ -43,8 +43,8 @@ def test_what_is_as_usual_is_not_in_a_setting() -> None:
 def test_a_ceiling_stays_within_the_window(mode: str, tmp_path: Path) -> None:
     engine = lce.load("demo", window=300)
     suite, task = MadeSuite(samples=2, asking=Asking(mode), questions=2), TASKS["several_keys"]()
-    length = suite.ceiling_length(engine, task, [100, 4000])
-    assert 230 < length < 300
+    own, length = suite.ceiling_lengths(engine, task, [4000, 100])
+    assert (own, 230 < length < 300) == (100, True)
     record = Record(tmp_path / "record")
     suite.evaluate(engine, task, length, record=record, about={"ceiling": True})
     ends = []
@@ -52,7 +52,7 @@ def test_a_ceiling_stays_within_the_window(mode: str, tmp_path: Path) -> None:
         assert line["ceiling"] is True
         ends.append(line["prompt_tokens"] + len(engine.tokenizer.encode(line["answer"], bos=False)))
     assert max(ends) <= 300
-    assert suite.ceiling_length(engine, task, [200, 220]) == 220, "none larger than what is asked"
+    assert suite.ceiling_lengths(engine, task, [200, 220]) == [200, 220], "none larger than what is asked"
 
 
 def test_what_cannot_be_a_suite_is_refused() -> None:
