@@ -42,10 +42,10 @@ def reported(progress: Progress | bool | None, label: Label, unit: str = " tok")
         return
     from tqdm.auto import tqdm
 
-    with tqdm(desc=label_now(label), unit=unit, leave=False, dynamic_ncols=True) as drawn:
+    with tqdm(desc=label_now(label).removesuffix(":"), unit=unit, leave=False, dynamic_ncols=True) as drawn:
 
         def advance(done: int, total: int) -> None:
-            drawn.total, drawn.desc = total, label_now(label)
+            drawn.total, drawn.desc = total, label_now(label).removesuffix(":")
             drawn.update(done - drawn.n)
             if done >= total:
                 drawn.refresh()

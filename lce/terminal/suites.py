@@ -47,7 +47,7 @@ class TokensLeft:
 
     def cell(self, label: str, tokens: float) -> Progress:
         """Return a function to call with the samples done and their total, first with those that are recorded."""
-        self.label, before, recorded = label, self.read, list[float]()
+        self.label, before, recorded = f"{label}:", self.read, list[float]()
 
         def advance(done: int, total: int) -> None:
             answered = tokens * done / max(1, total)
