@@ -2,8 +2,8 @@
 
 Only this machine can reach the server, and only with the address, which contains a random token. Other web pages have
 no access: the Host header is checked (DNS rebinding), POST needs the page's Origin, and no header lets another origin
-read an answer. Requests are bounded in size, and a silent connection is closed. An invalid request is answered by 4xx
-and one line of JSON, `{"error": "…"}`.
+read an answer. Requests are bounded in size, connections in number, and a silent connection is closed. An invalid
+request is answered by 4xx and one line of JSON, `{"error": "…"}`.
 
     GET  /TOKEN/                    the page
     GET  /TOKEN/about               the model, the methods and their knobs, the largest number of new tokens
@@ -19,6 +19,7 @@ import json
 import re
 import secrets
 import socket
+import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
@@ -34,6 +35,7 @@ HOST = "127.0.0.1"
 TOKEN_BYTES = 24
 MOST_BODY = 4 << 20  # The largest number of bytes of a request's body.
 MOST_VALUES = 1 << 20  # The largest number of JSON values in a body.
+MOST_CONNECTIONS = 32  # The most connections that are open at once; more are closed unanswered.
 SILENT_S = 10.0  # Seconds of silence after which a connection is closed.
 ANSWER_S = 60.0  # Seconds that a client may take to receive an answer.
 DRAIN_S = 1.0  # After an answer, bytes from the client are read for so many seconds more.
@@ -50,6 +52,7 @@ class LiveServer(ThreadingTCPServer):
 
     def __init__(self, live: Live, port: int = 0, prompt: str = "") -> None:
         self.live, self.prompt, self.token = live, prompt, secrets.token_urlsafe(TOKEN_BYTES)
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -58,6 +61,18 @@ class LiveServer(ThreadingTCPServer):
         self.port = int(self.server_address[1])
         self.names = f"{HOST}:{self.port}", f"localhost:{self.port}"  # the valid values of the Host header
         self.address = f"http://{HOST}:{self.port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own; close the connection at once if too many are open."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            super().shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that `process_request` admitted, and admit another one."""
+        super().shutdown_request(request)
+        self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore broken connections."""
@@ -113,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the URL's path after the token, and its query. Refuse a wrong token or Host header."""
         if self._header("Host").lower() not in self.server.names:
             raise _Refused(403, f"the Host header must be {self.server.names[0]}")
-        path, _, query = self.path.partition("?")
+        path, _, query = self.requestline.split()[1].partition("?")  # http.server makes // at the beginning of `path` /
         own = f"/{self.server.token}/"
         if not hmac.compare_digest(path[: len(own)].encode("utf-8", "replace"), own.encode()):
             raise _Refused(403, "wrong address; open the one that lce inspect --live printed")

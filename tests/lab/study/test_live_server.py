@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,7 @@ def test_a_run_over_http(server: LiveServer) -> None:
 def test_wrong_addresses(server: LiveServer) -> None:
     token = server.token
     for path in ("/", f"/{token}", f"/{token[:-1]}/", f"/{token}x/", f"/{token.swapcase()}/", "/é/", f"//evil/{token}/",
+                 f"//{token}/",
                  f"http://evil/{token}/", f"/%2e%2e/{token}/", f"/../{token}/"):  # fmt: skip
         assert_refused(ask(server, path), 403)
     for path in "../.. %2e%2e/etc/passwd web/page.js data/../0-0.js data/00/0-0.js state/ run/x /".split():
@@ -166,6 +167,17 @@ def test_slow_and_broken_requests(server: LiveServer) -> None:
     many = "".join(f"X-{i}: 1\r\n" for i in range(150))
     assert_refused(parsed(exchange(server, f"GET /{token}/ HTTP/1.1\r\n{host}{many}\r\n".encode())), 431)
     assert ask(server)[0] == 200, "nothing of this did harm"
+
+
+def test_connections_are_limited_in_number(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers._Handler, "timeout", 30.0)
+    request = f"GET /{server.token}/state HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode()
+    for _ in range(2):
+        with ExitStack() as stack:
+            for _ in range(servers.MOST_CONNECTIONS):
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20.0))
+            assert exchange(server, request) == b"", "closed at once"
+        assert any(exchange(server, request) or time.sleep(0.05) for _ in range(200)), "the closed ones count no more"
 
 
 def test_a_port_that_is_taken(server: LiveServer, tiny_model: Path) -> None:

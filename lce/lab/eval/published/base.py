@@ -10,7 +10,7 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from lce.errors import DataError, UsageError, nearest, shown
 from lce.files import JsonError, named, open_regular, parse_json
 from lce.lab.eval.sample import Sample, Task
 
+LONGEST_LINE = 64 << 20  # bytes; a book of InfiniteBench has some 10 million
 DESCRIBED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("suites.toml").read_text(encoding="utf-8"))
 
 
@@ -240,9 +241,11 @@ def json_value(path: Path) -> Any:
 
 def _lines(path: Path) -> Iterator[tuple[Any, str]]:
     with open(open_regular(path), "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), 1):
+            where = f"line {number} of {named(path)}"
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{where} is longer than {LONGEST_LINE:,} bytes; expected a JSON object on each line")
             if line.strip():
-                where = f"line {number} of {named(path)}"
                 yield _parsed(line, where), where
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from lce.errors import DataError, UsageError
 from lce.lab.eval.metrics import METRICS
-from lce.lab.eval.published import BENCHMARKS, Benchmark, find
+from lce.lab.eval.published import BENCHMARKS, Benchmark, base, find
 from lce.lab.eval.published.base import Row
 from lce.lab.eval.published.scoring import score_file, scored
 from lce.lab.eval.sample import Sample
@@ -173,6 +173,16 @@ def test_broken_files_are_refused_in_one_line(tmp_path: Path, content: bytes, me
     with pytest.raises(DataError, match=message) as caught:
         read(tmp_path, "longbench", "qasper")
     assert "\n" not in str(caught.value)
+
+
+def test_a_line_without_end_is_refused_before_it_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "LONGEST_LINE", 100)
+    path = tmp_path / "longbook_qa_eng.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + b" " * 100 + b"\n")
+    with pytest.raises(DataError, match=r"^line 2 of .* is longer than 100 bytes; expected a JSON object on each line"):
+        list(base.json_rows(path))
+    path.write_bytes(b'{"a": 1}'.ljust(99) + b"\n" + b'{"a": 2}'.ljust(100))
+    assert [row.content["a"] for row in base.json_rows(path)] == [1, 2]
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=BENCHMARKS)
