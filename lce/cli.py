@@ -22,7 +22,7 @@ from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
 from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
-from lce.terminal.output import Output
+from lce.terminal.output import Output, note
 from lce.terminal.reading import read_text
 
 
@@ -167,6 +167,9 @@ def info(file: str, model: str | None, output: Output) -> None:
         output.object(figures.model_object(found))
         output.text(*figures.model_lines(found))
     else:
+        if model is not None and found.method_file is not None:
+            note(f"the text is not shown, because it was read with code, {found.method_file}, which is not run here")
+            model = None
         shown = None if model is None or not found.complete else ends(model, found)
         output.object(figures.context_object(found, shown))
         output.text(*figures.context_lines(found, shown))
@@ -351,7 +354,7 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
 
 
 @cli.command()
-@argument("name", required=False)
+@argument("name", required=False, metavar="[NAME|FILE.py]", callback=options.parse_name)
 @options.json_options
 def methods(name: str | None, output: Output) -> None:
     """List the methods, or show the one called NAME: its knobs, their defaults, and what they mean."""

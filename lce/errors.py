@@ -17,6 +17,9 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+from traceback import walk_tb
+
+USER_MODULE = "lce_user_file_"  # the beginning of the names of modules that users' files become
 
 
 class LceError(Exception):
@@ -71,3 +74,15 @@ def shown(value: object, most: int = 120) -> str:
     text = short.repr(value)
     escaped = text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return escaped if len(escaped) <= 2 * most else f"{escaped[:most]}...{escaped[-most // 4 :]}"
+
+
+def user_line(error: BaseException) -> str:
+    """Return the line of a user's file that raised an error, as `FILE, line 7: ValueError: text`; "" if none did."""
+    frames = walk_tb(error.__traceback__)
+    found = [(x.f_code.co_filename, line) for x, line in frames if USER_MODULE in str(x.f_globals.get("__name__"))]
+    if isinstance(error, SyntaxError) and error.filename:
+        found.append((error.filename, error.lineno or 1))
+    if not found:
+        return ""
+    file, line = found[-1]
+    return f"{file}, line {line}: {type(error).__name__}: {' '.join(str(getattr(error, 'msg', error)).split())[:240]}"

@@ -49,11 +49,13 @@ class Identity:
     @property
     def facts(self) -> dict[str, Any]:
         """The identity as JSON values, for the header of a context file."""
+        own = self.method.user_file
         knobs = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
         return {
             "model": self.model,
             "method": self.method.label,
             "knobs": {name: _as_json(value) for name, value in knobs.items()},
+            **({} if own is None else {"code": {"digest": own.digest, "file": own.path}}),
             "window": self.window,
             "rope": {name: _as_json(value) for name, value in dataclasses.asdict(self.rope).items()},
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -81,6 +83,17 @@ def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     return plain | {name: file for name, value in found if isinstance(value, dict) and (file := value.get("file"))}
 
 
+def file_of(facts: Mapping[str, Any]) -> str | None:
+    """Return the path, for messages, of the user's file that an identity's method is from; None for other methods."""
+    code = facts.get("code")
+    return named(str(code.get("file"))) if isinstance(code, dict) else None
+
+
+def _code(facts: Mapping[str, Any]) -> str:
+    file = file_of(facts)
+    return "that of lce or a package" if file is None else f"{file} with SHA-256 {_text(facts['code'].get('digest'))}"
+
+
 def _as_json(value: object) -> Any:
     """Return a knob's value as JSON. An object becomes a digest, with the file that it was read from, if any."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
@@ -99,9 +112,12 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
         yield f"other weights, {made}; this engine has {here}", remedy
     if theirs.get("model") != ours["model"]:
         yield "another model", "load that one"
-    method, name = ours["method"], _text(theirs.get("method"))
+    method, name = ours["method"], file_of(theirs) or _text(theirs.get("method"))
     if theirs.get("method") != method:
         yield f"another method, {name}; this engine has {method}", f"give --method {name}"
+    elif _content(theirs.get("code")) != _content(ours.get("code")):
+        made, here = map(_code, (theirs, ours))
+        yield f"other code of the method {method}, {made}; this engine has {here}", "give --method the code of then"
     if knobs := list(_differing(theirs.get("knobs"), ours["knobs"])):
         made, here = (" ".join(f"{each[0]}={_text(each[i])}" for each in knobs) for i in (1, 2))
         options = " ".join(f"-o {name}={_text(value)}" for name, value, _ in knobs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lce.cache.manifest import FORMAT, contradiction, read_header
-from lce.engine.identity import knobs_of, model_identity
+from lce.engine.identity import file_of, knobs_of, model_identity
 from lce.engine.loading import fitted
 from lce.engine.saving import part_of, state_of
 from lce.errors import LceError
@@ -57,7 +57,8 @@ class ContextInfo:
     `lce` is the version of lce that wrote the file. `model` is the model's `ModelInfo.identity`. The call
     `lce.methods.make(method, knobs)` gives the method. `kv_dtype` is the format of keys and values in the file:
     "int8", or "auto" for `dtype`. `weights` is the quantisation scheme of the model, if any. A file that is not
-    `complete` is an unfinished prefill with `cached` tokens so far.
+    `complete` is an unfinished prefill with `cached` tokens so far. `method_file` names the user's file of code that
+    registered the method, if any; lce runs it only if a user names it.
     """
 
     path: Path
@@ -77,6 +78,7 @@ class ContextInfo:
     announced: int
     file_bytes: int
     format: str = FORMAT
+    method_file: str | None = None
 
 
 def info(path: str | Path) -> ModelInfo | ContextInfo:
@@ -151,4 +153,5 @@ def describe(path: str | Path) -> ContextInfo:
         cached=header.manifest.read,
         announced=header.manifest.announced,
         file_bytes=header.file_bytes if complete else part.stat().st_size if part.exists() else 0,
+        method_file=file_of(facts),
     )

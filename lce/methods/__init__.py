@@ -35,6 +35,7 @@ from lce.methods.quest import Quest as Quest
 from lce.methods.random import RandomChunks as RandomChunks
 from lce.methods.registry import available as available
 from lce.methods.registry import find as find
+from lce.methods.registry import from_file as from_file
 from lce.methods.registry import make as make
 from lce.methods.registry import register as register
 from lce.methods.rerope import ReRope as ReRope

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,13 @@ class Example:
     block: int | None = None  # None: `Method.block`
 
 
+class UserFile(NamedTuple):
+    """The path of a user's file of code, and the SHA-256 of the text that was run."""
+
+    path: str
+    digest: str
+
+
 @dataclass(frozen=True)
 class Method:
     """An attention strategy. Its fields, declared by `knob`, are its knobs. `resolve` fills in the knobs that are None.
@@ -81,6 +88,7 @@ class Method:
     """
 
     name: ClassVar[str] = ""
+    user_file: ClassVar[UserFile | None] = None  # set by `lce.methods.from_file`; part of what identifies the method
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     example: ClassVar[Example] = Example()
     analysis: ClassVar[bool] = False  # whether the method is for study only; error messages never suggest it

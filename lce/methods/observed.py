@@ -43,7 +43,9 @@ for _name in (
     "key_positions", "layer_kind", "limit", "paper_figures", "parts_of", "query_scale", "state",
 ):  # fmt: skip
     setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
-for _name in ("block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "access", "unrotated"):
+for _name in (
+    "access", "block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "unrotated", "user_file",
+):  # fmt: skip
     setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))
 
 

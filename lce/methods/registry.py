@@ -1,21 +1,26 @@
 """Finds methods by name, and converts the values of their knobs from text.
 
 lce registers its own methods by the decorator `register`. Another package lists its methods in the entry-point group
-`lce.methods`; the class of such a method is imported when the method's name is first used.
+`lce.methods`; the class of such a method is imported when the method's name is first used. `from_file` runs a user's
+file that registers a method. A file is run only where a user names it, never because a context file or a request does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from lce.errors import UsageError, nearest, shown
-from lce.methods.base import Method
+from lce.errors import USER_MODULE, UsageError, nearest, shown, user_line
+from lce.files import named, open_regular, path_of
+from lce.methods.base import Method, UserFile
 
 ENTRY_POINTS = "lce.methods"
 MOST = 1 << 31  # the largest integer that a knob takes: the product of two such numbers fits in int64
@@ -56,14 +61,55 @@ def find(name: str) -> type[Method]:
             raise UsageError(f"{what} is {cls!r}; expected a subclass of lce.Method")
         register(name)(cls)
     if name not in _REGISTRY:
-        raise UsageError(f"unknown method {shown(name)}; {nearest(name, available())}")
+        hint = "a file of yours is run by lce.methods.from_file" if is_file(name) else nearest(name, available())
+        raise UsageError(f"unknown method {shown(name)}; {hint}")
     return _REGISTRY[name]
 
 
+def is_file(method: str) -> bool:
+    """Return whether a user's text for a method is the path of a Python file, such as `./mine.py`."""
+    return method.endswith(".py")
+
+
+def from_file(path: str | Path) -> type[Method]:
+    """Run a Python file as the user's own code; return the one method class that the file registers.
+
+    The file runs again only if its text has changed since. Raises `UsageError` for a file that fails, with the line.
+
+    Example: `lce.load(model, lce.methods.from_file("mine.py")(chunk_size=64))`.
+    """
+    place = str(path_of(path).absolute())
+    with open(open_regular(place, UsageError), "rb") as file:
+        text = file.read()
+    own, before = UserFile(place, hashlib.sha256(text).hexdigest()), dict(_REGISTRY)
+    if known := [cls for cls in before.values() if vars(cls).get("user_file") == own]:
+        return known[0]
+    module = types.ModuleType(f"{USER_MODULE}{own.digest[:12]}")
+    for name in [name for name, cls in before.items() if getattr(vars(cls).get("user_file"), "path", "") == place]:
+        del _REGISTRY[name]  # the class of an earlier text of the file
+    try:
+        sys.modules[module.__name__] = module
+        exec(compile(text, place, "exec"), vars(module))
+        found = [cls for cls in _REGISTRY.values() if cls.__module__ == module.__name__]
+        if len(found) != 1:
+            names = " and ".join(cls.name for cls in found) or "no method"
+            raise UsageError(f"{named(place)} registers {names}; expected one class with @lce.methods.register(NAME)")
+        found[0].user_file = own
+        return found[0]
+    except BaseException as error:
+        del sys.modules[module.__name__]
+        _REGISTRY.clear()
+        _REGISTRY.update(before)
+        line = user_line(error)
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, UsageError) and not line):
+            raise
+        raise UsageError(f"{line or f'{named(place)}: {error}'}; correct the file") from error
+
+
 def as_method(method: str | Method) -> Method:
-    """Return a new method by name, or the given method if its knobs have valid types; else raise `UsageError`."""
+    """Return a new method by name or file, or the given one if its knobs have valid types; else raise `UsageError`."""
     if isinstance(method, str):
-        return make(method)
+        return make(from_file(method).name if is_file(method) else method)
     if isinstance(method, type) and issubclass(method, Method):
         raise UsageError(f"method is the class {method.__name__}; expected an instance: {method.__name__}()")
     if not isinstance(method, Method):

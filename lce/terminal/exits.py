@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from lce.errors import CapacityError, LceError
+from lce.errors import CapacityError, LceError, user_line
 
 INTERRUPTED = 130
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
@@ -112,6 +112,8 @@ def classify(error: BaseException) -> tuple[int, str]:
     elif isinstance(error, OSError):
         code = CapacityError.exit_code if error.errno in _NO_SPACE else code
         text = f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
+    elif line := user_line(error):
+        text = f"{line}; correct the file, or run with --debug for the traceback"
     else:
         text = f"internal error: {type(error).__name__}: {text}; run with --debug for the traceback"
     return code, f"lce: error: {text}"

@@ -219,6 +219,8 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
         "size": f"{size_text(context.file_bytes)}, {context.file_bytes // max(1, context.cached):,} bytes a token",
         "written by": f"lce {_word(context.lce)}, format {shown(context.format)}",
     }
+    if context.method_file is not None:
+        rows["method file"] = context.method_file
     if context.announced > context.tokens:
         rows["announced"] = f"{context.announced:,} tokens in the end"
     if ends is not None:

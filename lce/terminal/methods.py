@@ -9,6 +9,7 @@ from typing import Any
 
 import lce
 from lce.errors import CapacityError, LceError, UsageError, nearest
+from lce.files import named
 from lce.terminal.output import note
 
 ALL = "all"
@@ -35,10 +36,21 @@ class MethodOption:
         from lce.engine.info import describe
 
         context = describe(context_file)
+        if self.method is None and context.method_file is not None:
+            where = f"{context.method} of {context.method_file}, which is code and runs only if you name it"
+            raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
         name = context.method if self.method is None else self.method
         knobs = {**(context.knobs if name == context.method else {}), **self.knobs}
         engine = lce.load(model, lce.methods.make(name, knobs), **continued(context, loading))
         return engine, engine.open_context(context_file)
+
+
+def method_name(method: str) -> str:
+    """Return the name of a method that a user named by its name or by its Python file. Runs the file, and says so."""
+    if not method.endswith(".py"):
+        return method
+    note(f"{named(method)} runs as your own code: it may do whatever you may")
+    return lce.methods.from_file(method).name
 
 
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def methods_of(
 ) -> list[lce.Method]:  # fmt: skip
     """Return the methods called `names`. `all` stands for the methods that serve the model and that `suits` accepts.
 
-    `all` excludes methods for analysis, which can be named as well. A method of `all` that lacks something, such as
+    `all` excludes methods for analysis, which can be asked as well. A method of `all` that lacks something, such as
     the learned maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, a knob
     KEY=VALUE is for the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises
     `UsageError` for wrong names or knobs.
@@ -72,15 +84,15 @@ def methods_of(
 
     if ALL not in names:
         return [lce.methods.make(name, knobs_for(name, knobs, names)) for name in names]
-    named = [name for name in names if name != ALL]
+    asked = [name for name in names if name != ALL]
     classes = _classes(lce.methods.available())
     others = [name for name in lce.methods.available() if name not in classes or not classes[name].analysis]
-    listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in named), *named]))
+    listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in asked), *asked]))
     check_owned(knobs, listed)
     resolved(method="full", **loading)  # raises an error if the model cannot be read
-    serving = [_serving(name, knobs, listed, loading) for name in listed if name not in named]
+    serving = [_serving(name, knobs, listed, loading) for name in listed if name not in asked]
     found = [method for method in serving if method is not None and suits(method)]
-    return found + [lce.methods.make(name, owned(name, knobs, listed)) for name in named]
+    return found + [lce.methods.make(name, owned(name, knobs, listed)) for name in asked]
 
 
 def _classes(names: Sequence[str]) -> dict[str, type[lce.Method]]:

@@ -22,7 +22,7 @@ from lce.files import check_folder, check_target, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import MethodOption, methods_of
+from lce.terminal.methods import MethodOption, method_name, methods_of
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
@@ -87,7 +87,12 @@ def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, 
     if values and not names:
         known = "lce eval tasks" if param.name == "tasks" else "lce methods"
         raise click.BadParameter(f"no name is given; expected one of `{known}`")
-    return names
+    return names if param.name == "tasks" else list(dict.fromkeys(map(method_name, names)))
+
+
+def parse_name(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Return a method's name: the callback of an option or argument that takes one name, or one file."""
+    return None if value is None else method_name(value)
 
 
 def _suite(
@@ -178,10 +183,13 @@ def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None,
 model_option = flag("--model -m PATH|demo", "Folder of a safetensors checkpoint.", required=True)
 _CONTINUED = "Continue this file of `lce prefill`; it does not change."
 context_option = flag("--context -c FILE", _CONTINUED, dest="context_file")
-_METHOD = flag("--method NAME", "One of `lce methods`.", default="full")
-_METHOD_OR_CONTEXT = flag("--method NAME", "One of `lce methods`.  [default: that of --context, without one full]")
+_METHOD = flag("--method NAME", "One of `lce methods`, or a file FILE.py.", default="full", callback=parse_name)
+_METHOD_OR_CONTEXT = flag(
+    "--method NAME", "One of `lce methods`, or a file FILE.py.  [default: that of --context, without one full]",
+    callback=parse_name,
+)  # fmt: skip
 _METHODS = flag(
-    "--method NAME", "One of `lce methods`, or all that serve the model; repeatable, or a list with commas.",
+    "--method NAME", "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas.",
     dest="names", multiple=True, default=["full"], callback=parse_names,
 )  # fmt: skip
 _KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
@@ -256,7 +264,9 @@ debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expos
 
 prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
-named_options = packed("named", lambda method, knobs: (method, knobs), argument("method"), knobs_option)
+named_options = packed(
+    "named", lambda method, knobs: (method, knobs), argument("method", callback=parse_name), knobs_option
+)
 method_options = packed("method", lambda method, knobs: lce.methods.make(method, knobs), _METHOD, knobs_option)
 method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option)
 methods_options = packed("methods", _methods, _METHODS, knobs_option)

@@ -1,8 +1,10 @@
 """Methods by name, knobs from text, and methods of other packages."""
 
 import re
+import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -10,8 +12,12 @@ import pytest
 import torch
 
 import lce
-from lce.methods import ESA, Full, LongHeads, Method, available, find, make, register, registry
+from lce.errors import USER_MODULE
+from lce.methods import ESA, Full, LongHeads, Method, available, find, from_file, make, register, registry
 from lce.methods.registry import as_method
+from tests.methods.user_file import TEXT, mine
+
+__all__ = ["mine"]
 
 
 @dataclass(frozen=True)
@@ -187,3 +193,44 @@ def test_a_method_without_a_record_of_its_knobs_is_refused() -> None:
 
     with pytest.raises(lce.UsageError, match="method Bare has an __init__ of its own; expected a frozen dataclass"):
         as_method(Bare(3))
+
+
+def test_a_file_is_a_method(mine: Path) -> None:
+    q = torch.randn(2, 40, 4)
+    out = lce.methods.run(str(mine), q, q, q, window=16)
+    assert torch.equal(out, lce.methods.run(from_file(mine)(), q, q, q, window=16))
+    assert from_file(mine) is find("mine") is type(lce.load("demo", str(mine)).method)
+    assert make("mine", {"factor": "2"}) == from_file(str(mine))(factor=2.0)
+    mine.write_text(TEXT.replace("1.0", "3.0"))
+    assert from_file(mine)().factor == make("mine").factor == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    {
+        "\nx = unknown": r"mine.py, line 2: NameError: name 'unknown' is not defined; correct the file",
+        "def f(:": r"mine.py, line 1: SyntaxError: invalid syntax; correct",
+        "import sys\nsys.exit(0)": "mine.py, line 2: SystemExit: 0; correct",
+        "import no_such_module": "mine.py, line 1: ModuleNotFoundError: No module named 'no_such_module'; correct",
+        "\0": "mine.py: source code string cannot contain null bytes; correct",
+        "": r"mine.py registers no method; expected one class with @lce.methods.register\(NAME\)",
+        TEXT + TEXT.partition("annotations")[2].replace('"mine"', '"two"'): "mine.py registers mine and two; expected",
+        TEXT.replace('"mine"', '"full"'): "mine.py, line 6: UsageError: two methods are called 'full'",
+    }.items(),
+)
+def test_a_file_that_fails_is_told_by_its_line_and_leaves_nothing(mine: Path, text: str, message: str) -> None:
+    kept = from_file(mine)
+    before = available(), {name for name in sys.modules if name.startswith(USER_MODULE)}
+    mine.write_text(text)
+    with pytest.raises(lce.UsageError, match=message):
+        from_file(mine)
+    assert (available(), {name for name in sys.modules if name.startswith(USER_MODULE)}) == before
+    assert find("mine") is kept
+
+
+def test_a_name_from_elsewhere_runs_no_file(mine: Path) -> None:
+    """Names of context files and of requests come here."""
+    mine.write_text("raise SystemExit('it was run')")
+    for call in (find, make):
+        with pytest.raises(lce.UsageError, match="a file of yours is run by lce"):
+            call(str(mine))

@@ -15,7 +15,7 @@ MOST = 160  # the largest number of characters of a name
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces Markdown and HTML signs
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
 KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # a knob in a repr; commas in brackets belong to the value
-OF_ENGINE = "model engine rope weights kv_dtype".split()
+OF_ENGINE = "model engine rope weights kv_dtype code".split()
 
 Measured = tuple[Mapping[str, Any], Line]  # a sample, and its measurement
 EngineKey = tuple[str, ...]  # a sample's values of the fields in OF_ENGINE
@@ -28,6 +28,8 @@ def described(engine: lce.Engine) -> dict[str, str]:
         found["weights"] = engine.weights
     if engine.layout.kv_dtype != "auto":
         found["kv_dtype"] = engine.layout.kv_dtype
+    if engine.method.user_file is not None:
+        found["code"] = engine.method.user_file.digest
     return found
 
 
@@ -128,7 +130,7 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # LowDimMaps('FILE', DIGEST): keep the digest
         parts[knob] = read[1] if read else value.strip("'")
     parts |= {"window": window, "block": block, "on": place.replace("torch.", ""), "rope": _rope(str(sample["rope"]))}
-    parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype")}
+    parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype", "code")}
     return kind, parts
 
 

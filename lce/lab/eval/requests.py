@@ -57,6 +57,8 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
     own = [each.name for each in dataclasses.fields(ModelArguments)]
     loaded = isinstance(given["pretrained"], lce.Engine)
     method = given.get("method", "full")
+    if isinstance(method, str) and method.endswith(".py"):
+        method = lce.methods.from_file(method).name
     cls = lce.methods.find(method)
     knobs = [] if loaded else [each.name for each in dataclasses.fields(cls)] + ["preset"] * bool(cls.presets)
     valid = ["pretrained", *own, *([] if loaded else ["method", *LOADING, *knobs])]
