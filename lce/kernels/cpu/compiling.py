@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pickle
 import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
+from importlib.machinery import EXTENSION_SUFFIXES
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
+import llvmlite
 import numba
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 from lce.errors import UsageError
+from lce.files import read_file, write_whole
 from lce.progress import notice
 
 MOST_ROWS = 8  # the largest number of input rows (tokens) in a product of `products` or `quantised`
@@ -29,17 +35,21 @@ MOST_ROWS = 8  # the largest number of input rows (tokens) in a product of `prod
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
 _MOST_ARGUMENTS = 16  # the largest number of a kernel's arguments; a kernel that needs more takes an array's address
 _I64 = ir.IntType(64)
+_DIGEST_BYTES = 32  # the bytes of a SHA-256
 
 _lock = threading.RLock()
 _turn = threading.Lock()
 _threads = threading.local()
 
 
-@cache
-def _announce(cached: bool) -> None:
-    """Say once on stderr that kernels are being compiled."""
-    kept = "; later runs find them in a cache" if cached else ", which every run does: no cache"
-    notice(f"compiling kernels for this processor{kept}")
+_announced: set[str] = set()
+
+
+def _announce(what: str, more: str) -> None:
+    """Print a notice on stderr, once for each `what`."""
+    if what not in _announced:
+        _announced.add(what)
+        notice(f"{what}{more}")
 
 
 @cache
@@ -222,32 +232,54 @@ def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
 
 def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False) -> Callable[..., Any]:
     """Compile a function for one signature, or load its machine code from the cache."""
-    with _lock:
-        folder = usable_cache()
-        if folder is not None:
-            # The cache may hold a damaged or half-written file. If loading fails, the function is compiled and its file
-            # replaced; if replacing fails too, the function is compiled without the cache.
-            for fresh in (False, True):
-                with contextlib.suppress(Exception):
-                    return _made(body, signature, parallel, folder, fresh)
-        return _made(body, signature, parallel, None, False)
-
-
-def _made(
-    body: Callable[..., Any], signature: Any, parallel: bool, folder: Path | None, fresh: bool
-) -> Callable[..., Any]:
-    """Load the machine code of `body` from `folder`, if given, or compile `body`; with `fresh`, recompile."""
-    _use_torch_threads()
-    with _configured(CACHE_DIR=str(folder or ""), DISABLE_JIT=0):
-        made: Any = numba.njit(parallel=parallel, cache=folder is not None, nogil=True, **_OPTIONS)(body)
-        cached = folder is not None and os.path.exists(_name_in_cache(made._cache, body.__name__))
-        if fresh:
-            made._cache.flush()
-        if fresh or not cached:
-            _announce(folder is not None)
+    with _lock, _configured(DISABLE_JIT=0):
+        _use_torch_threads()
+        made: Any = numba.njit(parallel=parallel, nogil=True, **_OPTIONS)(body)
+        made._cache = _KernelFile(usable_cache(), body.__name__)
         made.compile(signature)
     made.disable_compile()
     return cast("Callable[..., Any]", made)
+
+
+class _KernelFile:
+    """A file with one kernel's machine code; Numba calls `load_overload` and `save_overload` when it compiles.
+
+    The file is the SHA-256 of its name and contents, then the contents: what Numba pickles. Neither machine code nor
+    a pickle can be checked while it is loaded, so both are loaded only if the SHA-256 agrees. A file that is missing,
+    damaged, cut short or another kernel's is replaced. The file is renamed to its name when it is complete, so
+    processes that compile at once do not disturb each other. Without a folder, nothing is loaded or kept.
+    """
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        # Numba's own key contains pickled closures, which differ between processes. The kernel's name suffices as a
+        # key, because the folder's name has the digest of the source.
+        codegen = numba.core.registry.cpu_target.target_context.codegen()
+        key = numba.__version__, llvmlite.__version__, EXTENSION_SUFFIXES[0], codegen.magic_tuple(), name
+        self._path = folder and folder / f"{name}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.kernel"
+
+    def _digest(self, contents: bytes) -> bytes:
+        return hashlib.sha256(str(self._path and self._path.name).encode() + contents).digest()
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """Return the compiled function in the file, None if it has to be compiled."""
+        with contextlib.suppress(Exception):  # without these lines, too, the kernel is compiled
+            raw = self._path and read_file(self._path)
+            if raw and raw[:_DIGEST_BYTES] == self._digest(raw[_DIGEST_BYTES:]):
+                context.refresh()
+                return CompileResult._rebuild(context, *pickle.loads(raw[_DIGEST_BYTES:]))
+        kept = "later runs find them in a cache" if self._path else "which every run does: no cache"
+        _announce("compiling kernels for this processor", f"{';' if self._path else ','} {kept}")
+        return None
+
+    def save_overload(self, signature: Any, made: Any) -> None:
+        """Write the file, if there is a folder. If that fails, say so once: the kernel works, and is not kept."""
+        assert not made.library.has_dynamic_globals, "addresses of this process are in the machine code"
+        if self._path:
+            contents = dumps(made._reduce())
+            try:
+                write_whole(self._path, self._digest(contents) + contents)
+            except Exception as error:
+                _announce("compiled kernels are not kept, so that every run compiles them", f": {error}")
 
 
 def inner(body: Callable[..., Any], inlined: bool = True) -> Callable[..., Any]:
@@ -308,24 +340,6 @@ def _configured(**values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(numba.config, name, value)
-
-
-def _name_in_cache(cache: Any, label: str) -> str:
-    """Set the names of a kernel's cache files to names that all processes share; return the path of the index file.
-
-    Numba's own cache key contains pickled closures, which differ between processes. The kernel's name suffices as a
-    key, because the folder's name has the digest of the source.
-    """
-    codegen = numba.core.registry.cpu_target.target_context.codegen()
-    key = numba.__version__, codegen.magic_tuple(), label
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    file = cache._cache_file
-    file._index_name = f"{digest}.nbi"
-    file._index_path = os.path.join(file._cache_path, file._index_name)
-    file._data_name_pattern = f"{digest}.{{number:d}}.nbc"
-    file._source_stamp = digest
-    cache._index_key = lambda types, codegen: (types, codegen.magic_tuple(), label)
-    return str(file._index_path)
 
 
 def _named(body: Callable[..., Any]) -> Callable[..., Any]:

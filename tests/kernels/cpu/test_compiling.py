@@ -1,5 +1,7 @@
 """Kernels are compiled once, found again in a cache, and run by PyTorch's threads."""
 
+import errno
+import json
 import os
 import shutil
 import subprocess
@@ -9,8 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from numba import carray, int64
 
-from lce.kernels.cpu.compiling import n_threads, usable_cache
+from lce.kernels.cpu import compiling
+from lce.kernels.cpu.compiling import Kernel, n_threads, usable_cache
+from lce.kernels.cpu.numbers import pointer
 
 PROGRAM = """
 import sys
@@ -57,29 +62,142 @@ def test_the_first_use_says_so_and_the_second_finds_the_kernels(compiled: Compil
     assert first.stderr.count("compiling kernels") == 1
     assert len(first.stderr.splitlines()) == 1
     assert second.stderr == ""
-    names = [file.name.partition(".")[0] for file in compiled.home.rglob("*.nbc")]
+    names = [file.name.partition(".")[0] for file in compiled.home.rglob("*.kernel")]
     assert names
     assert len({*names}) == len(names), "processes that compile at once must not write to one file"
 
 
-@pytest.mark.slow
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "lce").write_text("in the way")
-    assert run(tmp_path).stdout.split()[0] == "64.0"
+def doubled(number: int) -> int:
+    """Twice the number, by a kernel that is compiled, or loaded from the cache, at each call."""
+
+    def double(first, stop, at):
+        carray(pointer(at, int64), (stop,))[:] *= 2
+
+    found = torch.tensor([number])
+    Kernel(double)(1, found.data_ptr())
+    return int(found)
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The home of an empty cache, in a process that has said nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiling, "_announced", set())
+    return tmp_path
+
+
+def test_a_damaged_kernel_is_compiled_again_and_replaced(cache: Path) -> None:
+    assert doubled(3) == 6
+    (file,) = cache.rglob("*double*.kernel")
+    raw = file.read_bytes()
+    flipped = [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in (20, 40, len(raw) - 300)]
+    for damaged in (b"", raw[:-1], *flipped, None):
+        file.write_bytes(damaged) if damaged is not None else shutil.rmtree(cache / "lce")
+        assert doubled(3) == 6
+        replaced = file.stat().st_mtime_ns
+        assert file.stat().st_size >= len(raw) - 300
+        assert doubled(3) == 6
+        assert file.stat().st_mtime_ns == replaced, "what is whole is loaded"
+
+
+def test_a_cache_that_cannot_be_used_is_said_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiling_it = "lce: compiling kernels for this processor"
+
+    def no_space(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_space)
+        assert doubled(3) == doubled(3) == 6
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"{compiling_it}; later runs find them in a cache"
+    assert second.startswith("lce: compiled kernels are not kept, so that every run compiles them: cannot write ")
+    assert second.endswith("No space left on device; free some space or name another place")
+    assert not [*cache.rglob("*double*.kernel"), *cache.rglob("*.tmp")]
+    monkeypatch.setattr(compiling, "_announced", set())
+    shutil.rmtree(cache / "lce")
+    (cache / "lce").write_text("in the way")
+    assert doubled(3) == 6
+    (cache / "lce").unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a home that cannot be written
+    assert doubled(3) == 6
+    assert capsys.readouterr().err == f"{compiling_it}, which every run does: no cache\n"
+
+
+CHILDREN = """
+import collections, itertools, json, os, random, resource, shutil, sys
+from pathlib import Path
+import lce, numba, torch
+torch.set_num_threads(1)
+numba.njit(lambda: None).compile(())  # what Numba needs is ready in all children
+engine = lce.load(sys.argv[1], method="full", attention="torch")
+scratch, number = Path(sys.argv[2]), random.Random(0)
+
+def start(home):
+    child = os.fork()
+    if child == 0:
+        os.environ["XDG_CACHE_HOME"] = str(home)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with (home / "said").open("w") as sys.stderr:
+            (home / "logits").write_text(str(engine.logits(range(9)).tolist()))
+        os._exit(0)
+    return child
+
+def damage(home, kind):
+    files = sorted((path for path in home.glob("lce/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    path = number.choice(files[:-1])  # the largest kernel takes seconds to compile
+    raw = bytearray(path.read_bytes())
+    at = number.randrange(len(raw))
+    if kind == "bit":
+        raw[at] ^= 1 << number.randrange(8)
+    elif kind == "page":
+        raw[at // 4096 * 4096 : at // 4096 * 4096 + 4096] = bytes(4096)
+    elif kind == "cut":
+        del raw[at:]
+    else:
+        raw = bytearray(number.choice([other for other in files if other != path]).read_bytes())
+    path.write_bytes(raw)
+
+def outcome(home, status):
+    if status:
+        return f"status {status}"
+    right = (home / "logits").read_bytes() == (whole / "logits").read_bytes()
+    said = (home / "said").read_text().partition(" kernels")[0]
+    return ("right, " if right else "other logits, ") + (said or "quiet")
+
+whole, twin, found = scratch / "whole", scratch / "twin", collections.Counter()
+(whole / "lce").mkdir(parents=True)
+twin.mkdir()
+(twin / "lce").symlink_to(whole / "lce")
+both = [(home, start(home)) for home in (whole, twin)]  # compile at once into one cache
+found.update([outcome(home, os.waitpid(child, 0)[1]) for home, child in both])
+kinds = itertools.cycle(["bit", "bit", "page", "cut", "swap"])
+for first in range(0, int(sys.argv[3]), 2):
+    homes = [scratch / str(first + i) for i in range(2)]
+    for home in homes:
+        shutil.copytree(whole, home)
+        damage(home, next(kinds))
+    for _ in "damaged", "mended":
+        children = [(home, start(home)) for home in homes]
+        found.update(outcome(home, os.waitpid(child, 0)[1]) for home, child in children)
+    for home in homes:
+        shutil.rmtree(home)
+print(json.dumps(found))
+"""
 
 
 @pytest.mark.slow
-def test_a_damaged_cache_is_written_again(compiled: Compiled, tmp_path: Path) -> None:
-    shutil.copytree(compiled.home, tmp_path, dirs_exist_ok=True)
-    for kind, size in (("nbi", 20), ("nbc", 2000)):
-        damaged = list(tmp_path.rglob(f"*.{kind}"))
-        assert damaged
-        for file in damaged:
-            file.write_bytes(file.read_bytes()[:size])
-        first, second = run(tmp_path), run(tmp_path)
-        assert first.stdout.split()[0] == "64.0"
-        assert first.stderr.count("compiling kernels") == 1
-        assert second.stderr == ""
+def test_damaged_kernels_are_compiled_again_and_replaced(tiny_model: Path, tmp_path: Path) -> None:
+    """200 damaged files, each read by a process of its own, which a signal might end; and then by another one.
+
+    Two processes that start at once with an empty cache make the first, undamaged one.
+    """
+    arguments = [sys.executable, "-c", CHILDREN, str(tiny_model), str(tmp_path), "200"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "parent")}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True, timeout=800)
+    assert json.loads(done.stdout) == {"right, lce: compiling": 202, "right, quiet": 200}
 
 
 def test_a_cache_that_others_can_write_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
