@@ -100,6 +100,13 @@ def _product(dtype: torch.dtype, n: int, size: int, rows: int, all_at_once: bool
     product(x, w, torch.empty(rows, dtype=dtype), norm=torch.empty(size, dtype=dtype), eps=1e-5, gated=True)
 
 
+def _logits(dtype: torch.dtype, n: int, size: int, rows: int) -> None:
+    from lce.kernels.cuda.products import product
+
+    x, w, norm = (torch.empty(*shape, dtype=dtype) for shape in ((n, size), (rows, size), (size,)))
+    product(x, w, norm=norm, eps=1e-5, out_dtype=torch.float32)
+
+
 def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
     """Run a layer's work on `n` tokens besides products and attention."""
     from lce.kernels.cuda import elementwise
@@ -149,6 +156,7 @@ def _rest() -> Iterator[Call]:
                 at = f"{n} x {size} x {rows} {name}"
                 yield Call(f"product {at}", partial(_product, dtype, n, size, rows), False)
                 yield Call(f"product gated {at}", partial(_product, dtype, n, size, 2 * rows, True), False)
+            yield Call(f"product logits {n} {name}", partial(_logits, dtype, n, 4096, 32_000), False)
         for n, scale in ((1, 1.0), (256, 1.25)):  # the processor reduces large angles in memory
             yield Call(f"turns {n} {name}", partial(_turns, dtype, n, scale))
         for dim in HEAD_SIZES:

@@ -150,10 +150,15 @@ class Answer:
 
 
 def logprobs_of(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
-    """Return float32 log-probabilities under logits `[vocab]`: a token's, and the `n_top` largest, largest first."""
+    """Return float32 log-probabilities under logits `[vocab]`: a token's, and those of the `n_top` largest logits.
+
+    The largest logit comes first, and of equal logits the lower id, which is the token that greedy sampling draws.
+    """
     logprobs = logits.float().log_softmax(-1)
-    best = logprobs.topk(min(n_top, len(logprobs)))
-    top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    least = logits.topk(min(max(n_top, 1), len(logits))).values[-1]
+    ids = (logits >= least).nonzero()[:, 0]
+    ids = ids[logits[ids].argsort(descending=True, stable=True)][:n_top]
+    top = list(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
     return TokenLogprobs(token_id, float(logprobs[token_id]), top)
 
 

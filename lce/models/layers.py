@@ -94,8 +94,8 @@ class Model:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits `[T, vocab]`, float32, of hidden states `[T, hidden]`."""
-        return linear(x, self.head, norm=self.final_norm, eps=self.config.norm_eps).to(torch.float32)
+        """Return the logits `[T, vocab]` of hidden states `[T, hidden]`: float32, and not rounded to another dtype."""
+        return linear(x, self.head, norm=self.final_norm, eps=self.config.norm_eps, out_dtype=torch.float32)
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields) -> ModelConfig:

@@ -7,6 +7,7 @@ package depends on kernels or devices.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,38 +33,42 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_l
 @timed("products")
 def linear(
     x: Tensor, weight: Matrix, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, onto: Tensor | None = None,
+    gated: bool = False, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
     With `norm [in]`, `x` is first normalised by `rms_norm`. With `gated`, the result is SiLU of the product's first
-    half times its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in place. For few rows,
-    one kernel does everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of up to
-    `MOST_ROWS` rows, each row has the same bits as in a product of its own.
+    half times its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in place. The result has
+    the dtype of the weights, or `out_dtype` float32: the sums as they are, not rounded. For few rows, one kernel does
+    everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of up to `MOST_ROWS`
+    rows, each row has the same bits as in a product of its own. If a norm is given, x may be float32.
     """
     few = len(x) <= MOST_ROWS
+    around: dict[str, Any] = {"norm": norm, "eps": eps, "gated": gated, "onto": onto, "out_dtype": out_dtype}
     if not isinstance(weight, Tensor):
         if few:
-            return weight.product(x.contiguous(), bias, norm=norm, eps=eps, gated=gated, onto=onto)
-    elif few and x.is_cpu and _plain(x, weight, onto):
-        return product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
-    elif len(x) <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, onto):
+            return weight.product(x.contiguous(), bias, **around)
+    elif few and x.is_cpu and _plain(x, weight, norm, onto):
+        return product(x, weight, bias, **around)
+    elif len(x) <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, norm, onto):
         from lce.kernels.cuda import products
 
-        return products.product(x, weight, bias, norm=norm, eps=eps, gated=gated, onto=onto)
+        return products.product(x, weight, bias, **around)
+    wide = out_dtype is not None and x.is_cpu  # the norm's result is not rounded either
     if norm is not None:
-        x = rms_norm(x, norm, eps)
+        x = rms_norm(x.to(out_dtype), norm.to(out_dtype), eps) if wide else rms_norm(x, norm, eps)
     if onto is not None and x.is_cuda and bias is None and not gated and isinstance(weight, Tensor):
         return onto.addmm_(x, weight.T)  # one kernel launch, which adds before it rounds
-    out = _product_of_many(x, weight, bias)
+    out = _product_of_many(x.to(out_dtype) if wide else x, weight, bias, out_dtype)
     if gated:
         out = silu_mul(out)
     return out if onto is None else onto.add_(out)
 
 
-def _plain(x: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
-    """Return whether lce's kernels can take these tensors: of one dtype, contiguous, without gradients."""
-    if x.dtype not in STORED or weight.dtype is not x.dtype or x.requires_grad or weight.requires_grad:
+def _plain(x: Tensor, weight: Tensor, norm: Tensor | None, onto: Tensor | None) -> bool:
+    """Return whether lce's kernels can take these tensors: of the dtypes named there, contiguous, without gradients."""
+    dtype = x.dtype if norm is None else norm.dtype
+    if x.dtype not in STORED or weight.dtype is not dtype or x.requires_grad or weight.requires_grad:
         return False
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
 
@@ -73,24 +78,28 @@ def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> T
     return F.embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
 
-def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
-    """Multiply many rows `x [T, in]` with a weight matrix. Quantised weights are unpacked first.
+def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply many rows `x [T, in]` with a weight matrix. Quantised weights are unpacked first, to the dtype of x.
 
-    Products in float32 on a CPU use oneDNN. On AMD processors, oneDNN is about twice as fast as the MKL routine that
-    PyTorch calls for this dtype, and as exact.
+    On a CPU, half-precision weights are converted to float32 if x is float32, because PyTorch's products there round to
+    the dtype of x. Products in float32 on a CPU use oneDNN. On AMD processors, oneDNN is about twice as fast as the MKL
+    routine that PyTorch calls for this dtype, and as exact.
     """
     if isinstance(weight, Stacked):
         return torch.cat([_product_of_many(x, *part) for part in weight.with_biases(bias)], dim=1)
-    if not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor) or (x.is_cpu and weight.dtype is not x.dtype):
         return _product_of_unpacked(x, weight, bias)
+    if out_dtype is not None and x.dtype is not out_dtype:
+        out: Tensor = torch.mm(x, weight.T, out_dtype=out_dtype)
+        return out if bias is None else out.add_(bias)
     if _ONEDNN and x.dtype == torch.float32 and not x.is_cuda:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
     return F.linear(x, weight, bias)
 
 
-def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply with quantised weights, which are unpacked up to `SCRATCH` bytes at a time.
+def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
+    """Multiply with weights that are unpacked, or converted to the dtype of x, up to `SCRATCH` bytes at a time.
 
     The thread keeps the memory for unpacked weights, because allocating it takes time.
     """
@@ -100,11 +109,14 @@ def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -
     if memory is None or len(memory) < needed:
         memory = _thread.memory = torch.empty(needed, dtype=torch.uint8)
     scratch = memory[:needed].view(x.dtype).view(block, size)
-    if block == n_rows:
-        return _product_of_many(x, weight.unpacked(0, scratch), bias)
+    bias = None if bias is None else bias.to(x.dtype)
     whole = x.new_empty(len(x), n_rows)
     for first in range(0, n_rows, block):
-        rows = weight.unpacked(first, scratch[: n_rows - first])
+        rows = scratch[: n_rows - first]
+        if isinstance(weight, Tensor):
+            rows.copy_(weight[first : first + len(rows)])
+        else:
+            weight.unpacked(first, rows)
         part = None if bias is None else bias[first : first + len(rows)]
         whole[:, first : first + len(rows)] = _product_of_many(x, rows, part)
     return whole
@@ -112,14 +124,17 @@ def _product_of_unpacked(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -
 
 @timed("norms")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide vectors `x [..., D]` by their root mean squares and multiply by `weight [D]`, in float32 for any dtype."""
+    """Divide vectors `x [..., D]` by their root mean squares and multiply by `weight [D]`, in float32 for any dtype.
+
+    The result has the dtype of `weight`; x may be float32.
+    """
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps)
     if launching.runs_on(x):
         from lce.kernels.cuda import elementwise as on_gpu
 
         return on_gpu.rms_norm(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
 
 
 def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,8 @@ class PackedMatrix(Protocol):
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply a few contiguous rows `x [T, in]` with the transposed matrix: `[T, out]`.
 
-        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gated`, `onto`. The bits of a row of
-        the result do not depend on the other rows of `x`.
+        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gated`, `onto`, `out_dtype`. The
+        bits of a row of the result do not depend on the other rows of `x`.
         """
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:

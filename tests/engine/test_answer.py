@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.engine.answer import Answer, Generation, StopWatch
+from lce.engine.answer import Answer, Generation, StopWatch, logprobs_of
 from lce.engine.arguments import Options
 from lce.engine.sampling import Sampling
 from lce.tokenizer.tokenizer import Tokenizer
@@ -142,3 +142,18 @@ def test_a_call_that_fails_takes_nothing(tokenizer: Tokenizer) -> None:
     assert (result.text, result.token_ids, result.logprobs) == (before.text, before.token_ids, before.logprobs)
     assert result.finish_reason == ""
     assert result.stats.generated_tokens == len(result.token_ids) == 3
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 300, 999])
+def test_candidates_are_listed_as_greedy_sampling_draws_them(n: int) -> None:
+    """Equal logits by id; logits that differ by less than their logarithms can tell, by the logits."""
+    logits = torch.zeros(300)
+    logits[[7, 40, 200]] = torch.tensor([5.0, 5.0, 5.0000005])
+    drawn, rest = [], logits.clone()
+    for _ in range(min(n, 300)):
+        drawn.append(int(rest.argmax()))
+        rest[drawn[-1]] = -torch.inf
+    entry = logprobs_of(logits, 200, n)
+    assert [token for token, _ in entry.top] == drawn
+    assert drawn[:3] == [200, 7, 40][:n]
+    assert entry.top == [(token, float(logits.log_softmax(-1)[token])) for token in drawn]

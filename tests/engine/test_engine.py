@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lce
+from lce.models.products import SHARED_ROWS
 from tests.checkpoints import tokens
 from tests.command import output
 
@@ -59,7 +60,6 @@ def test_logits_are_float32_for_every_token(engine: lce.Engine, tiny_model: Path
     logits = engine.logits(tokens(70))
     assert logits.shape == (70, 300)
     assert logits.dtype == torch.float32
-    assert lce.load(tiny_model, dtype="bfloat16").logits([5]).dtype == torch.float32
     greedy = engine.generate(tokens(70), max_tokens=1)
     assert greedy.token_ids == [int(logits[-1].argmax())]
 
@@ -166,6 +166,33 @@ def test_logprobs_are_those_of_the_model(engine: lce.Engine) -> None:
     assert engine.generate(prompt, max_tokens=2).logprobs is None
     none, everything = (engine.generate(prompt, max_tokens=1, logprobs=k).logprobs for k in (0, 10**6))
     assert [len(none[0].top), len(everything[0].top)] == [0, 300]
+
+
+# Logits of half-precision and quantised models
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize(
+    "kind", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "bfloat16", "weights": "int8"}, {"weights": "int4"}]
+)
+def test_logits_are_not_rounded_to_the_dtype_of_the_model(kind: dict[str, str], n: int, tiny_model: Path) -> None:
+    """Two candidates of a real model differ by less than bfloat16 resolves: rounded, the lower id would win."""
+    engine = lce.load(tiny_model, **{"dtype": "bfloat16"} | kind)
+    logits = engine.logits(tokens(n))
+    assert logits.dtype == torch.float32
+    assert (logits == logits.to(engine.dtype).float()).float().mean() < 0.05
+    hidden = torch.randn(n, engine.model.config.hidden_size, generator=torch.Generator().manual_seed(n)).to(
+        engine.dtype
+    )
+    head, norm = engine.model.head, engine.model.final_norm
+    exact = head if isinstance(head, torch.Tensor) else head.unpacked(0, torch.empty(head.shape))
+    normed = torch.nn.functional.rms_norm(hidden.double(), norm.shape, norm.double(), engine.model.config.norm_eps)
+    error = (engine.model.logits(hidden) - normed @ exact.double().T).abs().max()
+    most = 1e-3 if "weights" in kind else 3e-6  # packed weights are multiplied with 16-bit integers
+    assert error <= most
+    alone = torch.cat([engine.model.logits(row[None]) for row in hidden])
+    assert (alone - engine.model.logits(hidden)).abs().max() <= 2 * most
+    assert n > SHARED_ROWS or torch.equal(alone, engine.model.logits(hidden))
 
 
 # Logits that are no numbers

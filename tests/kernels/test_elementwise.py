@@ -43,6 +43,9 @@ def test_the_norm_of_rows_and_of_heads(room: str, n: int, dtype: torch.dtype) ->
     weight, rows = random(16, dtype=dtype, seed=2).to(device), random(n, 3, 16, dtype=dtype).to(device)
     for x in (rows[:, 1].contiguous(), rows[:, 1], rows.transpose(0, 1)):
         close(room, module.rms_norm(x, weight, EPS), normed(x, weight))
+        wide = module.rms_norm(x.float() * 1.001, weight, EPS)
+        assert wide.dtype == dtype
+        close(room, wide, normed(x.float() * 1.001, weight))
     if room == "cuda":
         q, k = rows.transpose(0, 1)[:2], rows.transpose(0, 1)[2:]
         for got, x in zip(module.rms_norm_two(q, weight, k, weight, EPS), (q, k), strict=True):

@@ -20,6 +20,9 @@ def test_equals_the_product_in_float64(rows: int, bias: bool, dtype: torch.dtype
     out = linear(x, weight, offset)
     assert out.dtype == dtype
     assert (out.double() - truth).abs().max() < tolerance
+    wide = linear(x, weight, offset, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert (wide.double() - truth).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -56,6 +59,23 @@ def test_on_a_gpu_a_few_rows_are_one_launch(rows: int, launches: list[str], trit
         assert linear(x, weight, onto=onto) is onto
     assert counts.launched() == ["_product" if rows <= 4 else "addmm_"]
     torch.testing.assert_close(onto.cpu(), added, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(1, ["_product"]), (4, ["_product"]), (6, ["_rms_norm", "mm"])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_a_result_in_float32_is_not_rounded(
+    rows: int, launches: list[str], dtype: torch.dtype, triton_gpus: Gpus
+) -> None:
+    x, weight, norm = torch.randn(rows, 48).to(dtype), torch.randn(20, 48).to(dtype), torch.rand(48).to(dtype)
+    expected = linear(x, weight, norm=norm, eps=1e-5, out_dtype=torch.float32)
+    on_gpu, weight, norm = x.cuda(), weight.cuda(), norm.cuda()
+    with triton_gpus.counting() as counts:
+        out = linear(on_gpu, weight, norm=norm, eps=1e-5, out_dtype=torch.float32)
+    assert counts.launched() == launches
+    assert out.dtype == torch.float32
+    assert not torch.equal(out.cpu(), out.cpu().to(torch.bfloat16).float())
+    # Many rows: the norm's result is rounded before the product.
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=0.05 if rows == 6 else 1e-5)
 
 
 def test_on_a_gpu_the_heads_are_normalised_in_one_launch(triton_gpus: Gpus) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import carray, int64, uint64
+from numba import carray, float32, int64, uint64
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import Kernel, argument_of, by_dtype, inner, number_of
@@ -27,16 +27,17 @@ def runs_on(x: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm with `weight [D]` to each row of `x [T, D]` or `[H, T, D]`; return a contiguous tensor.
 
-    Each row is divided by its root mean square and multiplied by `weight`, in float32. Bytes moved: x and the result.
+    Each row is divided by its root mean square and multiplied by `weight`, in float32. The result has the weight's
+    dtype; x has that dtype or float32. Bytes moved: x and the result.
     """
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out, wide = torch.empty(x.shape, dtype=weight.dtype), x.dtype is not weight.dtype
     heads, n, dim = (1, *x.shape) if x.ndim == 2 else x.shape
-    fits = weight.shape == (dim,) and weight.dtype is x.dtype and weight.is_contiguous()
-    assert fits, (x.shape, weight.shape)
+    fits = weight.shape == (dim,) and x.dtype in (weight.dtype, torch.float32) and weight.is_contiguous()
+    assert fits, (x.shape, weight.shape, x.dtype, weight.dtype)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    run, head, row, least = _norm[x.dtype], x.stride(0) if x.ndim == 3 else 0, x.stride(-2), _share(dim)
-    run(heads * n, x.data_ptr(), head, row, weight.data_ptr(), out.data_ptr(), n, dim, argument_of(eps), least=least)
+    at, head, row = (x.data_ptr(), weight.data_ptr(), out.data_ptr()), x.stride(0) if x.ndim == 3 else 0, x.stride(-2)
+    _norm[weight.dtype](heads * n, *at, head, row, n, dim, wide, argument_of(eps), least=_share(dim))
     return out
 
 
@@ -156,12 +157,22 @@ def _share(dim: int) -> int:
     return ALONE // (2 * dim) or 1
 
 
+_squares = sum_of_squares[torch.float32]
+
+
 @by_dtype(Kernel)
-def _norm(first, stop, x_at, head_stride, row_stride, weight_at, out_at, n, dim, eps):
+def _norm(first, stop, x_at, weight_at, out_at, head_stride, row_stride, n, dim, wide, eps):
     weight = carray(pointer(weight_at, stored), (dim,))
     out = carray(pointer(out_at, stored), (stop, dim))
     for row in range(first, stop):
-        x = carray(pointer(x_at + (row // n * head_stride + row % n * row_stride) * itemsize, stored), (dim,))
+        at = row // n * head_stride + row % n * row_stride
+        if wide:
+            numbers = carray(pointer(x_at + 4 * at, float32), (dim,))
+            scale = np.float32(1) / np.sqrt(_squares(numbers) / np.float32(dim) + number_of(eps))
+            for j in range(dim):
+                out[row, j] = write(numbers[j] * scale * read(weight[j]))
+            continue
+        x = carray(pointer(x_at + at * itemsize, stored), (dim,))
         scale = np.float32(1) / np.sqrt(sum_of_squares(x) / np.float32(dim) + number_of(eps))
         for j in range(dim):
             out[row, j] = write(read(x[j]) * scale * read(weight[j]))

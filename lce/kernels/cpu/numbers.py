@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, intrinsic_of
@@ -59,6 +59,35 @@ stored = ByDtype(STORED.__getitem__)
 itemsize = ByDtype(lambda dtype: dtype.itemsize)
 read = ByDtype({torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _float_of_half}.__getitem__)
 write = ByDtype({torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _half_of_float}.__getitem__)
+
+
+@by_dtype(inner)
+def read_row(at, first, n, wide, into):
+    """Copy the n numbers after `first` of the array at an address to `into`, as float32.
+
+    The array is float32 if `wide`, else of the dtype.
+    """
+    if wide:
+        numbers = carray(pointer(at + 4 * first, types.float32), (n,))
+        for i in range(n):
+            into[i] = numbers[i]
+    else:
+        halves = carray(pointer(at + itemsize * first, stored), (n,))
+        for i in range(n):
+            into[i] = read(halves[i])
+
+
+@by_dtype(inner)
+def write_row(at, first, n, wide, row):
+    """Copy the first n numbers of `row` to the places after `first` of an array as `read_row` reads it, rounded."""
+    if wide:
+        numbers = carray(pointer(at + 4 * first, types.float32), (n,))
+        for i in range(n):
+            numbers[i] = row[i]
+    else:
+        halves = carray(pointer(at + itemsize * first, stored), (n,))
+        for i in range(n):
+            halves[i] = write(row[i])
 
 
 @by_dtype(inner)

@@ -29,7 +29,7 @@ from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import ByDtype, Kernel, by_dtype, features, inner, intrinsic_of, number_of
-from lce.kernels.cpu.numbers import STORED, bits_of_float, exp, float_of_bits, pointer, read, write
+from lce.kernels.cpu.numbers import STORED, bits_of_float, exp, float_of_bits, pointer, read, read_row, write, write_row
 from lce.kernels.cpu.products import around_product
 from lce.kernels.cpu.vectors import LANES, call_llvm, i64, loop, multiply_add, splat, transposed
 
@@ -86,14 +86,14 @@ class RoundedMatrix:
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply `x [T, in]` with the matrix transposed; options are those of `lce.kernels.cpu.products.product`.
 
-        With `gated`, each half of the matrix's rows must be whole blocks. x is rounded to 16 bits, or to 32 bits if it
-        is float32. Products within a group are then added exactly, and groups are added in float32. A row of the result
-        has the same bits for any T and number of threads; it is NaN if its row of x is not finite. Bytes moved: the
-        packed weights once.
+        With `gated`, each half of the matrix's rows must be whole blocks. x is rounded to 16 bits, or to 32 bits if the
+        dtype of `norm`, or of x without a norm, is float32. Products within a group are then added exactly, and groups
+        are added in float32. A row of the result has the same bits for any T and number of threads; it is NaN if its
+        row of x is not finite. Bytes moved: the packed weights once.
         """
-        out, n_out, given = around_product(x, *self.shape, bias, **around)
+        dtype, out, n_out, given = around_product(x, *self.shape, bias, **around)
         assert not around.get("gated") or n_out % LANES == 0, self.shape
-        n_tasks, kernel = -(-n_out // (_TASK * LANES)), _product[self.bits, x.dtype]
+        n_tasks, kernel = -(-n_out // (_TASK * LANES)), _product[self.bits, dtype]
         kernel(n_tasks, x.data_ptr(), *self._addresses, *given)
         return out
 
@@ -304,7 +304,8 @@ _size = ByDtype(lambda kind: GROUPS[kind[0]])
 _planes = ByDtype(lambda kind: _PLANES[kind[1]])
 _stored = ByDtype(lambda kind: STORED[kind[1]])
 _read = ByDtype(lambda kind: read[kind[1]])
-_write = ByDtype(lambda kind: write[kind[1]])
+_read_row = ByDtype(lambda kind: read_row[kind[1]])
+_write_row = ByDtype(lambda kind: write_row[kind[1]])
 _dot_1 = ByDtype(lambda kind: _dot(kind[0], 1, _PLANES[kind[1]]))
 _dot_4 = ByDtype(lambda kind: _dot(kind[0], _ROWS, _PLANES[kind[1]]))
 _unpacked = ByDtype(lambda kind: _rows(*kind))
@@ -314,7 +315,9 @@ _read_scale, _write_scale = read[torch.bfloat16], write[torch.bfloat16]
 
 
 @by_dtype(Kernel)
-def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, eps):
+def _product(
+    begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, wide_x, wide_out, eps
+):
     n_parts = 2 if gated else 1
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     rows = 1 if n == 1 else _ROWS
@@ -328,7 +331,7 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
     wide_at = factors_at + 8 * n_tiles * tile_size
     dots_at = wide_at + 4 * n_groups * _size
     dots = carray(pointer(dots_at, float32), (2, n_tiles * rows, LANES))
-    _as_integers(x_at, norm_at, number_of(eps), integers_at, factors_at, wide_at, rows, n_tiles, n, n_in)
+    _as_integers(x_at, wide_x, norm_at, number_of(eps), integers_at, factors_at, wide_at, rows, n_tiles, n, n_in)
     for first in range(begin * _TASK, min(n_blocks, end * _TASK)):
         for part in range(n_parts):
             group = (part * n_blocks + first) * n_groups * LANES
@@ -344,8 +347,8 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
         bias = carray(pointer(bias_at + row * _itemsize, _stored), (LANES,))
         other_bias = carray(pointer(bias_at + (n_out + row) * _itemsize, _stored), (LANES,))
         for i in range(n):
-            out = carray(pointer(out_at + (i * n_out + row) * _itemsize, _stored), (LANES,))
-            for lane in range(min(LANES, n_out - row)):
+            n_here, place = min(LANES, n_out - row), i * n_out + row
+            for lane in range(n_here):
                 total = dots[0, i, lane]
                 if bias_at:
                     total += _read(bias[lane])
@@ -354,14 +357,17 @@ def _product(begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n
                     if bias_at:
                         other += _read(other_bias[lane])
                     total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
-                if adds:
-                    total += _read(out[lane])
-                out[lane] = _write(total)
+                dots[0, i, lane] = total
+            if adds:
+                _read_row(out_at, place, n_here, wide_out, dots[1, i])
+                for lane in range(n_here):
+                    dots[0, i, lane] += dots[1, i, lane]
+            _write_row(out_at, place, n_here, wide_out, dots[0, i])
     memory[0] = 0  # keeps the memory alive up to here: Numba frees an array after its last use
 
 
 @by_dtype(inner)
-def _as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
+def _as_integers(x_at, wide_x, norm_at, eps, integers_at, factors_at, wide_at, rows, n_tiles, n, n_in):
     """Round `x [n, n_in]`, after RMSNorm if `norm_at` is not 0, to the integers and the factors that `_dot` takes.
 
     Rows and inputs are padded with zeros. In each group of inputs, the integer 1 stands for a power of two, so a
@@ -369,15 +375,14 @@ def _as_integers(x_at, norm_at, eps, integers_at, factors_at, wide_at, rows, n_t
     """
     n_groups = (n_in + _size - 1) // _size
     padded = n_groups * _size
-    x, norm = carray(pointer(x_at, _stored), (n, n_in)), carray(pointer(norm_at, _stored), (n_in,))
+    norm = carray(pointer(norm_at, _stored), (n_in,))
     integers = carray(pointer(integers_at, int16), (n_tiles, _planes, rows, padded))
     factors = carray(pointer(factors_at, float32), (n_tiles, 2, rows, n_groups))
     wide = carray(pointer(wide_at, float32), (padded,))
     for i in range(n_tiles * rows):
         tile, row = i // rows, i % rows
         used = n_in if i < n else 0
-        for j in range(used):
-            wide[j] = _read(x[i, j])
+        _read_row(x_at, i * n_in, used, wide_x, wide)
         for j in range(used, padded):
             wide[j] = np.float32(0)
         if norm_at and i < n:

@@ -132,7 +132,7 @@ def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
         x = x if x.stride(-1) == 1 else x.contiguous()
         heads, n = (1, len(x)) if x.ndim == 2 else x.shape[:2]
         head_stride = x.stride(0) if x.ndim == 3 else 0
-        given.append((x, weight, x.new_empty(x.shape), head_stride, x.stride(-2), heads * n, n))
+        given.append((x, weight, x.new_empty(x.shape, dtype=weight.dtype), head_stride, x.stride(-2), heads * n, n))
     n_programs = [triton.cdiv(one[5], rows) for one in given]
     options = {"ROWS": rows, "DIM": width, "num_warps": min(16, max(4, width // 1024))}
     launch(_rms_norm, (sum(n_programs),), tuple(given), n_programs[0], dim, eps, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,25 +25,27 @@ def product(
     eps: float = 0.0,
     gated: bool = False,
     onto: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return `x @ weight.T`, `[T, out]`, for `x [T, in]` and `weight [out, in]`, and the operations around the product.
 
     The options are those of `lce.kernels.cpu.products.product`. T is up to `MOST_ROWS`. The tensors are contiguous, on
-    one GPU and of one dtype. Arithmetic is float32, rounded once at the end. One launch. Bytes moved: the weights once,
-    and x once from the cache for each program.
+    one GPU and of the dtypes named there. Arithmetic is float32, rounded once at the end. One launch. Bytes moved: the
+    weights once, and x once from the cache for each program.
     """
-    n, size = x.shape
+    (n, size), dtype = x.shape, weight.dtype
     n_rows, width = weight.shape
     n_parts = 2 if gated else 1
     n_out = n_rows // n_parts
-    fits = 0 < n <= MOST_ROWS and size == width and n_rows == n_parts * n_out and x.dtype is weight.dtype
-    assert fits, (x.shape, weight.shape, x.dtype, weight.dtype)
-    out = x.new_empty(n, n_out) if onto is None else onto
+    fits = 0 < n <= MOST_ROWS and size == width and n_rows == n_parts * n_out
+    assert fits, (x.shape, weight.shape)
+    out = x.new_empty(n, n_out, dtype=out_dtype or dtype) if onto is None else onto
     assert out.shape == (n, n_out), (out.shape, n, n_out)
     some = [x, weight, out, *(tensor for tensor in (bias, norm) if tensor is not None)]
-    assert all(tensor.is_contiguous() and tensor.dtype is x.dtype for tensor in some), [y.stride() for y in some]
+    fits = all(y.is_contiguous() and y.dtype in (dtype, torch.float32) for y in some)
+    assert fits, [(y.stride(), y.dtype) for y in some]
     columns = min(_COLUMNS, triton.next_power_of_2(size))
-    rows = max(n_parts, _TILE // (_COLUMNS * x.element_size()) // (1 if n == 1 else 2))
+    rows = max(n_parts, _TILE // (_COLUMNS * weight.element_size()) // (1 if n == 1 else 2))
     while rows > n_parts and n_rows < rows * _PROGRAMS:
         rows //= 2
     shape = Product(size, n, rows // n_parts, columns, n_parts, onto is not None)

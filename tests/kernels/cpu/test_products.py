@@ -35,6 +35,22 @@ def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gate
     assert_close(got, truth.product(x, weight, bias, norm=norm, gated=gated, onto=onto))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("gated", [False, True])
+def test_float32_goes_in_and_comes_out_unrounded(rows: int, gated: bool, dtype: torch.dtype) -> None:
+    x, weight, norm = random(rows, 80), random(140, 80, dtype=dtype, seed=2), random(80, dtype=dtype, seed=3)
+    around = {"norm": norm, "gated": gated}
+    out = product(x, weight, eps=EPS, out_dtype=torch.float32, **around)
+    assert out.dtype == torch.float32
+    assert_close(out, truth.product(x, weight, **around))
+    onto = random(rows, 70 if gated else 140, seed=5)
+    assert_close(
+        product(x, weight, eps=EPS, onto=onto.clone(), **around), truth.product(x, weight, onto=onto, **around)
+    )
+    alone = torch.cat([product(row[None], weight, eps=EPS, out_dtype=torch.float32, **around) for row in x])
+    assert torch.equal(alone, out)
+
+
 @pytest.mark.parametrize(("size", "n_out"), [(20, 6), (300, 134), (3072, 70), (8192, 18)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_bits_that_it_has_alone(

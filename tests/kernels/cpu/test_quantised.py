@@ -55,6 +55,19 @@ def test_what_stands_around_a_product(bits: int) -> None:
 
 
 @each_bits
+def test_float32_goes_in_and_comes_out_unrounded(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, norm, onto = torch.randn(3, 100), torch.randn(100).to(dtype), torch.randn(3, 32)
+    matrix = packed(torch.randn(64, 100), bits)
+    exact, around = matrix.unpacked(0, torch.empty(64, 100)), {"norm": norm, "gated": True}
+    out = matrix.product(x, eps=EPS, out_dtype=torch.float32, **around)
+    assert out.dtype == torch.float32
+    assert error(out, truth.product(x, exact, **around)) < 2e-4
+    assert error(matrix.product(x, eps=EPS, onto=onto.clone(), **around) - onto, out) < 1e-6
+    assert torch.equal(matrix.product(x[1:2], eps=EPS, out_dtype=torch.float32, **around), out[1:2])
+
+
+@each_bits
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(320, 100), (64, 3072), (32, 8192)])
 def test_a_row_has_the_bits_that_it_has_alone(

@@ -33,6 +33,10 @@ def test_a_product_is_that_of_float64(
     bias, norm = some(rows) if biased else None, some(size) if normed else None
     onto = some(n, rows // 2 if gated else rows) if adds else None
     expected = truth.product(x, w, bias, norm=norm, gated=gated, onto=onto)
+    if onto is None:
+        wide = product(x, w, bias, norm=norm, eps=EPS, gated=gated, out_dtype=torch.float32)
+        assert wide.dtype is torch.float32
+        torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-5)
     out = product(x, w, bias, norm=norm, eps=EPS, gated=gated, onto=onto)
     assert onto is None or out is onto
     assert out.dtype is dtype
