@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import importlib.util
 import inspect
 import json
@@ -32,7 +33,7 @@ from typing import Any
 from models import SHAPES, checkpoint, token_ids, write_gguf
 from workers import Remote, serve
 
-KINDS = {"bf16": None, "int8": "Q8_0", "int4": "Q4_K_M"}  # kinds of weights, and llama.cpp's names
+KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_K_M"}  # kinds of weights, and llama.cpp's names
 NEEDS = {"esa": {"compress": "pca"}}  # random weights have no learned maps
 CHECKED = 32  # tokens whose last logits are compared
 
@@ -120,20 +121,28 @@ class LlamaCpp:
 WORKERS = {"lce": Lce, "llama.cpp": LlamaCpp}
 
 
-def gguf_of(folder: Path, kind: str) -> Path:
-    """Return a checkpoint's GGUF file with weights of a kind, beside the folder, made once."""
+@functools.cache  # llama.cpp calls the function as long as it runs
+def silence() -> object:
+    """Keep llama.cpp from logging every tensor."""
+    import llama_cpp
+
+    callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(callback, None)
+    return callback
+
+
+def gguf_of(folder: Path, name: str) -> Path:
+    """Return a checkpoint's GGUF file with weights of a kind, by llama.cpp's name, beside the folder, made once."""
     plain = folder.with_suffix(".bf16.gguf")
     if not plain.exists():
         write_gguf(folder, plain)
-    name = KINDS[kind]
-    if name is None:
+    if name == "BF16":
         return plain
     path = folder.with_suffix(f".{name}.gguf")
     if not path.exists():
         import llama_cpp
 
-        silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # llama.cpp logs every tensor
-        llama_cpp.llama_log_set(silent, None)
+        silence()
         draft = path.with_suffix(".making")
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
@@ -149,7 +158,7 @@ def measure(args: argparse.Namespace, folder: Path, kind: str, threads: int) -> 
     lengths, methods = [int(n) for n in args.lengths.split(",")], args.methods.split(",")
     ours, theirs = Remote(__file__, "lce"), Remote(__file__, "llama.cpp")
     n_ctx = -(-(max(lengths) + args.new_tokens + 8) // 256) * 256
-    theirs.ask("load", path=str(gguf_of(folder, kind)), n_ctx=n_ctx, threads=threads)
+    theirs.ask("load", path=str(gguf_of(folder, KINDS[kind])), n_ctx=n_ctx, threads=threads)
     refusal = ours.ask("load", folder=str(folder), kind=kind, methods=methods, window=args.window, threads=threads)
     if refusal:
         print(f"{kind}: {refusal}: llama.cpp alone is measured", file=sys.stderr)

@@ -39,7 +39,7 @@ def test_the_same_weights_give_the_same_logits(vs_llama_cpp: ModuleType, tmp_pat
     save_file(larger, folder / "model.safetensors", {"format": "pt"})
     engine = lce.load(folder, dtype="float32")
     worker = vs_llama_cpp.LlamaCpp()
-    worker.load(str(vs_llama_cpp.gguf_of(folder, "bf16")), n_ctx=256, threads=1)
+    worker.load(str(vs_llama_cpp.gguf_of(folder, "BF16")), n_ctx=256, threads=1)
     theirs = torch.tensor(worker.logits())
     ours = engine.logits(vs_llama_cpp.token_ids(vs_llama_cpp.CHECKED))[-1]
     assert (ours - theirs).abs().max() < 0.02 * ours.abs().max()
