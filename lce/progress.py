@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Progress = Callable[[int, int], None]  # called with the tokens done and the total; an exception in it ends the call
 StageProgress = Callable[[str, int, int], None]  # called with the stage's name, the units done and the total
 Label = str | Callable[[], str]  # a bar's label, or a function that returns the present one
+
+STEPS_S = 5.0  # the seconds of work between two notices of `StepNotices`
 
 _silent = False
 
@@ -25,7 +33,52 @@ def silence(silent: bool = True) -> None:
 def notice(text: str) -> None:
     """Print on stderr a line that tells the user what takes time."""
     if not _silent:
-        print(f"lce: {text}", file=sys.stderr)
+        with bars_cleared():
+            print(f"lce: {text}", file=sys.stderr)
+
+
+@contextmanager
+def bars_cleared() -> Iterator[None]:
+    """Clear the bars on the terminal, and draw them again below what is printed within the context."""
+    imported = sys.modules.get("tqdm")
+    if imported is None:
+        yield
+    else:
+        with imported.tqdm.external_write_mode():
+            yield
+
+
+class StepNotices:
+    """Notices of steps that take time, such as compilations: at the first step, then every `STEPS_S` seconds of work.
+
+    `begin` and `end` surround a step. Example: `lce: compiling kernels: 3 done in 15 s`, with `what` and `done`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self.n_done = what, 0
+        self.spent = self.told = 0.0  # the seconds of the steps that are done, and those at the last notice
+        self._ended: threading.Event | None = None
+
+    def begin(self, text: str) -> None:
+        """Begin a step. Print `text` if it is the first."""
+        if self._ended is None and not self.n_done:
+            notice(text)
+        self.end()
+        self._ended, self._begun = threading.Event(), time.monotonic()
+        with suppress(RuntimeError):  # no thread can be started: the work goes on without notices
+            threading.Thread(target=self._tell, args=(self._ended, self._begun), daemon=True).start()
+
+    def end(self) -> None:
+        """End the step, if one has begun."""
+        if self._ended is not None:
+            self._ended.set()
+            self.spent, self.n_done, self._ended = self.spent + time.monotonic() - self._begun, self.n_done + 1, None
+
+    def _tell(self, ended: threading.Event, begun: float) -> None:
+        before, n_done = self.spent, self.n_done
+        while not ended.wait(self.told + STEPS_S - before - (time.monotonic() - begun)):
+            self.told = before + time.monotonic() - begun
+            notice(f"{self.what}: {n_done} done in {self.told:.0f} s")
 
 
 def label_now(label: Label) -> str:
@@ -40,9 +93,7 @@ def reported(progress: Progress | bool | None, label: Label, unit: str = " tok")
     if progress is not True:
         yield progress or (lambda done, total: None)
         return
-    from tqdm.auto import tqdm
-
-    with tqdm(desc=label_now(label).removesuffix(":"), unit=unit, leave=False, dynamic_ncols=True) as drawn:
+    with _bar(label_now(label).removesuffix(":"), unit=unit, leave=False) as drawn:
 
         def advance(done: int, total: int) -> None:
             drawn.total, drawn.desc = total, label_now(label).removesuffix(":")
@@ -59,17 +110,31 @@ def stages(progress: StageProgress | bool | None) -> StageProgress:
     check_progress(progress)
     if progress is not True:
         return progress or (lambda stage, done, total: None)
-    from tqdm.auto import tqdm
-
-    drawn: dict[str, tqdm[NoReturn]] = {}
+    drawn: dict[str, tqdm[Any]] = {}
 
     def advance(stage: str, done: int, total: int) -> None:
-        bar = drawn.get(stage) or drawn.setdefault(stage, tqdm(desc=stage, total=total, dynamic_ncols=True))
+        bar = drawn.get(stage) or drawn.setdefault(stage, _bar(stage, total=total))
         bar.update(done - bar.n)
         if done >= total:
             drawn.pop(stage).close()
 
     return advance
+
+
+def _bar(label: str, **how: Any) -> tqdm[Any]:
+    """Draw a bar on stderr, which stays a single line when the terminal's size changes; in Jupyter, a widget."""
+    import tqdm.auto
+
+    class Bar(tqdm.auto.tqdm):  # type: ignore[type-arg]  # its base depends on where it runs
+        @staticmethod
+        def status_printer(file: Any) -> Callable[[str], None]:
+            # The cursor stays at the line's beginning. Where a terminal that became narrower wraps the line, the cursor
+            # is then above all of its parts, and erasing the rest of the screen leaves none.
+            return lambda text: print(f"\r\x1b[J{text}", end="\r", file=file, flush=True)
+
+    is_plain = tqdm.auto.tqdm.status_printer is not tqdm.tqdm.status_printer
+    has_no_cursor = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
+    return (tqdm.auto.tqdm if is_plain or has_no_cursor else Bar)(desc=label, dynamic_ncols=True, **how)
 
 
 def check_progress(progress: object) -> None:

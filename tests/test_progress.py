@@ -1,13 +1,25 @@
 """Progress: a callback as it is, or a bar on stderr."""
 
+import fcntl
+import os
+import re
+import select
+import struct
+import sys
+import termios
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lce
-from lce.errors import UsageError
-from lce.progress import check_progress, notice, reported, silence, stages
+from lce.errors import UsageError, WindowWarning
+from lce.progress import StepNotices, check_progress, notice, reported, silence, stages
+from lce.terminal.output import Output
 from tests.checkpoints import tokens
 
 
@@ -49,6 +61,71 @@ def test_stages_are_one_bar_after_another(capfd: pytest.CaptureFixture[str]) -> 
     told: list[tuple[str, int, int]] = []
     stages(lambda *units: told.append(units))("reading", 1, 2)
     assert told == [("reading", 1, 2)]
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[[int], None], Callable[[], str]]]:
+    """Make stderr a terminal. Yield a function that sets its width, and one that returns what was written since.
+
+    No fixture: pytest sets stderr after those.
+    """
+    ours, theirs = os.openpty()
+
+    def resize(columns: int) -> None:
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read() -> str:
+        data = b""
+        while select.select([ours], [], [], 0.1)[0]:
+            data += os.read(ours, 1 << 16)
+        return data.decode()
+
+    with open(theirs, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        patch.setenv("TERM", "xterm")
+        resize(80)
+        yield resize, read
+    os.close(ours)
+
+
+def test_a_bar_is_one_line_after_a_resize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each drawing begins and ends at the line's beginning, erases what is below, and fits the width."""
+    with terminal(monkeypatch) as (resize, written), reported(True, "prefill") as progress:
+        for step, columns in enumerate((80, 30, 100, 50)):
+            resize(columns)
+            progress(step + 1, 10)
+            drawn = written().split("\r\x1b[J")
+            assert drawn[0] == ""
+            for each in drawn[2 if step == 0 else 1 :]:
+                assert each.endswith("\r")
+                assert len(each.rstrip("\r")) <= columns
+                assert f"{step + 1}/10" in each
+
+
+@pytest.mark.parametrize("say", [notice, Output().figures, lambda text: warnings.warn(text, WindowWarning, 2)])
+def test_what_is_printed_beside_a_bar_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
+) -> None:
+    with terminal(monkeypatch) as (_, written), reported(True, "prefill"), Output().noting():
+        say("compiling")
+        line, below = written().split("\n")
+    assert re.search("\\r\x1b\\[J\\r*(lce: |lce: note: )?compiling\r$", line), "the bar was cleared first"
+    assert below.startswith("\r\x1b[Jprefill: 0 tok"), "and is drawn again"
+
+
+def test_steps_that_take_long_say_so_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lce.progress.STEPS_S", 1.0)
+    steps = StepNotices("compiling kernels")
+    for seconds in (0.6, 0.6, 0.0):
+        steps.begin("compiling")
+        time.sleep(seconds)
+        steps.end()
+    steps.end()
+    assert (steps.n_done, steps.spent > 1.0) == (3, True)
+    said = "lce: compiling\n(lce: compiling kernels: [01] done in [1-9] s\n)+"
+    assert re.fullmatch(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("value", [3, "x", [], int, object()])

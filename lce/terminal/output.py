@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
-from lce.progress import Label, label_now, reported, silence
+from lce.progress import Label, bars_cleared, label_now, reported, silence
 
 if TYPE_CHECKING:
     from lce.engine.stream import Stream
@@ -26,7 +26,8 @@ NEXT_LINE_S = 10.0  # Seconds between two lines of progress.
 
 def note(text: str) -> None:
     """Write a note to stderr, even under --quiet."""
-    click.echo(f"lce: note: {text}", err=True)
+    with bars_cleared():
+        click.echo(f"lce: note: {text}", err=True)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -140,12 +141,14 @@ class Output:
     def text(self, *lines: str) -> None:
         """Write a result to stdout as lines, except under --json."""
         if lines and not self.json:
-            click.echo("\n".join(lines))
+            with bars_cleared():
+                click.echo("\n".join(lines))
 
     def figures(self, line: str) -> None:
         """Write a line of figures to stderr, except under --quiet."""
         if not self.quiet:
-            click.echo(line, err=True)
+            with bars_cleared():
+                click.echo(line, err=True)
 
     def generation(self, stream: Stream) -> None:
         """Run a generation to its end and, except under --json, write its text to stdout as it comes.
