@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 
 from lce.errors import UsageError
 from lce.files import read_file, write_whole
-from lce.progress import notice
+from lce.progress import StepNotices, notice
 
 MOST_ROWS = 8  # the largest number of input rows (tokens) in a product of `products` or `quantised`
 
@@ -41,6 +41,7 @@ _lock = threading.RLock()
 _turn = threading.Lock()
 _threads = threading.local()
 
+_steps = StepNotices("compiling kernels")
 
 _announced: set[str] = set()
 
@@ -236,7 +237,10 @@ def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False
         _use_torch_threads()
         made: Any = numba.njit(parallel=parallel, nogil=True, **_OPTIONS)(body)
         made._cache = _KernelFile(usable_cache(), body.__name__)
-        made.compile(signature)
+        try:
+            made.compile(signature)
+        finally:
+            _steps.end()
     made.disable_compile()
     return cast("Callable[..., Any]", made)
 
@@ -268,7 +272,7 @@ class _KernelFile:
                 context.refresh()
                 return CompileResult._rebuild(context, *pickle.loads(raw[_DIGEST_BYTES:]))
         kept = "later runs find them in a cache" if self._path else "which every run does: no cache"
-        _announce("compiling kernels for this processor", f"{';' if self._path else ','} {kept}")
+        _steps.begin(f"compiling kernels for this processor{';' if self._path else ','} {kept}")
         return None
 
     def save_overload(self, signature: Any, made: Any) -> None:
