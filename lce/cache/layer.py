@@ -18,7 +18,7 @@ from torch import Tensor
 from lce.attention import Tiles, Turn, append
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held, MethodState
-from lce.cache.shared import SPARE, ForFork, RowBuffer
+from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
 from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
@@ -39,7 +39,7 @@ class KVBuffer:
         self._index: Tensor | None = None
         shape = (layout.n_kv_heads, layout.whole_chunks(capacity), layout.head_dim)
         try:
-            tensors = [torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2)]
+            tensors = [own_memory(shape, layout.dtype, layout.device) for _ in range(2)]
         except RuntimeError as error:
             raise CapacityError(
                 f"no memory for {shape[1]:,} tokens in the cache: {size_text(2 * shape[1] * layout.key_bytes)} a layer "

@@ -16,7 +16,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.cache.shared import SPARE, ForFork, RowBuffer
+from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
 from lce.profiling import count_compared, timed
 
 Held = tuple[Tensor | None, int]  # a tensor (None before the first write), and a number: which rows the tensor has
@@ -148,7 +148,7 @@ class GrowingRows(MethodState):
         if buffer is None or stop > buffer.capacity:
             shape = list(rows.shape)
             shape[self.axis] = self._capacity(stop, 0 if buffer is None else buffer.capacity)
-            grown = rows.new_empty(shape)
+            grown = own_memory(shape, rows.dtype, rows.device)
             if buffer is not None:
                 grown.narrow(self.axis, 0, start).copy_(buffer.tensor.narrow(self.axis, 0, start))
             buffer = RowBuffer(grown, self.axis)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from lce.cache.formats import Parts
 from lce.cache.layout import CacheLayout
 from lce.cache.movers import Cuda, Mover, Numbers, Pinned
+from lce.cache.shared import own_memory
 from lce.cache.tier import HOST, UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
@@ -317,7 +318,8 @@ class Device(Pool):
         """Copy the pages to a larger slab, and return its slots. Bytes: one copy of the pages."""
         n, n_slots = self.n_slots, min(max(n_slots, self.n_slots * 3 // 2), self.max_slots)
         shape = n_slots, self.layout.page_heads, self.layout.chunk_size, self.layout.head_dim
-        slab = tuple(self.mover.empty(shape, self.layout.dtype) for _ in range(2))
+        make = self.mover.empty if not self.layout.on_cpu else partial(own_memory, device=self.layout.device)
+        slab = tuple(make(shape, self.layout.dtype) for _ in range(2))
         if n:
             self.mover.wait(np.arange(n))
             for x, old in zip(slab, self.slots.slabs[0], strict=True):

@@ -1,4 +1,7 @@
-"""Memory that forks share: all contexts read one copy of the rows that a context had when it was forked.
+"""A context's own memory, and memory that forks share: all of them read one copy of the rows that they began with.
+
+Large tensors of a context are in mappings of their own. The allocator would keep freed tensors for later use, and a
+process that closed its contexts would stay as large as it was.
 
 A buffer is copied to a file in memory (Linux' memfd) when its context is first forked. From then on the context writes
 to the file, after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when
@@ -14,6 +17,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from weakref import WeakSet
@@ -27,6 +31,18 @@ SPARE = 8192  # free space after shared rows, in tokens; it takes no memory unti
 PAGE = mmap.PAGESIZE
 UNRESERVED = 0x4000  # Linux' flag MAP_NORESERVE of mmap
 ALL = 1 << 62  # a number of rows larger than any cache has
+MAPPED = 64 << 10  # a tensor of so many bytes has a mapping of its own
+
+
+@torch.inference_mode(mode=False)  # so that code outside inference mode can write to the tensor, too
+def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor for a context. On a CPU its memory goes back to the system when it is freed."""
+    n_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if device.type == "cpu" and n_bytes >= MAPPED:
+        with suppress(OSError):  # too many mappings; if memory is short, the allocator says so
+            found = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(found, dtype=dtype).view(*shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class MemoryFile:
@@ -113,7 +129,8 @@ class RowBuffer:
     def fork(self, n_rows: int, for_fork: ForFork) -> RowBuffer:
         """Return a buffer for another context with the first `n_rows` rows: shared if possible, else copied."""
         if not self.can_share(n_rows) or self._place is None:
-            return RowBuffer(self.tensor.narrow(self.axis, 0, n_rows).clone(), self.axis)
+            rows = self.tensor.narrow(self.axis, 0, n_rows)
+            return RowBuffer(own_memory(rows.shape, rows.dtype, rows.device).copy_(rows), self.axis)
         file, start = for_fork(self._place[0]), self._place[1]
         other = RowBuffer(file.tensor(start, self.tensor.shape, self.tensor.dtype, private=True), self.axis)
         other._place, other._private = (file, start), True

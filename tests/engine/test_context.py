@@ -355,6 +355,27 @@ def test_a_context_is_truncated_to_what_it_has(engine: lce.Engine) -> None:
     assert len(context) == context.cache.length == 40
 
 
+def test_closed_contexts_take_no_memory(tiny_model: Path) -> None:
+    """A hundred forks and a dozen contexts of their own, each asked: what they took is the system's again."""
+
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+    engine = lce.load(tiny_model)
+    document = engine.prefill(tokens(4000))
+    engine.generate(tokens(9), max_tokens=2, context=document.fork())
+    before = resident()
+    contexts = [document.fork() for _ in range(100)] + [engine.prefill(tokens(4000)) for _ in range(12)]
+    for number, context in enumerate(contexts):
+        engine.generate(tokens(9, number), max_tokens=2, context=context)
+    taken = resident() - before
+    assert taken > 12 * 4000 * 512, "bytes of a token in the tiny model"
+    for context in contexts:
+        context.close()
+    assert resident() - before < taken / 8
+
+
 def test_with_closes_a_context_and_frees_its_files_at_once(tiny_model: Path, tmp_path: Path) -> None:
     engine = lce.load(tiny_model, EVERY["longheads"], block=BLOCK, kv_host_budget="64KiB", spill_dir=tmp_path)
 
