@@ -154,13 +154,16 @@ def prefill(
 @cli.command()
 @argument("file", metavar="FILE|MODEL")
 @flag("--model -m PATH|demo", "The model of a context file, to show how its text begins and ends.")
+@flag("--check", "Read all weights of a MODEL, and compare them with what `lce quantize` wrote.", is_flag=True)
 @options.json_options
-def info(file: str, model: str | None, output: Output) -> None:
+def info(file: str, model: str | None, check: bool, output: Output) -> None:
     """Show what a context FILE or the folder of a MODEL holds.
 
-    Of a context only the header is read, of a model config.json, the tokenizer and the headers of the weights.
+    Of a context only the header is read, of a model config.json, the tokenizer and the headers of the weights. --check
+    reads all weights. Only folders of `lce quantize` have checksums; of others it says whether they can be read.
     """
-    found = lce.info(file)
+    with output.bar("check", "B") as bar:
+        found = lce.info(file, check, progress=bar)
     if isinstance(found, lce.ModelInfo):
         if model is not None:
             raise UsageError("--model is for a context file, and FILE|MODEL is a model already; leave one of them out")

@@ -13,13 +13,14 @@ from lce.cache.manifest import FORMAT, contradiction, read_header
 from lce.engine.identity import file_of, knobs_of, model_identity
 from lce.engine.loading import fitted
 from lce.engine.saving import part_of, state_of
-from lce.errors import LceError
+from lce.errors import LceError, UsageError, shown
 from lce.files import open_regular, path_of
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig
 from lce.models.registry import families, model_class, read_config
+from lce.progress import Progress, check_progress, reported
 from lce.weights.source import source_of
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -32,7 +33,8 @@ class ModelInfo:
     `dtype` is the dtype of most stored weights, `weights` their quantisation scheme, if any. `fingerprint` identifies
     the weights. `identity` identifies the weights and the config; a context file stores it to name its model.
     `tokenizer` names the tokenizer's file. `methods` are the registered methods with their knobs derived for this
-    model's window; `refused` says why other methods cannot be used. A field whose file is missing is None.
+    model's window; `refused` says why other methods cannot be used. A field whose file is missing is None. `checked`
+    says whether `info` found checksums to compare the weights with; it is None if `info` was not asked to check.
     """
 
     folder: Path
@@ -46,6 +48,7 @@ class ModelInfo:
     identity: str | None
     tokenizer: str | None
     chat_template: bool
+    checked: bool | None = None
     methods: Mapping[str, Method] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,18 +84,26 @@ class ContextInfo:
     method_file: str | None = None
 
 
-def info(path: str | Path) -> ModelInfo | ContextInfo:
+def info(path: str | Path, check: bool = False, *, progress: bool | Progress | None = None) -> ModelInfo | ContextInfo:
     """Describe a model folder, the embedded model "demo", or a context file. Reads only headers and small files.
 
-    Example: `lce.info("document.lce").tokens`. Raises `ModelError` for other folders and `DataError` for other files.
+    With `check`, all of a model's weights are read too: numbers must be finite, and all that `lce.quantize` wrote must
+    agree with its checksums. `progress` counts bytes. Example: `lce.info("document.lce").tokens`. Raises `ModelError`
+    for other folders and damaged weights, and `DataError` for other files.
     """
     path = path_of(path, "path")
+    check_progress(progress)
+    if not isinstance(check, bool):
+        raise UsageError(f"check is {shown(check)}; expected True or False")
     if str(path) != "demo" and not path.is_dir():
+        if check:
+            raise UsageError("check is for a model's folder; the rows of a context file are checked as they are read")
         return describe(path)
     source = source_of(str(path))
     config = read_config(source)
-    shapes = dict(model_class(config).weights(config).values())  # by stored name, so that tied weights count once
-    checkpoint = source.checkpoint if any(source.path.glob("*.safetensors")) else None
+    family = model_class(config)
+    shapes = dict(family.weights(config).values())  # by stored name, so that tied weights count once
+    checkpoint = source.checkpoint if check or any(source.path.glob("*.safetensors")) else None
     manifest = checkpoint.manifest if checkpoint else None
     file = next((name for name in TOKENIZERS if source.file(name).is_file()), None)
     facts = ModelFacts(source, config, config.window, config.rope)
@@ -105,6 +116,11 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
             refused[name] = str(error)
     weights = manifest.weights if manifest else None
     fingerprint = checkpoint.fingerprint() if checkpoint else None
+    checked = None
+    if check and checkpoint:
+        checkpoint.check(dict(family.weights(config, checkpoint.shapes).values()), (*family.unused, *config.unused))
+        with reported(progress, "check", "B") as report:
+            checked = checkpoint.verify(report)
     return ModelInfo(
         folder=source.path,
         family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
@@ -117,6 +133,7 @@ def info(path: str | Path) -> ModelInfo | ContextInfo:
         identity=None if fingerprint is None else model_identity(config.identity(fingerprint), weights),
         tokenizer=file,
         chat_template=file is not None and source.tokenizer(config.vocab_size).chat_template is not None,
+        checked=checked,
         methods=methods,
         refused=refused,
     )

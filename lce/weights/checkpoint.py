@@ -25,11 +25,11 @@ from torch import Tensor
 
 from lce import system
 from lce.errors import CapacityError, ModelError, shown
-from lce.files import named, open_regular
+from lce.files import named, open_regular, read_file
 from lce.sizes import size_text
 from lce.weights import safetensors_file
-from lce.weights.packed import METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked
-from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, pread, stamp_of
+from lce.weights.packed import LARGEST, METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
+from lce.weights.safetensors_file import AGAIN, DTYPES, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
 
 _CPU = torch.device("cpu")
 _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
@@ -103,7 +103,7 @@ class Checkpoint:
         file = whole if os.path.lexists(whole) else safetensors_file.only_file(folder)
         tensors, metadata, stamp = safetensors_file.read_header(file)
         manifest = Manifest.read(metadata[METADATA], file, tensors) if METADATA in metadata else None
-        return cls(folder, tensors, {file: stamp}, manifest)
+        return cls(folder, manifest.checked(tensors) if manifest else tensors, {file: stamp}, manifest)
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
@@ -223,18 +223,13 @@ class Checkpoint:
 
         The hash covers every name, dtype and shape, and samples of every tensor's beginning, middle and end. A change
         elsewhere in a large tensor is not seen. `load` takes the samples when it reads the weights. Quantised weights
-        have the fingerprint of their source checkpoint; their file must match the samples in the file's manifest.
+        have the fingerprint of their source checkpoint; all of their bytes are compared with checksums when loaded.
         """
-        if self.manifest is None:
-            return self._samples
-        if self._samples != self.manifest.samples:
-            where = ", ".join(named(file) for file in self.stamps)
-            raise ModelError(f"{where}: its tensors are not those of its manifest; quantize the checkpoint again")
-        return self.manifest.source
+        return self.manifest.source if self.manifest else self._samples
 
     @cached_property
     def _samples(self) -> str:
-        """The SHA-256 of the tensors in these files, quantised or not: see `fingerprint`."""
+        """The SHA-256 of the tensors in these files: see `fingerprint`."""
         digest = hashlib.sha256()
         with self._opened() as files:
             for name, info in sorted(self.tensors.items()):
@@ -245,6 +240,19 @@ class Checkpoint:
                 for start, stop in spans:
                     digest.update(pread(files[info.file], stop - start, start, info.file))
         return digest.hexdigest()
+
+    def verify(self, progress: Callable[[int, int], None]) -> bool:
+        """Read all tensors, and return whether there were checksums to compare them with.
+
+        With checksums, the files beside the weights are compared, too. Raises ModelError for a file that is not as it
+        was written, cannot be read, or has a number that is not finite.
+        """
+        for name, digest in self.manifest.files.items() if self.manifest else ():
+            if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):
+                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", AGAIN)
+        with self._opened() as files:
+            safetensors_file.verify(self.tensors, files, progress)
+        return self.manifest is not None
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

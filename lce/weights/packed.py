@@ -8,13 +8,14 @@ The `Manifest` in its file's metadata lists the quantised matrices.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import json
 import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -26,12 +27,12 @@ from lce.errors import UsageError, nearest, shown
 from lce.files import JsonError, parse_json
 from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.products import product
-from lce.weights.safetensors_file import MOST_VALUES, NAMES, Damaged, TensorInfo
+from lce.weights.safetensors_file import AGAIN, MOST_VALUES, NAMES, PIECE, Damaged, TensorInfo
 
 ROW_BLOCK = 16  # The number of rows in one block of a packed matrix.
 METADATA = "lce.quantised"  # the key of the `Manifest` in a safetensors file's metadata
-FORMAT = 1
-_REMEDY = "quantize the checkpoint again"
+FORMAT = 2
+LARGEST = 256 << 20  # the largest size, in bytes, of a tokenizer or config file beside the weights
 _SCHEMES: dict[str, Scheme] = {}
 
 
@@ -100,20 +101,26 @@ def scheme_of(name: object) -> Scheme | None:
     return all_schemes()[name]
 
 
+def sha256_of(data: bytes) -> str:
+    """Return the SHA-256 of bytes as text."""
+    return hashlib.sha256(data).hexdigest()
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The manifest of a quantised checkpoint's file.
 
     `weights` is the name of the scheme that the user chose; `matrices` has the scheme and shape of each quantised
-    matrix. `dtype` and `source` are the dtype and the fingerprint of the checkpoint that was quantised. `samples` is
-    the fingerprint of the file's own tensors.
+    matrix. `dtype` and `source` are the dtype and the fingerprint of the checkpoint that was quantised. `checks` has
+    the checksums of each tensor, `files` the SHA-256 of each file beside the weights.
     """
 
     weights: str
     dtype: str
     source: str
-    samples: str
     matrices: Mapping[str, tuple[str, tuple[int, int]]]
+    checks: Mapping[str, Sequence[str]]
+    files: Mapping[str, str]
     format: int = FORMAT
 
     @property
@@ -125,8 +132,13 @@ class Manifest:
         return {name: all_schemes()[scheme] for name, (scheme, _) in self.matrices.items()}
 
     def text(self) -> str:
-        """Return the manifest as JSON."""
-        return json.dumps(asdict(self))
+        """Return the manifest as JSON, with a SHA-256 of the rest."""
+        raw = asdict(self)
+        return json.dumps(raw | {"sha256": sha256_of(json.dumps(raw).encode())})
+
+    def checked(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Return the tensors of the file with their checksums."""
+        return {name: replace(info, checks=tuple(self.checks[name])) for name, info in tensors.items()}
 
     @classmethod
     def read(cls, text: str, file: Path, tensors: Mapping[str, TensorInfo]) -> Self:
@@ -134,24 +146,29 @@ class Manifest:
         try:
             raw = parse_json(text.encode(), most=MOST_VALUES, unique=True)
             if raw["format"] != FORMAT:
-                raise Damaged(file, f"format {shown(raw['format'])}; this lce reads {FORMAT}", _REMEDY)
+                raise Damaged(file, f"format {shown(raw['format'])}; this lce reads {FORMAT}", AGAIN)
+            if raw.pop("sha256") != sha256_of(json.dumps(raw).encode()):
+                raise Damaged(file, "its manifest is not as it was written", AGAIN)
             matrices = {name: (scheme, (n_out, n_in)) for name, (scheme, (n_out, n_in)) in raw["matrices"].items()}
-            found = cls(raw["weights"], raw["dtype"], raw["source"], raw["samples"], matrices)
+            found = cls(raw["weights"], raw["dtype"], raw["source"], matrices, raw["checks"], dict(raw["files"]))
+            n_checks = {name: len(checks) for name, checks in found.checks.items()}
         except (JsonError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(file, f"its manifest is incomplete ({shown(str(error), 60)})", _REMEDY) from None
-        texts = found.weights, found.dtype, found.source, found.samples
+            raise Damaged(file, f"its manifest is incomplete ({shown(str(error), 60)})", AGAIN) from None
+        if n_checks != {name: -(-(info.stop - info.start) // PIECE) for name, info in tensors.items()}:
+            raise Damaged(file, "its manifest has the checksums of other tensors", AGAIN)
+        texts = found.weights, found.dtype, found.source, *found.files, *found.files.values()
         if not all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts):
-            raise Damaged(file, "its manifest has values that are no texts", _REMEDY)
+            raise Damaged(file, "its manifest has values that are no texts", AGAIN)
         if found.weights not in all_schemes() or found.dtype not in ("float32", "bfloat16", "float16"):
-            raise Damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}", _REMEDY)
+            raise Damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}", AGAIN)
         for name, (scheme, shape) in matrices.items():
             if not isinstance(scheme, str) or scheme not in all_schemes() or not all(type(n) is int for n in shape):
-                raise Damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}, {shown(shape)}", _REMEDY)
+                raise Damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}, {shown(shape)}", AGAIN)
             for part, (size, dtype) in all_schemes()[scheme].parts(shape).items():
                 info, expected = tensors.get(f"{name}.{part}"), (NAMES[dtype], size)
                 got = None if info is None else (info.dtype, info.shape)
                 if got != expected:
-                    raise Damaged(file, f"{shown(f'{name}.{part}')} is {got}; expected {expected}", _REMEDY)
+                    raise Damaged(file, f"{shown(f'{name}.{part}')} is {got}; expected {expected}", AGAIN)
         return found
 
 

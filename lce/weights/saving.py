@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,19 @@ import torch
 from lce.errors import ModelError
 from lce.files import named, written_whole
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.packed import METADATA, Manifest, Scheme
-from lce.weights.safetensors_file import NAMES, STORED, read_header
-
-_NO_SAMPLES = "0" * 64
+from lce.weights.packed import METADATA, Manifest, Scheme, sha256_of
+from lce.weights.safetensors_file import NAMES, PIECE, STORED, checksums
 
 
 def save_quantised(
     checkpoint: Checkpoint, path: Path, shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme],
-    weights: str, progress: Callable[[int, int], None],
+    weights: str, files: Mapping[str, bytes], progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     """Write a checkpoint's tensors to `path`: matrices in `schemes` are quantised, others copied.
 
-    `shapes` has the shape of each tensor to write. `weights` is the name of the scheme that the user chose. The file
-    appears whole or not at all. `progress` is called with the bytes read so far and with the bytes of all tensors.
+    `shapes` has the shape of each tensor to write. `weights` is the name of the scheme that the user chose. `files` has
+    the contents of the files beside the weights, by name. The file appears whole or not at all, with checksums of its
+    tensors and of `files`. `progress` is called with the bytes read so far and with the bytes of all tensors.
     """
     if checkpoint.manifest:
         raise ModelError(f"{named(checkpoint.folder)} is quantised already; give the checkpoint that it was made of")
@@ -39,7 +37,11 @@ def save_quantised(
             entries[name] = shape, STORED[checkpoint.tensors[name].dtype]
     matrices = {name: (scheme.name, (shapes[name][0], shapes[name][1])) for name, scheme in schemes.items()}
     dtype = str(checkpoint.dtype()).removeprefix("torch.")
-    manifest = Manifest(weights, dtype, checkpoint.fingerprint(), _NO_SAMPLES, matrices)
+    checks = {}
+    for name, (shape, kind) in entries.items():
+        checks[name] = ["0" * 16] * -(-math.prod(shape) * kind.itemsize // PIECE)  # as long as those written at the end
+    digests = {name: sha256_of(data) for name, data in files.items()}
+    manifest = Manifest(weights, dtype, checkpoint.fingerprint(), matrices, checks, digests)
     sizes = {name: checkpoint.tensors[name].stop - checkpoint.tensors[name].start for name in shapes}
     done, total, cpu = 0, sum(sizes.values()), torch.device("cpu")
     with written_whole(path) as file:
@@ -47,16 +49,15 @@ def save_quantised(
         for name, shape in sorted(shapes.items()):
             wanted = {name: (name, shape)}
             found = checkpoint.load(wanted, dtype=None, device=cpu, ignore=["*"], schemes=schemes)[name]
-            for tensor in found.parts.values() if name in schemes else (found,):
-                file.write(tensor.view(-1).view(torch.uint8).numpy())
+            parts = {f"{name}.{part}": x for part, x in found.parts.items()} if name in schemes else {name: found}
+            for stored, tensor in parts.items():
+                data = tensor.view(-1).view(torch.uint8).numpy()
+                checks[stored] = checksums(data)
+                file.write(data)
             done += sizes[name]
             progress(done, total)
-        file.flush()
-        draft = Path(file.name)
-        tensors, _, stamp = read_header(draft)
-        own = Checkpoint(draft.parent, tensors, {draft: stamp})
         file.seek(0)
-        file.write(_header(entries, replace(manifest, samples=own.fingerprint())))
+        file.write(_header(entries, manifest))
 
 
 def _header(entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], manifest: Manifest) -> bytes:

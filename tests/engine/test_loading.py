@@ -157,16 +157,6 @@ def test_logits_stay_close() -> None:
         assert (exact.exp() * (exact - rounded)).sum(-1).mean() < most
 
 
-def test_other_tensors_than_those_of_the_manifest_are_refused(tmp_path: Path) -> None:
-    out = lce.quantize("demo", tmp_path / "out")
-    file = out / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(ModelError, match="not those of its manifest"):
-        lce.load(out)
-
-
 def test_what_cannot_be_quantised(tmp_path: Path) -> None:
     out = lce.quantize("demo", tmp_path / "out")
     with pytest.raises(UsageError, match="no empty folder"):
@@ -175,6 +165,7 @@ def test_what_cannot_be_quantised(tmp_path: Path) -> None:
         lce.quantize(out, tmp_path / "again")
     with pytest.raises(UsageError, match="expected int8 or int4"):
         lce.quantize("demo", tmp_path / "x", "auto")
+    assert not (tmp_path / "x").exists()
 
 
 def test_options_are_checked_before_weights_are_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Schemes by name, matrices of unlike types one beneath the other, and manifests that contradict their file."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,13 @@ FILE = Path("model.safetensors")
 
 def tensors() -> dict[str, TensorInfo]:
     shapes = {"a.codes": ("U8", (2, 8, 64)), "a.scales": ("BF16", (2, 2, 16)), "a.zeros": ("U8", (2, 2, 16))}
-    return {name: TensorInfo(FILE, dtype, shape, 0, 0) for name, (dtype, shape) in shapes.items()}
+    return {name: TensorInfo(FILE, dtype, shape, 0, 9) for name, (dtype, shape) in shapes.items()}
 
 
 def manifest(**changed: Any) -> str:
-    whole = Manifest("int4", "bfloat16", "f" * 64, "0" * 64, {"a": ("int4", (32, 64))}).text()
-    return json.dumps({**json.loads(whole), **changed})
+    checks = {name: ["0" * 16] for name in tensors()}
+    whole = Manifest("int4", "bfloat16", "f" * 64, {"a": ("int4", (32, 64))}, checks, {"config.json": "0" * 64})
+    return replace(whole, **changed).text()
 
 
 def test_a_manifest_is_read_as_it_was_written() -> None:
@@ -76,15 +77,24 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"format": 2}, {"weights": "int3"}, {"weights": None}, {"dtype": "int8"}, {"source": 3}, {"matrices": 3},
+        {"format": 1}, {"weights": "int3"}, {"weights": None}, {"dtype": "int8"}, {"source": 3}, {"matrices": 3},
         {"matrices": {"a": ["int4", [32, 65]]}}, {"matrices": {"a": ["int8", [32, 64]]}},
         {"matrices": {"a": ["int4", [32, -64]]}}, {"matrices": {"b": ["int4", [32, 64]]}},
-        {"matrices": {"a": [["int4"], [32, 64]]}}, {"matrices": {"a": ["int4", [True, 64]]}}, {"samples": ""},
+        {"matrices": {"a": [["int4"], [32, 64]]}}, {"matrices": {"a": ["int4", [True, 64]]}}, {"source": ""},
+        {"checks": {}}, {"checks": 3}, {"checks": {"a.codes": ["0"], "a.scales": ["0"], "a.zeros": []}},
+        {"files": {"config.json": 3}}, {"files": {"": "0"}}, {"files": 3},
     ],
 )  # fmt: skip
 def test_a_damaged_manifest_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="quantize the checkpoint again"):
         Manifest.read(manifest(**changed), FILE, tensors())
+
+
+def test_a_manifest_that_was_changed_is_refused() -> None:
+    for at in range(len(manifest())):
+        changed = manifest()[:at] + chr(ord(manifest()[at]) ^ 1) + manifest()[at + 1 :]
+        with pytest.raises(ModelError, match=r"quantize the checkpoint again|not valid JSON|appears twice"):
+            Manifest.read(changed, FILE, tensors())
 
 
 def test_text_that_is_no_manifest_is_refused() -> None:
