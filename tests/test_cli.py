@@ -139,7 +139,7 @@ def test_methods_lists_knobs_and_defaults() -> None:
     assert options["chunk_size"] | {"type": "int or none", "default": None} == options["chunk_size"]
     text = run("methods").stdout
     for method in listed.values():
-        assert method["summary"]
+        assert method["summary"].endswith("."), "a whole sentence"
         assert f"{method['name']}\n  {method['summary']}\n" in text
     assert re.search(r"^  keep_first=true +bool\b", text, re.MULTILINE)
     assert re.search(r"^  chunk_size=none +int or none\b", text, re.MULTILINE)

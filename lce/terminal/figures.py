@@ -73,11 +73,11 @@ def recall_lines(recalls: Sequence[Recall]) -> list[str]:
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
-    """Return a method as JSON: its name, the first line of its docstring, its knobs and its presets."""
+    """Return a method as JSON: its name, the first paragraph of its docstring, its knobs and its presets."""
     hints = typing.get_type_hints(cls)
     return {
         "name": name,
-        "summary": next(iter((cls.__doc__ or "").strip().splitlines()), ""),
+        "summary": " ".join((cls.__doc__ or "").partition("\n\n")[0].split()),
         "options": [
             {
                 "name": x.name,

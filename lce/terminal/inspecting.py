@@ -20,6 +20,7 @@ from lce.terminal.options import new_file
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
+NOTED = 64 << 20  # The least bytes of a recording about which a note is printed before the work.
 # The arguments of `lce inspect` that have no effect with --live.
 NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judge", "names", "knobs")
 
@@ -44,7 +45,7 @@ def write_recording(
         new_file(json_file, force=True)
     request = RecordingRequest(read_prompt(**prompt), **what)
     with output.noting(), output.bars() as bars:
-        recording = Recorder(model, **loading).record(request, methods, progress=bars)
+        recording = Recorder(model, **loading).record(request, methods, progress=bars, expect=_note_size)
     for run in recording["runs"]:
         stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
         times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
@@ -59,6 +60,13 @@ def write_recording(
         n_bytes, beside = write_page(recording, out), store_of(out)
         more = f", with {named(beside)} beside it" if beside.is_dir() else ""
         output.figures(f"{named(out)}: {size_text(n_bytes)}{more}")
+
+
+def _note_size(n_bytes: int) -> None:
+    """Print a note before a recording that will be large."""
+    if n_bytes > NOTED:
+        size = size_text(n_bytes)
+        note(f"about {size} will be recorded, a third of it as a page; a smaller --spread or larger chunks give less")
 
 
 def serve_live(

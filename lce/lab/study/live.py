@@ -103,7 +103,7 @@ class Live:
                 cls = find(name)
             except LceError:
                 continue  # a package's broken method must not hide the other methods
-            about = next(iter((cls.__doc__ or "").strip().splitlines()), "")
+            about = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
             methods.append({"name": name, "about": about, "knobs": knobs_of(cls)})
         model = facts(self._recorder.engine, str(self._recorder.model))
         return {"model": model, "methods": methods, "max_tokens": MOST_NEW}
@@ -115,6 +115,7 @@ class Live:
         if n_tokens > self.most_prompt:
             raise UsageError(f"the prompt has {n_tokens:,} tokens; expected {self.most_prompt:,} or fewer")
         check_heads(request.off, self._recorder.engine)
+        self._recorder.engine_of(method)  # raises for knobs that the model or the window refuses
         with self._lock:
             if self._state["state"] == "running":
                 raise Busy("a run is under way; wait for it, or cancel it")

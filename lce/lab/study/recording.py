@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lce
-from lce.errors import UsageError, shown
+from lce.errors import CapacityError, UsageError, shown
 from lce.lab.study.looks import looks_of
 from lce.lab.study.run_observer import RunObserver
 from lce.lab.study.segments import MOST_BYTES
-from lce.methods import Observed, make
+from lce.methods import Observed, QueryBlock, make
 from lce.methods.mass import Judge
-from lce.sizes import count
+from lce.sizes import count, size_text
 
 if TYPE_CHECKING:
     from lce import Engine, Generation, Method
@@ -73,14 +73,19 @@ class Recorder:
         self.model, self.most_bytes, self.loading = model, most_bytes, loading
         self.engine = lce.load(model, **loading)
 
+    def engine_of(self, method: Method) -> Engine:
+        """Return an engine of the model with a method. Raises `UsageError` for knobs out of their range."""
+        return lce.load(self.model, method, sharing=self.engine, **self.loading)
+
     def record(
         self, request: RecordingRequest, methods: Sequence[Method | str], *,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None, expect: Callable[[int], None] = lambda n_bytes: None,
     ) -> Recording:  # fmt: skip
         """Record the request's prompt under each method. `check` is called often and can end the call by an error.
 
-        Raises `UsageError` for an invalid request, and `CapacityError` if the recorded data takes too much memory.
+        Before all work `expect` is called with the recording's estimated bytes. Raises `UsageError` for an invalid
+        request, and `CapacityError` if the recorded data takes, or by far would take, too much memory.
         """
         if not methods:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
@@ -88,12 +93,20 @@ class Recorder:
         check_heads(request.off, self.engine)
         texts = token_texts(self.engine, ids)
         marks = spans_of_marks(texts, request.marks)
-        runs = []
+        prepared = []
         for method in methods:
             observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, self.most_bytes)
             observed = Observed(make(method) if isinstance(method, str) else method, observer)
-            engine = lce.load(self.model, observed, sharing=self.engine, **self.loading)
-            runs.append(_run(engine, observer, request, ids, [(a, b) for a, b, _ in marks], progress))
+            prepared.append((self.engine_of(observed), observer))
+        n_bytes = [_estimated_bytes(engine, request, len(ids)) for engine, _ in prepared]
+        if max(n_bytes) > 2 * self.most_bytes:
+            raise CapacityError(
+                f"a recording would have about {size_text(max(n_bytes))}; expected {size_text(self.most_bytes)} or "
+                "less: give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
+            )
+        expect(sum(n_bytes))
+        places = [(a, b) for a, b, _ in marks]
+        runs = [_run(engine, observer, request, ids, places, progress) for engine, observer in prepared]
         return {
             "format": FORMAT, "lce": lce.__version__, "model": facts(self.engine, str(self.model)),
             "judge": request.judge, "tokens": texts,
@@ -110,8 +123,26 @@ def record(
     """
     asking = {each.name for each in fields(RecordingRequest)}
     request = RecordingRequest(prompt, **{name: options.pop(name) for name in asking & options.keys()})
-    how = {name: options.pop(name) for name in ("progress", "check") if name in options}
+    how = {name: options.pop(name) for name in ("progress", "check", "expect") if name in options}
     return Recorder(model, **options).record(request, methods, **how)
+
+
+def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int) -> int:
+    """Estimate the bytes of a run's JSON, as if every query chose as many chunks as the last query does.
+
+    A look has about 200 bytes for each head and 8 for each of its choices, and 17 for each choice of a chooser. Choices
+    that the queries of a block share are left out.
+    """
+    assert isinstance(engine.method, Observed)
+    method, c, n = engine.method.inner, engine.model.config, n_tokens + request.max_tokens
+    block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, c.n_layers, c.n_layers - 1)
+    n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
+    k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
+    if isinstance(method, lce.SelectiveMethod):
+        choosers = method.n_choosers(c.n_heads, c.n_kv_heads)
+    look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
+    n_looks = len(request.looked(n_tokens)) + request.max_tokens
+    return c.n_layers * (n_looks * look + n * choosers * k * 2 * 4 // 3)  # 4 / 3: base64
 
 
 def _run(

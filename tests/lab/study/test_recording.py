@@ -103,7 +103,7 @@ def test_labels_name_what_was_set() -> None:
     assert label_of(make("quest", {"page": 8}).resolve(64)) == "quest(page=8, budget=16)"
 
 
-def test_what_cannot_be_recorded(tiny_model: Path) -> None:
+def test_what_cannot_be_recorded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(tiny_model, block=16)
     with pytest.raises(UsageError, match="no method is given"):
         recorder.record(RecordingRequest("text"), [])
@@ -113,6 +113,7 @@ def test_what_cannot_be_recorded(tiny_model: Path) -> None:
         recorder.record(RecordingRequest("text", off=[(2, 0)]), ["full"])
     with pytest.raises(UsageError, match=r"max_tokens is 5000; expected 4096 or less"):
         RecordingRequest("text", max_tokens=5000)
+    monkeypatch.setattr("lce.lab.study.recording._estimated_bytes", lambda *_: 0)  # of a method that tells no cost
     with pytest.raises(CapacityError, match="the choices of"):
         Recorder(tiny_model, most_bytes=100).record(RecordingRequest(TEXT, max_tokens=0), [METHOD])
 
@@ -124,3 +125,14 @@ def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     assert found["tokens"] == ["5 ", "6 ", "7 "]
     assert len(found["runs"][0]["generated"]) == 2
     assert token_texts(lce.load(tiny_model), lce.load(tiny_model).tokenizer.encode("the dogs"))[-1]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_size_is_estimated_before_the_work(tiny_model: Path, method: Any) -> None:
+    told: list[int] = []
+    how: dict[str, Any] = {"max_tokens": 3, "spread": 50, "last": 4, "check": lambda: told[0], "expect": told.append}
+    found = len(json.dumps(record(tiny_model, [method], 3 * TEXT, **how)["runs"][0]["segments"]))
+    assert 0.5 * found < told[0] < 2 * found, (told, found)
+    few = Recorder(tiny_model, most_bytes=told[0] // 3)
+    with pytest.raises(CapacityError, match=r"a recording would have about .* smaller spread"):
+        few.record(RecordingRequest(3 * TEXT, 3, spread=50, last=4), [method], check=lambda: 1 / 0)

@@ -1,7 +1,11 @@
 """Pages: what is put where, that no text can leave its place, and files that appear whole."""
 
+import base64
 import json
 import re
+import shutil
+import subprocess
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from lce import files
 from lce.errors import CapacityError, DataError, UsageError
 from lce.lab.study import web_page as pages
 from lce.lab.study.web_page import json_text, page, write_page
+from tests.lab.study import recordings
 
 HOSTILE = "</script><script>alert(1)</script><!-- --> ]]> \u2028\u2029 & ' \" \\ \x00 <!--lce:data--> \ud800"
 
@@ -64,10 +69,8 @@ def test_no_text_leaves_its_place() -> None:
     assert (json.loads(found[0][1]), json.loads(found[1][1])) == ({"prompt": HOSTILE}, recording(HOSTILE))
     assert not re.search("[\u2028\u2029\x00]", html)
     script = pages.script(0, 0, recording(HOSTILE)["runs"][0]["segments"][0])
-    assert script.isascii()
-    assert "<" not in script
-    assert script.count("\n") == 1
-    assert json.loads(script[script.index('{"0"') : script.rindex(")")]) == {"0": {"why": HOSTILE}}
+    (packed,) = re.findall(r'^lceSegment\(0,0,"([\w+/=]+)"\);\n$', script)
+    assert json.loads(zlib.decompress(base64.b64decode(packed))) == {"data": "AAAA", "looks": {"0": {"why": HOSTILE}}}
 
 
 def test_large_ones_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +85,7 @@ def test_large_ones_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     sources = [segment["src"] for run in inside["runs"] for segment in run["segments"]]
     assert sources == [f"a%20page%20%231.data/{first.name}/{name}" for name in files]
     assert "data" not in inside["runs"][0]["segments"][0]
-    assert (first / "1-1.js").read_text() == 'lceSegment(1,1,"' + "A" * 200 + '",{"0":{"why":"text"}});\n'
+    assert (first / "1-1.js").read_text() == pages.script(1, 1, recording(data="A" * 200)["runs"][0]["segments"][1])
     (first.parent / "mine.txt").write_text("not a page's")
     write_page(recording(data="B" * 200), path)
     (second,) = (each for each in first.parent.iterdir() if each.is_dir())
@@ -137,3 +140,49 @@ def test_a_page_without_a_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected a page's, for example"):
         write_page(recording(), tmp_path / "page.data")
     assert (tmp_path / "page.data").read_text() == "mine"
+
+
+# Reads a split recording from stdin. Elements are objects; a script in the document's head runs when it is put there.
+NODE = """
+const [fs, vm] = [require("fs"), require("vm")], run = (file) => vm.runInThisContext(fs.readFileSync(file, "utf8"));
+const createElement = () => ({
+  setAttribute(name, value) { this[name] = value; }, addEventListener(name, then) { this[`on${name}`] = then; },
+  append() {},
+});
+const append = (script) => { document.currentScript = script; run(script.src); };
+Object.assign(globalThis, { window: globalThis, document: { createElement, head: { append } } });
+for (const name of ["dom", "recording", "words"]) run(`${process.argv[1]}/${name}.js`);
+const raw = JSON.parse(fs.readFileSync(0)), [first] = new lce.Recording(raw).runs;
+const say = () => console.log(JSON.stringify({
+  chosen: first.chosen(200, 1, 2), failed: first.segmentOf(200).failed ?? false, about: lce.about(raw),
+  chips: [" ", "   ", " Paris", "\\n", "a"].map(lce.chip),
+}));
+first.isReady(200, say);
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed (Debian: apt-get install nodejs)")
+def test_the_page_reads_what_is_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> dict[str, Any]:
+        text = json.dumps(json.loads(Scripts((tmp_path / "page.html").read_text()).scripts[0][1]))
+        line = ["node", "-e", NODE, str(pages.WEB)]
+        done = subprocess.run(line, input=text, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    monkeypatch.setattr(pages, "INLINE", 100)
+    made = recordings.recording()
+    made["model"]["window"] = 2048
+    write_page(made, tmp_path / "page.html")
+    found = read()
+    assert (found["chosen"], found["failed"]) == (recordings.choices(made, 200, 1, 2), False)
+    assert found["about"] == "made up · 2 layers × 4 heads · window of 64 (the model’s is 2,048) · 400 tokens"
+    assert found["chips"] == ["1 space", "3 spaces", "Paris", "↵", "a"]
+    (script,) = tmp_path.glob("page.data/*/0-1.js")
+    script.write_text(script.read_text().replace('"eF', '"AA'))
+    assert read()["failed"], "a damaged file is a missing one"
+
+
+def test_on_a_phone_the_line_of_the_query_is_not_cut() -> None:
+    phone = (pages.WEB / "page.css").read_text().partition("@media (max-width: 40rem)")[2]
+    assert re.search(r"\.now \{[^}]*white-space: normal;", phone)

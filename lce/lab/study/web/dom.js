@@ -44,8 +44,8 @@ window.lce = {};
       .replace(/\t/g, "→   ")
       .replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g, "·") || "·";
 
-  /** A token on a button or in a sentence: without its leading space, a space alone as a sign. */
-  lce.chip = (text) => lce.shape(text.trim() ? text.replace(/^ /, "") : text.replace(/ /g, "␣"));
+  /** A token on a button or in a sentence: without its leading space. Spaces alone are named: fonts cut a sign for them. */
+  lce.chip = (text) => (/^ +$/.test(text) ? lce.some(text.length, "space") : lce.shape(text.replace(/^ /, "")));
 
   /** The theme's colours by name, read again when the theme changes. */
   const names = ["panel", "ink", "muted", "line", "soft", "blue", "chosen", "mark", "miss", "always", "scored"];

@@ -260,7 +260,7 @@
         `show “${mark.label}”${first.marks.length > 1 ? ` ${i + 1}` : ""}`,
       ),
     );
-    get("marks").replaceChildren(...places.slice(0, 4));
+    get("marks").replaceChildren(...places);
     if (!stay) state.t = first.prompt - 1;
     if (!stay && first.isReady(state.t, tell)) [state.layer, state.head] = mostTelling(first);
     [get("layer").value, get("head").value] = [state.layer, state.head];

@@ -1,15 +1,20 @@
 // A recording, format 1 (docs/inspect.md): tokens, and for every query of every run the chunks that each head chose.
 "use strict";
 (() => {
+  function bytesOf(base64) {
+    if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+    return Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  }
+
   function decoded(base64, bits) {
-    let bytes;
-    if (Uint8Array.fromBase64) bytes = Uint8Array.fromBase64(base64);
-    else {
-      const text = atob(base64);
-      bytes = new Uint8Array(text.length);
-      for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
-    }
-    return bits === 32 ? new Uint32Array(bytes.buffer) : new Uint16Array(bytes.buffer);
+    const { buffer } = bytesOf(base64);
+    return bits === 32 ? new Uint32Array(buffer) : new Uint16Array(buffer);
+  }
+
+  /** The JSON value in base64 text that zlib compressed. */
+  function unpacked(base64) {
+    const stream = new Blob([bytesOf(base64)]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new Response(stream).json();
   }
 
   const loading = new WeakMap(); // script tags, and the run and segment that each loads
@@ -100,11 +105,7 @@
       if (segment.numbers || segment.failed) return true;
       segment.waiting.push(then);
       if (segment.waiting.length === 1) {
-        const onerror = () => {
-          segment.failed = true;
-          this.tell(segment);
-        };
-        const script = lce.el("script", { src: segment.src, onerror });
+        const script = lce.el("script", { src: segment.src, onerror: () => this.fail(segment) });
         loading.set(script, [this, segment]);
         document.head.append(script);
       }
@@ -121,6 +122,11 @@
       segment.numbers = decoded(base64, this.raw.bits);
       segment.looks = looks ?? {};
       segment.data = null;
+      this.tell(segment);
+    }
+
+    fail(segment) {
+      segment.failed = true;
       this.tell(segment);
     }
 
@@ -224,9 +230,12 @@
   }
 
   /** Data that lies beside the page is scripts that call this. A script's tag says which segment it was loaded for. */
-  window.lceSegment = (_run, _segment, base64, looks) => {
-    const found = loading.get(document.currentScript);
-    if (found) found[0].take(found[1], base64, looks);
+  window.lceSegment = async (_run, _segment, packed) => {
+    const [run, segment] = loading.get(document.currentScript) ?? [];
+    if (!run) return;
+    const found = await unpacked(packed).catch(() => null);
+    if (found) run.take(segment, found.data, found.looks);
+    else run.fail(segment);
   };
   lce.Recording = Recording;
 })();

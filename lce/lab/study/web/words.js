@@ -3,11 +3,12 @@
 (() => {
   const MOST = 8; // chunks that are named
 
-  lce.about = ({ model, tokens }) =>
+  /** The window is the one in force; the model's own stands beside it where it is another. */
+  lce.about = ({ model, tokens, runs: [{ window }] }) =>
     [
       model.name,
       `${lce.some(model.layers, "layer")} × ${lce.some(model.heads, "head")}`,
-      `window of ${lce.number(model.window)}`,
+      `window of ${lce.number(window)}${window === model.window ? "" : ` (the model’s is ${lce.number(model.window)})`}`,
       lce.some(tokens.length, "token"),
     ].join(" · ");
 
