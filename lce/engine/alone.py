@@ -93,7 +93,7 @@ class Alone:
 
                 self.read(context, tell)
             stats.prefill_s = time.perf_counter() - started
-            said, answer = len(context), Answer(options, self.eos_ids, self.tokenizer, result)
+            said, answer = len(context), Answer(options, self.eos_ids, self.tokenizer, result, context.token_ids)
             logits, likeliest = context.logits, None
             while not flag.is_set:
                 assert logits is not None

@@ -87,11 +87,13 @@ class Answer:
     `take` with the logits after that token.
     """
 
-    def __init__(self, options: Options, eos_ids: Set[int], tokenizer: Tokenizer, result: Generation) -> None:
+    def __init__(
+        self, options: Options, eos_ids: Set[int], tokenizer: Tokenizer, result: Generation, prompt: Sequence[int] = ()
+    ) -> None:
         self.options = options
         self.result = result
         self._eos_ids = eos_ids
-        self._sampler = Sampler(options.sampling)
+        self._sampler = Sampler(options.sampling, prompt)
         self._detokenizer = tokenizer.stream()
         self._watch = StopWatch(options.sampling.stops)
         self._since = time.perf_counter()
@@ -105,7 +107,7 @@ class Answer:
     def ahead(self) -> bool:
         """Whether the next step may be launched before its token is read: if sampling is greedy and a step follows."""
         options = self.options
-        plain = options.sampling.temperature == 0 and options.logprobs is None
+        plain = options.sampling.greedy and options.logprobs is None
         return plain and len(self.result.token_ids) + 1 < options.max_tokens
 
     def take(self, logits: Tensor, likeliest: int | None = None) -> str:
@@ -116,8 +118,8 @@ class Answer:
         options, result, stats, stop = self.options, self.result, self.result.stats, self.options.sampling.stop
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
         try:
-            known = likeliest if options.sampling.temperature == 0 else None
-            token_id = self._sampler.pick(logits) if known is None else known
+            known = likeliest if options.sampling.greedy else None
+            token_id = self._sampler.pick(logits, result.token_ids) if known is None else known
             now = time.perf_counter()
             if not n:
                 stats.first_token_s, self._since = stats.prefill_s + now - self._since, now

@@ -39,13 +39,18 @@ class GenerationOptions(TypedDict, total=False):
 
     max_tokens: int | str  # the most tokens to generate: 256 by default; "1k" is 1024
     context: Context | None  # the context to continue; None: a new context
-    sampling: Sampling | Mapping[str, Any] | None  # None: greedy; `temperature` to `stop` override its fields
+    sampling: (
+        Sampling | Mapping[str, Any] | None
+    )  # None: greedy; `temperature` to `frequency_penalty` override its fields
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int | None
     stop: str | Sequence[str] | Callable[[str], object] | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     logprobs: int | None  # record log-probabilities: each token's own, and those of this many likeliest tokens
     progress: Progress | bool | None  # prefill's progress: True for a bar, or a callback (tokens done, total)
 

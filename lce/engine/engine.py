@@ -24,7 +24,7 @@ from lce.engine.context import Context, Unique
 from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
 from lce.engine.planning import ALLOWANCE
-from lce.engine.sampling import Scorer, TokenScores, check_logits
+from lce.engine.sampling import Sampling, Scorer, TokenScores, check_logits, recommended
 from lce.engine.saving import ContextData, PrefillJob, open_saved
 from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver
@@ -86,6 +86,11 @@ class Engine(Unique):
         """The fingerprint of the weights, without the config. Files of learned maps must match this fingerprint."""
         return self._fingerprint()
 
+    @property
+    def recommended_sampling(self) -> Sampling | None:
+        """The sampling that the model's generation_config.json recommends, for `sampling=`; None if it names none."""
+        return recommended(self.model.config.generation)
+
     def __repr__(self) -> str:
         where, parts = str(self.device), self.layout.by_device
         if len(parts) > 1:
@@ -103,8 +108,9 @@ class Engine(Unique):
         """Prefill `prompt` (text or token ids) and generate up to `max_tokens` tokens.
 
         Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords (`temperature`, `top_k`,
-        `top_p`, `min_p`, `seed`, `stop`) or `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each
-        token and of the k likeliest, and `progress`: True for a bar, or a function of the tokens done and the total.
+        `top_p`, `min_p`, `seed`, `stop`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`) or
+        `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each token and of the k likeliest, and
+        `progress`: True for a bar, or a function of the tokens done and the total.
 
         A list of prompts gives a list of results. The prompts are answered one after the other, each on its own fork of
         `context`, if given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError`

@@ -18,10 +18,16 @@ from lce.profiling import timed
 LOGITS_AT_ONCE = 1 << 24  # the most logits that a `Scorer` holds at a time: 64 MiB in float32
 LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller positive temperatures would be 0 in float32
 
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of generation_config.json
+
 
 @dataclass(frozen=True)
 class Sampling:
     """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
+
+    Penalties come first, also at temperature 0. `repetition_penalty` divides the positive logits and multiplies the
+    negative ones of all tokens in context, prompt and answer so far; 1 is off. `presence_penalty` is subtracted from
+    the logits of tokens in the answer so far, `frequency_penalty` once for each time the token is there; 0 is off.
 
     With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
     keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
@@ -36,6 +42,9 @@ class Sampling:
     min_p: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | Callable[[str], object] | None = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         checks = (
@@ -45,6 +54,9 @@ class Sampling:
             ("min_p", "0 (off) to 1", _number, lambda x: 0 <= x <= 1),
             ("seed", "a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),
             ("stop", "strings, none of them empty, or a function of the text", _stops, lambda x: True),
+            ("repetition_penalty", "0.01 to 100; 1 is off", _number, lambda x: 0.01 <= x <= 100),
+            ("presence_penalty", "-2 to 2; 0 is off", _number, lambda x: -2 <= x <= 2),
+            ("frequency_penalty", "-2 to 2; 0 is off", _number, lambda x: -2 <= x <= 2),
         )
         for knob, expected, kind, holds in checks:
             value = getattr(self, knob)
@@ -60,6 +72,16 @@ class Sampling:
     def stops(self) -> tuple[str, ...]:
         """The stop strings, none if `stop` is a function."""
         return self.stop if isinstance(self.stop, tuple) else ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the next token depends on the tokens before it by more than the model's logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest by the model's logits: at temperature 0 without penalties."""
+        return self.temperature == 0 and not self.penalises
 
 
 def _number(value: Any) -> float:
@@ -85,11 +107,28 @@ def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
     return stops
 
 
-class Sampler:
-    """A sampler of the tokens of one answer, with a random generator of its own."""
+def recommended(generation: Mapping[str, Any]) -> Sampling | None:
+    """Return the sampling that the fields of a generation_config.json recommend; None if no field is about sampling.
 
-    def __init__(self, sampling: Sampling) -> None:
+    If `do_sample` is false the temperature is 0. A missing temperature is 1; other missing knobs are off.
+    """
+    own = {knob: generation[knob] for knob in _RECOMMENDED if generation.get(knob) is not None}
+    if generation.get("do_sample") is False:
+        own["temperature"] = 0.0
+    elif not own and not generation.get("do_sample"):
+        return None
+    try:
+        return Sampling(**{"temperature": 1.0, **own})
+    except UsageError as error:
+        raise ModelError(f"generation_config.json: {error}; correct the file, or give a temperature of 0") from None
+
+
+class Sampler:
+    """A sampler of the tokens of one answer to the tokens `prompt`, with a random generator of its own."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         self.sampling = sampling
+        self._prompt = torch.tensor(prompt if sampling.repetition_penalty != 1 else (), dtype=torch.int64).unique()
         self._random = torch.Generator()
         if sampling.seed is None:
             self._random.seed()
@@ -97,12 +136,27 @@ class Sampler:
             self._random.manual_seed(sampling.seed)
 
     @timed("sampling")
-    def pick(self, logits: Tensor) -> int:
-        """Draw a token from logits `[vocab]`. Time: O(vocab), or O(vocab log vocab) if `top_p` keeps thousands."""
+    def pick(self, logits: Tensor, answer: Sequence[int] = ()) -> int:
+        """Draw the token after the tokens `answer` from logits `[vocab]`.
+
+        Time: O(vocab), or O(vocab log vocab) if `top_p` keeps thousands; with penalties also O(n log n) for n tokens.
+        """
+        if self.sampling.penalises:
+            logits = penalised(logits.float().cpu(), self.sampling, self._prompt, answer)
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         probabilities = probabilities_of(logits.float().cpu(), self.sampling)
         return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+
+def penalised(logits: Tensor, sampling: Sampling, prompt: Tensor, answer: Sequence[int]) -> Tensor:
+    """Return logits `[vocab]` with the penalties of the ids in `prompt` and of the tokens `answer`."""
+    said, times = torch.tensor(answer, dtype=torch.int64).unique(return_counts=True)
+    seen, logits = torch.cat((prompt, said)), logits.clone()
+    found = logits[seen]
+    logits[seen] = torch.where(found < 0, found * sampling.repetition_penalty, found / sampling.repetition_penalty)
+    logits[said] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    return logits
 
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -152,7 +152,8 @@ class ModelConfig:
     `biases` lists the weights that have a bias, by lce's names ("q", "down"). `sliding_window` is None if every query
     attends every earlier key. `extra` holds numbers that only the model's own family reads. `dtype` is the dtype in
     config.json, if any. `eos_ids` are the tokens that end a text. `weight_prefix` begins the name of every weight
-    of the model in its checkpoint; `unused` are patterns of the names of other weights. `published` is config.json.
+    of the model in its checkpoint; `unused` are patterns of the names of other weights. `published` is config.json,
+    `generation` generation_config.json.
     """
 
     architecture: str
@@ -176,6 +177,7 @@ class ModelConfig:
     weight_prefix: str = ""
     unused: tuple[str, ...] = ()
     published: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    generation: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
@@ -203,6 +205,7 @@ class ModelConfig:
             bos_id=bos_ids[0] if bos_ids else None,
             eos_ids=_special_tokens("eos_token_id", (generation, fields), vocab_size),
             published=fields.values,
+            generation=generation.values,
         )
 
     def dual_chunk(self, path: object) -> tuple[int, int] | None:

@@ -171,9 +171,9 @@ _CHECKED = {
 
 def model_object(model: ModelInfo) -> dict[str, Any]:
     """Return a model as JSON. Parts that the folder lacks are null."""
-    config = dataclasses.asdict(dataclasses.replace(model.config, published={}))
+    config = dataclasses.asdict(dataclasses.replace(model.config, published={}, generation={}))
     own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    del config["published"], own["config"]
+    del config["published"], config["generation"], own["config"]
     methods = {name: knob_values(method) for name, method in model.methods.items()}
     own |= {"folder": str(model.folder), "methods": methods, "refused": dict(model.refused)}
     return {"kind": "model", **config, **own}

@@ -162,6 +162,13 @@ def _sampling(**values: Any) -> lce.Sampling:
     return lce.Sampling(**values)
 
 
+def _given(**values: Any) -> dict[str, Any]:
+    """Return the checked options of sampling that the command line names."""
+    given = {name: value for name, value in values.items() if value not in (None, ())}
+    lce.Sampling(**given)
+    return given
+
+
 def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
     """Return a task of `lce eval selection` or `why` and the suite that makes its samples."""
     from lce.lab.eval.suite import MadeSuite, make_tasks
@@ -216,14 +223,26 @@ _BUDGETS = (
         "as computed, or rounded to 8 bits.", default="auto",
     ),
 )  # fmt: skip
-_SAMPLING = (
-    flag("--temperature", "0 takes the likeliest token.", type=float, default=0.0),
-    flag("--top-p", "Keep the likeliest tokens of this probability in all; 1 is off.", type=float, default=1.0),
-    flag("--top-k N", "Keep this many likeliest tokens; 0 is off.", type=INDEX, default=0),
-    flag("--min-p", "Keep tokens this likely relative to the likeliest; 0 is off.", type=float, default=0.0),
-    flag("--seed", "The same seed draws the same tokens.", type=int),
-    flag("--stop TEXT", "End the text before this; repeatable.", multiple=True),
-)
+
+
+def _sampling_flags(default: Callable[[float], float | None]) -> list[Decorator]:
+    """Return the flags of sampling. `default` maps the value of a knob that changes nothing to the flag's default."""
+    knobs: dict[str, tuple[str, float, Any]] = {
+        "--temperature": ("0 takes the likeliest token.", 0.0, float),
+        "--top-p": ("Keep the likeliest tokens of this probability in all; 1 is off.", 1.0, float),
+        "--top-k N": ("Keep this many likeliest tokens; 0 is off.", 0, INDEX),
+        "--min-p": ("Keep tokens this likely relative to the likeliest; 0 is off.", 0.0, float),
+        "--repetition-penalty": ("Above 1: tokens of the whole text so far get unlikelier; 1 is off.", 1.0, float),
+        "--presence-penalty": ("Above 0: tokens of the answer so far get unlikelier; 0 is off.", 0.0, float),
+        "--frequency-penalty": ("The same, once for each time the token is there; 0 is off.", 0.0, float),
+    }
+    return [
+        *(flag(usage, help, default(off), type=kind) for usage, (help, off, kind) in knobs.items()),
+        flag("--seed", "The same seed draws the same tokens.", type=int),
+        flag("--stop TEXT", "End the text before this; repeatable.", multiple=True),
+    ]
+
+
 PROMPT = (
     argument("text", required=False),
     flag("--prompt -p TEXT|-", "The text to read, as TEXT is; - is stdin."),
@@ -273,7 +292,8 @@ methods_options = packed("methods", _methods, _METHODS, knobs_option)
 selecting_options = packed("methods", partial(_methods, selecting=True), _METHODS, knobs_option)
 suite_options = packed("suite", _suite, *_SUITE)
 benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
-sampling_options = packed("sampling", _sampling, *_SAMPLING)
+sampling_options = packed("sampling", _sampling, *_sampling_flags(lambda off: off))
+given_sampling_options = packed("sampling", _given, *_sampling_flags(lambda off: None))
 loading_options = packed(
     "loading",
     lambda threads, **values: {**values, "threads": threads or default_threads()},

@@ -128,7 +128,13 @@ def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_mo
 def test_tokens_and_what_is_kept_are_those_of_ordinary_steps(method: Method, tiny_model: Path, tmp_path: Path) -> None:
     plain, engine = loaded(tiny_model, method, None), loaded(tiny_model, method)
     contexts = [each.prefill(PROMPT, length=200) for each in (plain, engine)]
-    for question, options in (([5, 6], {}), ([9], {"temperature": 0.8, "seed": 1}), ([4], {"logprobs": 2})):
+    penal = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}
+    for question, options in (
+        ([5, 6], {}),
+        ([9], {"temperature": 0.8, "seed": 1}),
+        ([4], {"logprobs": 2}),
+        ([3], penal),
+    ):
         said = [
             each.generate(question, context=context, max_tokens=20, **options)
             for each, context in zip((plain, engine), contexts, strict=True)

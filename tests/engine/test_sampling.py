@@ -1,5 +1,8 @@
 """Sampling: what each cut leaves, seeds, refusals. Scores of tokens: those of the whole logits, for any block."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 import lce
 from lce.engine.sampling import Sampler, Sampling, probabilities_of
@@ -115,6 +119,10 @@ def test_sampling_neither_reads_nor_moves_the_global_random_numbers() -> None:
         ({"seed": -1}, r"seed is -1; expected a whole number from 0 to 2\*\*63 - 1"),
         ({"seed": 2**63}, f"seed is {2**63}"),
         ({"seed": 1.5}, "seed is 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; expected 0.01 to 100; 1 is off"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; expected -2 to 2; 0 is off"),
+        ({"frequency_penalty": "1"}, "frequency_penalty is '1'"),
         ({"stop": ("a", "")}, "none of them empty"),
         ({"stop": ""}, "none of them empty"),
         ({"stop": (3,)}, "expected strings"),
@@ -126,6 +134,64 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str)
 
 
 IDS = tokens(150)
+PENALTIES: list[dict[str, float]] = [
+    {"repetition_penalty": 1.3}, {"repetition_penalty": 0.8}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.7},
+    {"repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.4},
+]  # fmt: skip
+
+
+def slowly_penalised(logits: Tensor, prompt: list[int], answer: list[int], knobs: dict[str, float]) -> Tensor:
+    processor = RepetitionPenaltyLogitsProcessor(knobs.get("repetition_penalty", 1.0))
+    logits = processor(torch.tensor([prompt + answer]), logits[None].clone())[0]
+    for token_id in set(answer):
+        logits[token_id] -= knobs.get("presence_penalty", 0.0)
+    for token_id in answer:
+        logits[token_id] -= knobs.get("frequency_penalty", 0.0)
+    return logits
+
+
+@pytest.mark.parametrize("knobs", PENALTIES, ids=str)
+def test_penalties_are_those_of_the_field(engine: lce.Engine, knobs: dict[str, float]) -> None:
+    """Repetition as in transformers, behind a context, too; presence and frequency as their definitions have them."""
+    found = engine.generate(IDS[50:90], context=engine.prefill(IDS[:50]), max_tokens=20, logprobs=1, **knobs)
+    logits = engine.logits(IDS[:90] + found.token_ids)[89:-1]
+    rows = [slowly_penalised(x, IDS[:90], found.token_ids[:n], knobs) for n, x in enumerate(logits)]
+    assert [int(row.argmax()) for row in rows] == found.token_ids != engine.generate(IDS[:90], max_tokens=20).token_ids
+    own = [float(x.log_softmax(-1)[i]) for x, i in zip(logits, found.token_ids, strict=True)]
+    assert [each.logprob for each in found.logprobs or []] == pytest.approx(own, abs=1e-4), "the model's own"
+    sampler = Sampler(Sampling(temperature=0.8, seed=1, **knobs), IDS[:90])
+    plain = Sampler(Sampling(temperature=0.8, seed=1))
+    for n in range(20):
+        assert sampler.pick(logits[n], found.token_ids[:n]) == plain.pick(rows[n])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"eos_token_id": 1, "temperature": None}, None),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, top_p=0.9)),
+        ({"top_k": 20, "repetition_penalty": 1.05}, Sampling(1.0, top_k=20, repetition_penalty=1.05)),
+        ({"do_sample": False, "temperature": 0.6}, Sampling()),
+        ({"do_sample": True}, Sampling(1.0)),
+    ],
+)
+def test_what_a_checkpoint_recommends(
+    fields: dict[str, Any], expected: Sampling | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    plain, engine = lce.load(tiny_model), lce.load(tmp_path)
+    assert (plain.recommended_sampling, engine.recommended_sampling) == (None, expected)
+    assert engine.identity.fingerprint() == plain.identity.fingerprint(), "contexts of either open in the other"
+    assert engine.generate(IDS, max_tokens=5).token_ids == plain.generate(IDS, max_tokens=5).token_ids, "greedy"
+
+
+def test_a_recommendation_that_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(lce.ModelError, match=r"generation_config.json: temperature is 'hot'; .* temperature of 0"):
+        _ = lce.load(tmp_path).recommended_sampling
 
 
 def slow(engine: lce.Engine, ids: list[int], first: int = 1) -> tuple[Tensor, Tensor]:
