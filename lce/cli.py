@@ -17,7 +17,7 @@ from lce.errors import CapacityError, UsageError
 from lce.system import wait_passively
 from lce.terminal import figures, inspecting, operations, options
 from lce.terminal.bench import show_bench
-from lce.terminal.chat import ChatLoop, chat_prompt_options
+from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
 from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
 from lce.terminal.methods import MethodOption, ends
@@ -94,31 +94,43 @@ def generate(
     if save is not None:
         asked.save(save)
     output.object({**figures.generation_object(stream.result, engine.method), "context": save})
+    if hint := empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
+        output.figures(hint)
     output.figures(figures.generation_line(stream.result.stats))
 
 
 @cli.command()
-@options.model_option
+@argument("text", nargs=-1)
+@options.loaded_model_option
 @flag("--system TEXT", "The system message.")
 @options.context_option
 @flag("--max-tokens -n TOKENS", "Tokens of one answer at most.", type=options.COUNT, default=1024)
 @options.method_or_context_options
-@options.sampling_options
+@options.given_sampling_options
 @options.loading_options
 @options.output_options
 def chat(
-    model: str, system: str | None, context_file: str | None, method: MethodOption, loading: dict[str, Any],
-    output: Output, **answering: Any,
+    model: str, text: tuple[str, ...], system: str | None, context_file: str | None, sampling: dict[str, Any],
+    method: MethodOption, loading: dict[str, Any], output: Output, **answering: Any,
 ) -> None:  # fmt: skip
-    """Talk with a model that has a chat template.
+    """Talk with a model that has a chat template. TEXT is the first message.
 
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
     stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
+
+    Options of sampling that are left out are as the model's generation_config.json has them. If it has none, they are
+    temperature 0.7, top_p 0.95 and repetition_penalty 1.05. --temperature 0 is greedy.
     """
+    first = " ".join(text)
+    if text and not first.strip():
+        raise UsageError("the first message is empty; give some text, or leave it out")
+    lce.Sampling(**sampling)  # raises an error for a wrong option before the model is loaded
     engine, context = method.load(model, context_file, loading)
     saved = set() if context_file is None else {os.path.realpath(context_file)}
     with output.noting():
-        ChatLoop(engine.conversation(system, context=context), output, answering, saved).run()
+        conversation = engine.conversation(system, context=context)
+        answering["sampling"] = chat_sampling(engine, sampling, output)
+        ChatLoop(conversation, output, answering, saved).run(first)
 
 
 @cli.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,8 @@ from lce.models.layers import Model
 from lce.progress import Progress, reported
 from lce.system import uses_threads
 from lce.tokenizer.tokenizer import Tokenizer
+
+Keep = Literal["nothing", "answer", "blocks"]  # what a generation that fails leaves in its context
 
 
 class _Cancelled(Exception):
@@ -72,12 +75,13 @@ class Alone:
             self.append(context, ids)
 
     def pieces(
-        self, context: Context, ids: Sequence[int], options: Options, result: Generation, flag: CancelFlag, undo: bool
+        self, context: Context, ids: Sequence[int], options: Options, result: Generation, flag: CancelFlag, keep: Keep
     ) -> Iterator[Piece]:
         """Prefill the prompt `ids` after a context's tokens, then yield the answer's text until `flag` is set.
 
-        If prefill does not complete, the context goes back to its state before the call. If decode fails, the context
-        keeps the answer's tokens so far, which `result` has too; with `undo`, the context goes back then, too.
+        `keep` says what stays in the context if the call fails or is cancelled. The answer's tokens so far, which
+        `result` has too, stay if it is "answer" or "blocks", blocks of an incomplete prefill only if it is "blocks".
+        Without them the context goes back to its state before the call.
         """
         stats, started, mark = result.stats, time.perf_counter(), context._mark()
         said: int | None = None  # the number of the context's tokens before the answer; None during prefill
@@ -106,10 +110,12 @@ class Alone:
                 lane = self.append(context, context._uncached, ahead=answer.ahead)
                 logits, likeliest = lane.logits, lane.likeliest
         except BaseException as error:
-            if said is None or undo:
-                context._go_back(mark)
-            else:
+            if said is not None and keep != "nothing":
                 context.token_ids[said:] = result.token_ids
+            elif keep == "blocks":
+                del context.token_ids[max(mark.n_tokens, context.cache.length) :]
+            else:
+                context._go_back(mark)
             if not isinstance(error, _Cancelled):
                 raise
         finally:

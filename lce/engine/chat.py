@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from lce.engine.alone import Keep
 from lce.engine.answer import Generation
 from lce.engine.arguments import GenerationOptions, generation_options
 from lce.engine.context import Context, Unique
-from lce.engine.stream import Stream
+from lce.engine.stream import CancelFlag, Stream
 from lce.errors import ModelError, UsageError
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText
@@ -47,12 +48,15 @@ class _Past:
     """The history of a conversation. It is replaced as a whole, so that Ctrl-C cannot leave it half changed.
 
     `text` is the chat template's text of `messages`. Each of `marks` has the number of characters in a prefix of `text`
-    and the number of context tokens that hold the prefix. `turn` is the last turn; None once it is in `messages`.
+    and the number of context tokens that hold the prefix. The context's first `n_tokens` tokens hold `messages`; None
+    if a failed turn had `messages` prefilled in another form. Blocks of a failed turn may follow these tokens. `turn`
+    is the last turn; None once it is in `messages`.
     """
 
     messages: Sequence[dict[str, str]]
     text: str
     marks: Sequence[tuple[int, int]]
+    n_tokens: int | None
     turn: _Turn | None = None
 
 
@@ -72,25 +76,30 @@ class Conversation(Unique):
     With `context` the conversation continues a context, such as a saved chat or a document: the chat template formats
     the new messages as if they followed an answer.
 
+    A turn that is interrupted while it is prefilled leaves no message, but its complete blocks stay in the context: a
+    turn that begins with the same text prefills only what is missing.
+
     One call at a time may use a conversation. A new turn ends the last turn's stream, if open; its text so far stays.
     """
 
     _instead = "save it, or make another one and give it the messages"
 
     def __init__(
-        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0
-    ) -> None:
-        """Begin a conversation: see `Engine.conversation`."""
+        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0,
+        keep: Keep = "blocks",
+    ) -> None:  # fmt: skip
+        """Begin a conversation: see `Engine.conversation`. `keep` says what a turn that fails leaves in the context."""
         self.engine = engine
         self.context = context  # None before the first turn
         self.tokens_read = 0
+        self._keep = keep
         self._length = count(length, "length", least=0)
         self._before = [] if context is None else list(context.token_ids)  # the tokens of the given context
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
         engine.tokenizer.require_chat()
         self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._past = _Past(self._opening, "", [(0, len(self._before))])
+        self._past = self._begun()
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -106,7 +115,7 @@ class Conversation(Unique):
         """Answer like `ask`, but stream the text. A turn that fails before its answer begins leaves no message."""
         if options.pop("context", None) is not None:
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
-        generation_options(options)
+        checked = generation_options(options)
         self._settle()
         new: list[Any] = [message]  # `render_chat` checks the messages
         if isinstance(message, str):
@@ -116,8 +125,8 @@ class Conversation(Unique):
         chat = self._render([*self._past.messages, *new])
         ids = self._fit(chat)
         assert self.context is not None
-        options["context"] = self.context
-        stream = self.engine.stream(ids, **options)
+        ids = self.engine._ids(ids, self.context)
+        stream = self.engine._stream(ids, replace(checked, context=self.context), CancelFlag(), self._keep)
         self.tokens_read = len(ids)
         turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), stream)
         self._past = replace(self._past, turn=turn)
@@ -126,16 +135,24 @@ class Conversation(Unique):
     def reset(self) -> None:
         """Forget all messages except the system message, and all tokens except those of the context given at first."""
         self._settle()
-        self._past = _Past(self._opening, "", [(0, len(self._before))])
+        self._past = self._begun()
         if not self._before:
             self.context = None
 
     def save(self, path: str | Path) -> None:
         """Save the context; `engine.conversation(context=engine.open_context(path))` continues the chat."""
         self._settle()
-        if self.context is None or not len(self.context):
-            raise UsageError("the conversation is empty; ask something before it is saved")
+        n_tokens = self._past.n_tokens
+        if self.context is None or not n_tokens:
+            state = "empty" if n_tokens == 0 else "incomplete, because its last turn was interrupted"
+            raise UsageError(f"the conversation is {state}; ask something before it is saved")
+        if n_tokens < len(self.context):
+            self.context.truncate(n_tokens)
         self.context.save(path)
+
+    def _begun(self) -> _Past:
+        """Return the history of a conversation that has no turn yet."""
+        return _Past(self._opening, "", [(0, len(self._before))], len(self._before))
 
     def _settle(self) -> None:
         """End the last turn, and move its messages to the history. An interrupted call can be repeated."""
@@ -152,7 +169,7 @@ class Conversation(Unique):
         whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # False if a stop string was cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
-        self._past = _Past([*past.messages, *said], text, marks)
+        self._past = _Past([*past.messages, *said], text, marks, len(self.context))
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
         """Return the chat template's text of the messages, as a continuation of the context given at first, if any."""
@@ -179,14 +196,15 @@ class Conversation(Unique):
         ids = self.engine.tokenizer.encode_parts(chat, n_chars)
         if not marks:  # even the tokens of the context given at first are missing
             ids = [*self._before, *ids]
-        self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))])
         if self.context is None:
             self.context = self.engine.new_context(max(len(ids), self._length))
         wanted = [*self.context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed
         n_kept, cache = _common(self.context.token_ids, wanted[:-1]), self.context.cache
+        if n_kept < min(len(self.context), cache.length):  # the last token is read again for its logits
+            n_kept = cache.nearest(max(0, n_kept - 1)) + 1
+        whole = past.n_tokens if past.n_tokens is not None and past.n_tokens <= n_kept else None
+        self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))], whole)
         if n_kept < len(self.context):
-            if n_kept < cache.length:  # the last token is read again for its logits
-                n_kept = cache.nearest(max(0, n_kept - 1)) + 1
             self.context.truncate(n_kept)
         return wanted[n_kept:]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
-from lce.engine.alone import Alone, blocks
+from lce.engine.alone import Alone, Keep, blocks
 from lce.engine.answer import Generation, Piece, Stats
 from lce.engine.arguments import GenerationOptions, Options, Prompt, Prompts, are_many, generation_options, ids_of
 from lce.engine.chat import Conversation
@@ -120,7 +120,7 @@ class Engine(Unique):
         checked, many = self._options(options), are_many(prompt)
         all_ids = [self._ids(each, checked.context) for each in (prompt if many else [prompt])]
         if not many:
-            return self._stream(all_ids[0], checked, CancelFlag(), undo=True).finish()
+            return self._stream(all_ids[0], checked, CancelFlag(), keep="nothing").finish()
         found = []
         for ids in all_ids:
             fork = None if checked.context is None else checked.context.fork()
@@ -146,22 +146,22 @@ class Engine(Unique):
         """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
         return beyond(self.method, self.model.config, self.window, self.rope, count(n_tokens, "n_tokens", least=0))
 
-    def _stream(self, ids: list[int], options: Options, flag: CancelFlag, *, undo: bool = False) -> Stream:
+    def _stream(self, ids: list[int], options: Options, flag: CancelFlag, keep: Keep = "answer") -> Stream:
         result = Generation(logprobs=None if options.logprobs is None else [])
         result.warning = self._warn(len(ids) + len(options.context or ()))
-        return Stream(self._pieces(ids, options, result, flag, undo), result, flag)
+        return Stream(self._pieces(ids, options, result, flag, keep), result, flag)
 
     def _pieces(
-        self, ids: list[int], options: Options, result: Generation, flag: CancelFlag, undo: bool
+        self, ids: list[int], options: Options, result: Generation, flag: CancelFlag, keep: Keep
     ) -> Generator[Piece, None, None]:
-        """Generate, and yield the text in pieces. With `undo`, a failed generation leaves nothing in the context."""
+        """Generate, and yield the text in pieces. `keep` says what a failed generation leaves in the context."""
         n_new = len(ids) + options.max_tokens
         if flag.is_set:
             return
         context = self.new_context(n_new) if options.context is None else options.context
         with context._hold():
             self._reserve(context.cache, len(context) + n_new)
-            yield from self.alone.pieces(context, ids, options, result, flag, undo)
+            yield from self.alone.pieces(context, ids, options, result, flag, keep)
             result.warning = result.warning or self._warn(len(context))
 
     def _warn(self, n_tokens: int) -> str | None:
@@ -389,7 +389,7 @@ class Engine(Unique):
     def chat_stream(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
         """Answer like `chat`, but return a stream of the text."""
         context = options.pop("context", None)
-        return self.conversation(context=context).stream(messages, **options)
+        return Conversation(self, context=self._own(context), keep="answer").stream(messages, **options)
 
 
 class _End:

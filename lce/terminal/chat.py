@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import lce
-from lce.errors import LceError, UsageError, nearest
+from lce.errors import DataError, LceError, UsageError, nearest, shown
 from lce.files import named
 from lce.terminal import figures, options
-from lce.terminal.output import Output
+from lce.terminal.output import Output, wrapped
 from lce.terminal.reading import decoded, read_chat, read_text
 
+if TYPE_CHECKING:
+    from lce.tokenizer.tokenizer import Tokenizer
+
+QUOTES = '"""'
 HELP = """\
-/file PATH  put a file's text before the next message
+/file PATH  put a file's text before the next message; /file alone forgets the files
 /save PATH  save the conversation; `lce chat --context PATH` goes on with it
 /reset      begin again
 /help       show these commands
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
+A pasted text is one message. Three quotation marks begin a message of several lines, and end it.
 A line that begins with // is a message that begins with /."""
-PATHS = {"file": "document.txt", "save": "chat.lce"}  # Example paths, shown if /file or /save has no path.
+MILD: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.05}  # if a model recommends nothing
+TURNS_SHOWN = 3  # A chat that goes on shows this many of its last turns.
 
 
 @dataclass
 class ChatLoop:
-    """A loop that reads messages and commands from stdin, one per line, and writes answers to stdout.
+    """A loop that reads messages and commands from stdin and writes answers to stdout.
+
+    A line is a message, and so are lines between two `QUOTES` and, at a terminal with readline, what is pasted.
 
     The prompt mark, notes, progress and figures go to stderr.
     """
@@ -43,50 +52,74 @@ class ChatLoop:
     files: list[str] = field(default_factory=list)  # the texts of files that go before the next message
     terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
-    def run(self) -> None:
-        """Answer messages and run commands until stdin ends or /exit is read."""
+    def run(self, first: str = "") -> None:
+        """Answer the message `first`, if any; then messages and commands until stdin ends or /exit is read."""
         if self.terminal:
+            self._note_turns()
             self._note("Type a message, or /help. Ctrl-D ends.")
-        for line in self._lines():
-            try:
-                if line.startswith("/") and not line.startswith("//"):
-                    if not self._command(*line[1:].split(maxsplit=1)):
-                        return
-                elif line.strip():
-                    self._answer(line.removeprefix("/"))
-            except LceError as error:
-                if not self.terminal:
-                    raise
-                self._note(f"error: {error}")
+        with keyboard() if self.terminal else nullcontext():
+            goes_on, entry = True, _message(first)
+            while goes_on:
+                try:
+                    goes_on = self._obey(entry)
+                    entry = self._read() if goes_on else ""
+                except EOFError:
+                    return
+                except KeyboardInterrupt:
+                    if not self.terminal:
+                        raise
+                    entry = ""
+                    self._note("\nCtrl-D ends the chat.")
+                except LceError as error:
+                    if not self.terminal:
+                        raise
+                    entry = ""
+                    self._note(f"error: {error}")
 
-    def _lines(self) -> Iterator[str]:
-        if not self.terminal:
-            for raw in [] if sys.stdin is None else iter(sys.stdin.buffer.readline, b""):
-                yield decoded(raw, "stdin").rstrip("\r\n")
-            return
-        with suppress(ImportError):
-            import readline  # noqa: F401  makes `input` edit lines and remember them
-        while True:
+    def _obey(self, entry: str) -> bool:
+        """Run a command or answer a message, and return whether the chat goes on."""
+        if entry.startswith("/") and not entry.startswith("//"):
+            return self._command(*entry[1:].split(maxsplit=1))
+        if entry.strip():
+            self._answer(entry.removeprefix("/"))
+        return True
+
+    def _read(self) -> str:
+        """Read a command, or a message of one or more lines. Raises `EOFError` at the end of stdin."""
+        text = self._line("> ").rstrip("\r\n")
+        if not text.startswith(QUOTES) or ("\n" in text and not text.endswith(QUOTES)):
+            return _message(text) if "\n" in text else text
+        text = text.removeprefix(QUOTES)
+        while not text.rstrip().endswith(QUOTES):
             try:
-                if not sys.stdout.isatty():
-                    click.echo("> ", err=True, nl=False)
-                line = input("> " if sys.stdout.isatty() else "")  # readline must know the prompt mark's width
+                text += "\n" + self._line("... ")
             except EOFError:
-                return
-            except KeyboardInterrupt:
-                self._note("\nCtrl-D ends the chat.")
-            else:
-                yield line
+                raise DataError(f"stdin ended within a message; end the message with {QUOTES}") from None
+        return _message(text.rstrip().removesuffix(QUOTES).strip("\n"))
+
+    def _line(self, mark: str) -> str:
+        """Return the next line of stdin, or at a terminal what is typed or pasted behind the prompt `mark`."""
+        if self.terminal:
+            if not sys.stdout.isatty():
+                click.echo(mark, err=True, nl=False)
+            return input(mark if sys.stdout.isatty() else "")  # readline must know the prompt mark's width
+        raw = b"" if sys.stdin is None else sys.stdin.buffer.readline()
+        if not raw:
+            raise EOFError
+        return decoded(raw, "stdin").rstrip("\r\n")
 
     def _command(self, name: str = "", argument: str = "") -> bool:
         """Run the chat command `/name argument` and return whether the chat goes on."""
-        if name in PATHS and not argument:
-            raise UsageError(f"/{name} takes a path, such as /{name} {PATHS[name]}")
         path = os.path.expanduser(argument.strip())
         match name:
+            case "file" if not path:
+                self.files.clear()
+                self._note("no file goes before the next message")
             case "file":
                 self.files.append(text := read_text(path))
                 self._note(f"{named(path)}: {len(text):,} characters go before the next message")
+            case "save" if not path:
+                raise UsageError("/save takes a path, such as /save chat.lce")
             case "save":
                 if Path(path).exists() and os.path.realpath(path) not in self.saved:
                     raise UsageError(f"{named(path)} exists; name another file")
@@ -107,15 +140,24 @@ class ChatLoop:
         return True
 
     def _answer(self, line: str) -> None:
-        before = len(self.conversation.messages)
+        before, message = len(self.conversation.messages), "\n\n".join([*self.files, line])
+        n_read, n_new = 0, 0
+
+        def tell(done: int, total: int) -> None:
+            nonlocal n_read, n_new
+            n_read, n_new = done, total
+            bar(done, total)
+
         try:
             with self.output.bar("prefill", " tok") as bar:
-                message = "\n\n".join([*self.files, line])
-                stream = self.conversation.stream(message, progress=bar, **self.answering)
+                stream = self.conversation.stream(message, progress=tell, **self.answering)
                 self.output.generation(stream)
         except KeyboardInterrupt:
             if len(self.conversation.messages) == before:
-                self._note("stopped; the message was not answered and is forgotten")
+                state = f"{n_read:,} of its {n_new:,} tokens were read, and need not be read again"
+                self._note(f"\nstopped; the message has no answer and is forgotten{f'; {state}' if n_read else ''}")
+                if self.files:
+                    self._note(f"files that go before the next message: {len(self.files)}; /file alone forgets them")
                 return
             self._note("stopped; the answer so far is kept")
         else:
@@ -125,7 +167,82 @@ class ChatLoop:
 
     def _note(self, text: str) -> None:
         if self.terminal or not self.output.quiet:
-            click.echo(text, err=True)
+            click.echo(wrapped(text), err=True)
+
+    def _note_turns(self) -> None:
+        """Show the last turns of a chat that goes on."""
+        context, tokenizer = self.conversation.context, self.conversation.engine.tokenizer
+        if context is None:
+            return
+        turns = turns_of(tokenizer, context.token_ids)
+        self._note(f"so far: {len(context):,} tokens, turns: {len(turns):,}")
+        for question, answer in turns[-TURNS_SHOWN:]:
+            for mark, text in (("> ", question), ("  ", answer)):
+                self._note(mark + shown(" ".join(text.split()), 70)[1:-1])
+
+
+def _message(text: str) -> str:
+    """Return a message as a line that is no command."""
+    return f"/{text}" if text.startswith("/") else text
+
+
+@contextmanager
+def keyboard() -> Iterator[None]:
+    """Edit lines by readline, if Python has it: a pasted text is one line. Ctrl-C drops nothing typed ahead."""
+    import termios
+
+    with suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+    termios.tcsetattr(stdin, termios.TCSANOW, [*before[:3], before[3] | termios.NOFLSH, *before[4:]])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(stdin, termios.TCSANOW, before)
+
+
+def turns_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the questions and answers in the tokens of a chat, as far as the chat template marks them."""
+    names = {"user": "This was asked.", "assistant": "This was said."}
+    messages = [{"role": role, "content": names[role]} for role in ("user", "assistant", "user")]
+    parts = re.split("|".join(map(re.escape, names.values())), tokenizer.chat(messages))
+    before, said, asked = (part.strip() for part in parts[:3]) if len(parts) == 4 else ("", "", "")
+    if not said or not asked:
+        return []
+    opening = os.path.commonprefix([before[::-1], asked[::-1]])[::-1]  # noqa: RUF071  begins the first question
+    found = [turn.partition(said) for turn in tokenizer.decode(token_ids, skip_special=False).split(asked)]
+    turns = [
+        (question.rpartition(opening)[2] if opening else question, answer) for question, mark, answer in found if mark
+    ]
+    return [(question.strip(), answer.strip()) for question, answer in turns]
+
+
+def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
+    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
+    template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
+    parts = [] if answer.strip() else ["the answer is empty"]
+    parts += ["the model has a chat template, and --chat uses it"] if template else []
+    return f"lce: {'; '.join(parts)}" if parts else ""
+
+
+def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) -> lce.Sampling:
+    """Return the sampling of a chat, and say it: the options `given`, else what the model recommends, else `MILD`.
+
+    A given temperature of 0 is greedy: nothing is taken from the model then.
+    """
+    if given.get("temperature") == 0:
+        return options.seeded(lce.Sampling(**given))
+    own = engine.recommended_sampling
+    sampling, greedy = replace(own or lce.Sampling(**MILD), **given), lce.Sampling()
+    source = "the model's generation_config.json" if own else "lce's own, since the model recommends none"
+    knobs = [knob.name for knob in fields(sampling) if knob.name not in ("temperature", "seed", "stop")]
+    used = [f"{knob} {getattr(sampling, knob):g}" for knob in knobs if getattr(sampling, knob) != getattr(greedy, knob)]
+    text = ", ".join([f"temperature {sampling.temperature:g}", *used])
+    output.figures(f"lce: sampling: {text} ({source}); --temperature 0 is greedy")
+    return options.seeded(sampling)
 
 
 chat_prompt_options = options.packed(

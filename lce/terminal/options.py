@@ -8,6 +8,7 @@ happens when the command runs, so that `--help` imports nothing heavy.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -134,6 +135,13 @@ def _note_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> Non
         ctx.meta[DEBUG] = True
 
 
+def _note_loading(ctx: click.Context, _param: click.Parameter, model: str) -> str:
+    """Say on a terminal which model is loading, before slow imports: the callback of --model in `lce chat`."""
+    if sys.stderr.isatty() and not ctx.params.get("quiet"):
+        click.echo(f"lce: loading {named(model)}", err=True)
+    return model
+
+
 def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False) -> list[lce.Method]:
     """Return the named methods; `all` stands for those that serve the running command's model."""
     given = click.get_current_context().params
@@ -156,17 +164,20 @@ def _benchmark(
     return {"tasks": found.tasks(tasks), "suite": found}
 
 
-def _sampling(**values: Any) -> lce.Sampling:
-    if values["seed"] is not None and values["temperature"] == 0:
+def seeded(sampling: lce.Sampling) -> lce.Sampling:
+    """Return `sampling`. Print a note if it has a seed that changes nothing."""
+    if sampling.seed is not None and sampling.temperature == 0:
         note("--seed changes nothing at temperature 0, which takes the likeliest token; give --temperature too")
-    return lce.Sampling(**values)
+    return sampling
+
+
+def _sampling(**values: Any) -> lce.Sampling:
+    return seeded(lce.Sampling(**values))
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """Return the checked options of sampling that the command line names."""
-    given = {name: value for name, value in values.items() if value not in (None, ())}
-    lce.Sampling(**given)
-    return given
+    """Return the options of sampling that the command line names. They are checked later, by `chat_sampling`."""
+    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
@@ -187,7 +198,9 @@ def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None,
     return option(*flags, *([dest] if dest else []), metavar=metavar, help=help, **how)
 
 
-model_option = flag("--model -m PATH|demo", "Folder of a safetensors checkpoint.", required=True)
+_MODEL = "--model -m PATH|demo", "Folder of a safetensors checkpoint."
+model_option = flag(*_MODEL, required=True)
+loaded_model_option = flag(*_MODEL, required=True, callback=_note_loading)
 _CONTINUED = "Continue this file of `lce prefill`; it does not change."
 context_option = flag("--context -c FILE", _CONTINUED, dest="context_file")
 _METHOD = flag("--method NAME", "One of `lce methods`, or a file FILE.py.", default="full", callback=parse_name)
@@ -277,7 +290,8 @@ _PUBLISHED = (
     _SHARD,
 )
 _JSON = flag("--json", "Print JSON on stdout, and nothing else there.", is_flag=True)
-quiet_option = flag("--quiet", "No progress and no figures on stderr; notes and errors remain.", is_flag=True)
+_QUIET = "No progress and no figures on stderr; notes and errors remain."
+quiet_option = flag("--quiet", _QUIET, is_flag=True, is_eager=True)  # eager: callbacks of other options read it
 _FORCE = flag("--force", "Replace a file that exists.", is_flag=True)
 debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expose_value=False, callback=_note_debug)
 

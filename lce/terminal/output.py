@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,10 +27,20 @@ FIRST_LINE_S = 5.0  # Seconds before the first line of progress, where stderr is
 NEXT_LINE_S = 10.0  # Seconds between two lines of progress.
 
 
+def wrapped(text: str) -> str:
+    """Break lines that are longer than the terminal behind stderr is wide, between words."""
+    try:
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        return text
+    fill = partial(textwrap.fill, width=width or len(text) + 1, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(fill, text.split("\n")))
+
+
 def note(text: str) -> None:
     """Write a note to stderr, even under --quiet."""
     with bars_cleared():
-        click.echo(f"lce: note: {text}", err=True)
+        click.echo(wrapped(f"lce: note: {text}"), err=True)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -148,7 +161,7 @@ class Output:
         """Write a line of figures to stderr, except under --quiet."""
         if not self.quiet:
             with bars_cleared():
-                click.echo(line, err=True)
+                click.echo(wrapped(line), err=True)
 
     def generation(self, stream: Stream) -> None:
         """Run a generation to its end and, except under --json, write its text to stdout as it comes.

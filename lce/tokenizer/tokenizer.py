@@ -193,6 +193,10 @@ class Tokenizer:
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
         return render_chat(self.require_chat(), messages, given, self._controls)
 
+    def has_control(self, text: str) -> bool:
+        """Return whether `text` has a control token written out, as a prompt in the chat format has."""
+        return any(name in text for name in self._controls)
+
     def require_chat(self) -> str:
         """Return the chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:

@@ -142,7 +142,30 @@ def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> Non
     read, _ = read_and_said(conversation, reply)
     assert engine.generate(read, max_tokens=4).token_ids == reply.token_ids
     turn = f"<|end|>\n<|turn|>user\n{long}<|end|>\n<|turn|>assistant\n"
-    assert conversation.tokens_read == len(engine.tokenizer.encode(turn, bos=False)), "the context is as it was before"
+    left = len(engine.tokenizer.encode(turn, bos=False)) - (32 * at - 1)
+    assert conversation.tokens_read == left, "with the answer's last token, blocks that were read stay read"
+
+
+def test_blocks_of_an_interrupted_turn_are_not_saved(engine: lce.Engine, tmp_path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    conversation, long = engine.conversation(), "The quick brown fox jumps over the lazy dog. " * 12
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask(long, progress=fail)
+    with pytest.raises(lce.UsageError, match="the conversation is empty"):
+        conversation.save(tmp_path / "chat.lce")
+    conversation.ask(QUESTIONS[0], max_tokens=4)
+    n = len(conversation.context)
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask(long, progress=fail)
+    assert len(conversation.context) == n + 31, "and the answer's last token"
+    conversation.save(tmp_path / "chat.lce")
+    assert len(engine.open_context(tmp_path / "chat.lce")) == n
+    context = engine.prefill("A document.")
+    with pytest.raises(KeyboardInterrupt):
+        engine.chat(long, context=context, progress=fail)
+    assert context.token_ids == engine.prefill("A document.").token_ids, "as it was: no conversation goes on"
 
 
 ACTIONS = st.one_of(

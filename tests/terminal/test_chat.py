@@ -5,16 +5,19 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import lce
+from lce.terminal.output import Output
 from tests.checkpoints import save_chat
 from tests.command import LIMIT, assert_error, run, spawn, within
 
@@ -22,6 +25,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|turn|>' ~ message.role ~ '\n' ~ message.content ~ '<|end|>\n' }}"
     "{% endfor %}{{ '<|turn|>assistant\n' }}"
 )
+GREEDY = ("--temperature", "0")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def engine(chatty: Path) -> lce.Engine:
 
 
 def test_a_line_is_a_turn_and_answers_alone_go_to_stdout(chatty: Path, engine: lce.Engine) -> None:
-    result = run("chat", "--model", chatty, "--max-tokens", "5", "--system", "Be brief.", stdin="Hi\n\nWhy?\n")
+    result = run("chat", "--model", chatty, *GREEDY, "--max-tokens", "5", "--system", "Be brief.", stdin="Hi\n\nWhy?\n")
     conversation = engine.conversation("Be brief.")
     texts = [conversation.ask(text, max_tokens=5).text for text in ("Hi", "Why?")]
     assert result.exit_code == 0
@@ -48,11 +52,65 @@ def test_a_line_is_a_turn_and_answers_alone_go_to_stdout(chatty: Path, engine: l
     assert whole - before == conversation.tokens_read
 
 
+def test_a_first_message_and_messages_of_several_lines(chatty: Path, engine: lce.Engine) -> None:
+    args = ("chat", "--model", chatty, *GREEDY, "--max-tokens", "5")
+    for words, stdin, messages in (
+        (("Hi", "you"), "Why?\n", ["Hi you", "Why?"]),
+        (("/help",), "", ["/help"]),
+        ((), '"""\nWhy?\n\n /x\n"""\n"""Hi"""\n', ["Why?\n\n /x", "Hi"]),
+    ):
+        conversation = engine.conversation()
+        expected = "".join(f"{conversation.ask(text, max_tokens=5).text}\n" for text in messages)
+        assert run(*args, *words, stdin=stdin).stdout == expected
+    assert_error(run(*args, stdin='"""Why?\n'), 3, 'stdin ended within a message; end the message with """')
+    assert_error(run(*args, " "), 2, "the first message is empty")
+
+
+def test_sampling_is_what_the_model_recommends_and_is_said(chatty: Path, tmp_path: Path) -> None:
+    shutil.copytree(chatty, tmp_path, dirs_exist_ok=True)
+    own = {"do_sample": True, "temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    args, how = ("chat", "--max-tokens", "9", "--seed", "1", "--model"), {"max_tokens": 9, "seed": 1}
+    mild = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.05}
+    for folder, more, sampling, said in (
+        (tmp_path, (), own, "temperature 0.9, top_k 20, repetition_penalty 1.2 (the model's generation_config.json)"),
+        (tmp_path, ("--top-k", "3"), own | {"top_k": 3}, "top_k 3"),
+        (chatty, (), mild, "temperature 0.7, top_p 0.95, repetition_penalty 1.05 (lce's own, since"),
+    ):
+        result, knobs = run(*args, folder, *more, "Hi"), {k: x for k, x in sampling.items() if k != "do_sample"}
+        assert result.stdout == lce.load(folder).chat("Hi", **how, **knobs).text + "\n"
+        assert result.stderr.count("lce: sampling: ") == result.stderr.count(said) == 1
+    greedy = run(*args, tmp_path, *GREEDY, "Hi")
+    assert greedy.stdout == lce.load(tmp_path).chat("Hi", max_tokens=9).text + "\n"
+    assert "lce: sampling" not in greedy.stderr
+    assert_error(run(*args, tmp_path / "none", "--top-p", "7"), 2, "top_p is 7.0")
+
+
+def test_what_was_read_of_a_stopped_message_stays_read(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    @contextmanager
+    def bar(output: Output, label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: calls.append(done) or (len(calls) == 2 and signal.raise_signal(signal.SIGINT))
+
+    monkeypatch.setattr(Output, "bar", bar)
+    (tmp_path / "a.txt").write_text("The llama is larger. " * 20)
+    lines = f"/file {tmp_path / 'a.txt'}\nHi\nWhy?\n/file {tmp_path / 'a.txt'}\n/file\n"
+    result = run("chat", "--model", chatty, *GREEDY, "--max-tokens", "5", "--block", "32", stdin=lines)
+    total = len(lce.load(chatty).tokenizer.encode_chat([{"role": "user", "content": "The llama is larger. " * 20}]))
+    assert f"forgotten; 64 of its {total + 4} tokens were read" in result.stderr
+    assert "files that go before the next message: 1" in result.stderr
+    assert "(64 read before)" in result.stderr
+    assert result.stderr.endswith("no file goes before the next message\n")
+
+
 def test_the_commands(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
     document, saved = tmp_path / "a document.txt", tmp_path / "chat.lce"
     document.write_text("The llama is larger.\n")
     lines = f"Hi\n/reset\n/file {document}\n/file {document}\nWhich?\n/save {saved}\n//x\n/help\n/exit\nnever\n"
-    result = run("chat", "--model", chatty, "--max-tokens", "5", stdin=lines)
+    result = run("chat", "--model", chatty, *GREEDY, "--max-tokens", "5", stdin=lines)
     assert result.exit_code == 0
     conversation = engine.conversation()
     texts = [engine.chat("Hi", max_tokens=5).text]
@@ -66,7 +124,7 @@ def test_the_commands(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
 
 def test_a_saved_chat_goes_on(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
     saved = tmp_path / "chat.lce"
-    args = ("chat", "--model", chatty, "--max-tokens", "5")
+    args = ("chat", "--model", chatty, *GREEDY, "--max-tokens", "5")
     first = run(*args, stdin=f"Hi\n/save {saved}\nWhy?\n")
     again = run(*args, "--context", saved, stdin=f"Why?\n/save {saved}\nAnd?\n")
     assert again.exit_code == 0
@@ -86,7 +144,7 @@ def test_a_bad_line_of_a_pipe_ends_it(chatty: Path, tmp_path: Path, monkeypatch:
         ("/save chat.lce", 2, "the conversation is empty"), ("/save taken", 2, "taken exists; name another file"),
         (b"\xff\n", 3, "not UTF-8"),
     ):  # fmt: skip
-        assert_error(run("chat", "--model", chatty, stdin=line), code, words)
+        assert_error(run("chat", "--model", chatty, *GREEDY, stdin=line), code, words)
     assert Path("taken").read_text() == "text"
 
 
@@ -111,7 +169,14 @@ def test_generate_chats(chatty: Path, engine: lce.Engine, tmp_path: Path) -> Non
     ):
         result = run(*args, *options, stdin=stdin)
         assert (result.exit_code, result.stdout) == (0, engine.chat(messages, max_tokens=5).text + "\n")
-    assert run(*args, "--prompt", "Why?").stdout == engine.generate("Why?", max_tokens=5).text + "\n"
+    plain, template = run(*args, "--prompt", "Why?"), "lce: the model has a chat template, and --chat uses it\n"
+    assert plain.stdout == engine.generate("Why?", max_tokens=5).text + "\n"
+    assert template in plain.stderr
+    for more in (("--chat",), ("--quiet",)):
+        assert template not in run(*args, "--prompt", "Why?", *more).stderr
+    assert template not in run(*args, "--prompt", "<|turn|>user").stderr, "it is in the format already"
+    nothing = run(*args, "--prompt", "Why?", "--stop", plain.stdout[0])
+    assert "lce: the answer is empty; the model has a chat template, and --chat uses it\n" in nothing.stderr
 
 
 def test_messages_that_are_none(chatty: Path) -> None:
@@ -120,7 +185,7 @@ def test_messages_that_are_none(chatty: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(chatty: Path) -> None:
-    process = spawn("", "chat", "--model", chatty, "--max-tokens", "100000", stdin=subprocess.PIPE)
+    process = spawn("", "chat", "--model", chatty, *GREEDY, "--max-tokens", "100000", stdin=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("Hi\n")
@@ -138,7 +203,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(chatty: Path) -> Non
 def test_at_a_terminal(chatty: Path, tmp_path: Path) -> None:
     """The mark, a note for a mistake, Ctrl-C at the mark, and Ctrl-D."""
     theirs, ours = pty.openpty()
-    process = spawn("", "chat", "--model", chatty, "--max-tokens", "4", stdin=ours, stderr=ours)
+    process = spawn("", "chat", "--model", chatty, *GREEDY, "--max-tokens", "4", stdin=ours, stderr=ours)
     os.close(ours)
     seen = ""
 
