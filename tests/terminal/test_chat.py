@@ -1,18 +1,23 @@
 """`lce chat` and the chat of `lce generate`: what goes where, the commands, Ctrl-C, and what is refused."""
 
+import fcntl
 import json
 import os
 import pty
 import re
+import readline
 import select
 import shutil
 import signal
+import struct
 import subprocess
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,40 +205,84 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(chatty: Path) -> Non
     assert "Traceback" not in err
 
 
-def test_at_a_terminal(chatty: Path, tmp_path: Path) -> None:
-    """The mark, a note for a mistake, Ctrl-C at the mark, and Ctrl-D."""
-    theirs, ours = pty.openpty()
-    process = spawn("", "chat", "--model", chatty, *GREEDY, "--max-tokens", "4", stdin=ours, stderr=ours)
-    os.close(ours)
-    seen = ""
+class Terminal:
+    """A chat at a terminal of its own, 60 columns wide, where keys make signals."""
 
-    def expect(words: str, again: Callable[[], None] = lambda: None) -> None:
-        nonlocal seen
+    def __init__(self, *args: str | Path, **options: Any) -> None:
+        self.keys, ours = pty.openpty()
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        own = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+        pipes = {"stdin": ours, "stdout": ours, "stderr": ours, "start_new_session": True} | options
+        self.process = spawn(own, "chat", *GREEDY, *args, **pipes)
+        os.close(ours)
+        self.seen = ""
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        os.close(self.keys)
+        self.process.__exit__(*error)
+
+    def type(self, text: str) -> None:
+        os.write(self.keys, text.encode())
+
+    def expect(self, pattern: str, again: Callable[[], None] = lambda: None) -> str:
+        """Wait until a pattern was printed, and return what came before it."""
         deadline = time.monotonic() + LIMIT
-        while words not in seen:
-            assert time.monotonic() < deadline, seen
-            if select.select([theirs], [], [], 1.0)[0]:
-                seen += os.read(theirs, 4096).decode(errors="replace")
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self.keys], [], [], 1.0)[0]:
+                self.seen += os.read(self.keys, 4096).decode(errors="replace")
             else:
                 again()
-        seen = seen.partition(words)[2]
+        before, self.seen = self.seen[: found.start()], self.seen[found.end() :]
+        return before
 
-    def press_ctrl_c() -> None:  # once more if nothing happens: a signal just before a read begins does not end it
-        process.send_signal(signal.SIGINT)
+    def leave(self) -> str:
+        """Type Ctrl-D, and return what the chat wrote to a pipe as its stdout."""
+        self.type("\x04")
+        out, _ = self.process.communicate()
+        assert self.process.returncode == 0
+        return out
 
-    expect("Ctrl-D ends.")
-    expect("> ")
-    os.write(theirs, b"/nothing\n")
-    expect("error: /nothing is no command")
-    expect("> ")
-    press_ctrl_c()
-    expect("Ctrl-D ends the chat.", again=press_ctrl_c)
-    expect("> ")
-    os.write(theirs, b"Hi\n")
-    expect("prompt tokens")
-    expect("> ")
-    os.write(theirs, b"\x04")
-    out, _ = process.communicate()
-    os.close(theirs)
-    assert process.returncode == 0
-    assert out == lce.load(chatty).chat("Hi", max_tokens=4).text + "\n"
+
+def test_at_a_terminal(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
+    """What is loading, the last turns, the mark, a note for a mistake, Ctrl-C at the mark, wrapping, and Ctrl-D."""
+    before = engine.conversation()
+    for text in ("First?", "Is it?", "And then,\nwhy?", "Hi"):
+        before.ask(text, max_tokens=4)
+    before.save(tmp_path / "chat.lce")
+    args = ("--model", chatty, "--max-tokens", "4", "--context", tmp_path / "chat.lce")
+    with Terminal(*args, stdout=subprocess.PIPE) as chat:
+        assert chat.expect("lce: loading ") == "", "before anything else"
+        chat.expect(f"so far: {len(before.context)} tokens, turns: 4\r\n> Is it[?]\r\n  .*\r\n> And then, why[?]\r\n")
+        chat.expect("> Hi\r\n  .*\r\nType a message, or /help. Ctrl-D ends.\r\n> ")
+        chat.type("/nothing\n")
+        assert max(map(len, chat.expect("message\r\n> ").split("\r\n"))) <= 60
+        chat.type("\x03")  # once more if nothing happens: a signal just before a read begins does not end it
+        chat.expect("Ctrl-D ends the chat.", again=lambda: chat.type("\x03"))
+        chat.expect("> ")
+        chat.type("Why?\n")
+        lines = chat.expect("peak memory: [^>]*> ").split("\r\n")
+        assert max(len(line) for line in lines if "prefill:" not in line) <= 60
+        goes_on = engine.conversation(context=engine.open_context(tmp_path / "chat.lce"))
+        assert chat.leave() == goes_on.ask("Why?", max_tokens=4).text + "\n"
+
+
+@pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="pastes of several lines need GNU readline")
+def test_a_pasted_text_is_one_message_and_what_is_typed_ahead_stays(
+    chatty: Path, engine: lce.Engine, tmp_path: Path
+) -> None:
+    with Terminal("--model", chatty, "--max-tokens", "100000", "--quiet") as chat:
+        chat.expect("\x1b\\[[?]2004h> ")
+        chat.type("\x1b[200~/one\rand two\r\x1b[201~")
+        chat.expect("and two")
+        chat.type("\r")
+        chat.expect("\x1b\\[[?]2004l[\r\n]*[^\r\n]")  # it answers
+        chat.type(f"/save {tmp_path / 'chat.lce'}\n\x03")
+        chat.expect("the answer so far is kept")
+        chat.expect("saved[^>]*> ")
+        chat.leave()
+    asked = engine.tokenizer.encode_chat([{"role": "user", "content": "/one\nand two"}])
+    assert engine.open_context(tmp_path / "chat.lce").token_ids[: len(asked)] == asked
