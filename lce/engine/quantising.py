@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from lce.errors import UsageError
-from lce.files import lock, named, open_regular, path_of, read_file, write_whole, written_whole
+from lce.errors import UsageError, shown
+from lce.files import named, path_of, read_file, sweep, write_whole, written_whole
 from lce.models.registry import model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.weights.packed import LARGEST, scheme_of
@@ -58,18 +58,18 @@ def quantize(
 
 
 def _taken(target: Path) -> UsageError:
-    return UsageError(f"{named(target)} exists and is no empty folder; name another one")
+    found = f" (it has {shown(min(os.listdir(target)))})" if target.is_dir() else ""
+    return UsageError(f"{named(target)} exists and is no empty folder{found}; name another one")
 
 
 def _write(target: Path, beside: Mapping[str, bytes], write_weights: Callable[[], None]) -> None:
     """Write a folder's files. config.json is begun first and complete last. An error leaves nothing that was made."""
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+    made, written = [folder for folder in (target, *target.parents) if not folder.exists()], list[str]()
     try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {named(target)}: {error.strerror}; name another one") from None
-    written: list[str] = []
-    try:
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the folder {named(target)}: {error.strerror}; name another one") from None
         with written_whole(target / CONFIG) as config:
             if len([*target.iterdir()]) > 1:  # another call has begun since
                 raise _taken(target)
@@ -92,16 +92,12 @@ def _remove_unfinished(target: Path) -> None:
 
     Such a folder has a draft of config.json that no process has locked, and no config.json.
     """
-    names = "|".join(map(re.escape, (WEIGHTS, *BESIDE)))
-    ours = re.compile(rf"{names}|\.({names}|{re.escape(CONFIG)})\.\d+-[0-9a-f]+\.tmp")
-    found = sorted(target.iterdir(), key=lambda path: path.name.startswith(f".{CONFIG}")) if target.is_dir() else []
+    found = [*target.iterdir()] if target.is_dir() else []
+    names = {re.sub(r"^\.(.+)\.\d+-[0-9a-f]+\.tmp$", r"\1", path.name) for path in found}
     drafts = [path for path in found if path.name.startswith(f".{CONFIG}.")]
-    if not drafts or not all(ours.fullmatch(path.name) for path in found):
-        return
-    with ExitStack() as at_end:
-        for draft in drafts:
-            descriptor = open_regular(draft, follow=False)
-            at_end.callback(os.close, descriptor)
-            lock(descriptor, target)
-        for path in found:  # the drafts of config.json last
-            path.unlink()
+    if drafts and names <= {CONFIG, WEIGHTS, *BESIDE} and target / CONFIG not in found:
+        sweep(target / CONFIG)
+        if any(path.exists() for path in drafts):
+            raise UsageError(f"{named(target)} is being written by another process; wait, or name another one")
+        for path in found:
+            path.unlink(missing_ok=True)

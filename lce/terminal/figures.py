@@ -163,12 +163,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
-_CHECKED = {
-    True: "all files are as `lce quantize` wrote them",
-    False: "all weights can be read and are finite numbers; the folder has no checksums to compare them with",
-}
-
-
 def model_object(model: ModelInfo) -> dict[str, Any]:
     """Return a model as JSON. Parts that the folder lacks are null."""
     config = dataclasses.asdict(dataclasses.replace(model.config, published={}, generation={}))
@@ -182,6 +176,7 @@ def model_object(model: ModelInfo) -> dict[str, Any]:
 def model_lines(model: ModelInfo) -> list[str]:
     """Return a model as text: its properties, then each method's knobs for the model's window."""
     config, size = model.config, model.weight_bytes
+    ours, others = "all files are as `lce quantize` wrote them", "no checksums: all weights can be read and are finite"
     sliding = f", sliding window {config.sliding_window:,}" if config.sliding_window else ""
     rows = {
         "model": named(model.folder),
@@ -192,7 +187,7 @@ def model_lines(model: ModelInfo) -> list[str]:
         "rope": _rope(config.rope.kind, config.rope.factor, f", theta {config.rope.theta:,.0f}"),
         "parameters": f"{model.parameters:,}",
         "weights": "none" if size is None else f"{size_text(size)} in {model.weights or model.dtype}",
-        **({} if model.checked is None else {"checked": _CHECKED[model.checked]}),
+        **({} if model.checked is None else {"checked": ours if model.checked else others}),
         "fingerprint": model.fingerprint or "none",
         "in contexts": model.identity or "none",
         "tokenizer": f"{model.tokenizer}, {config.vocab_size:,} tokens" if model.tokenizer else "none",

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -103,7 +103,9 @@ class Checkpoint:
         file = whole if os.path.lexists(whole) else safetensors_file.only_file(folder)
         tensors, metadata, stamp = safetensors_file.read_header(file)
         manifest = Manifest.read(metadata[METADATA], file, tensors) if METADATA in metadata else None
-        return cls(folder, manifest.checked(tensors) if manifest else tensors, {file: stamp}, manifest)
+        if manifest:
+            tensors = {name: replace(info, checks=tuple(manifest.checks[name])) for name, info in tensors.items()}
+        return cls(folder, tensors, {file: stamp}, manifest)
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,

@@ -15,7 +15,7 @@ import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -135,10 +135,6 @@ class Manifest:
         """Return the manifest as JSON, with a SHA-256 of the rest."""
         raw = asdict(self)
         return json.dumps(raw | {"sha256": sha256_of(json.dumps(raw).encode())})
-
-    def checked(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Return the tensors of the file with their checksums."""
-        return {name: replace(info, checks=tuple(self.checks[name])) for name, info in tensors.items()}
 
     @classmethod
     def read(cls, text: str, file: Path, tensors: Mapping[str, TensorInfo]) -> Self:

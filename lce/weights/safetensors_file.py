@@ -337,8 +337,7 @@ def checksums(data: NDArray[np.uint8]) -> list[str]:
 
 
 def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descriptor: int, number: int) -> None:
-    """Read piece `number` of a stored tensor into `raw`. Raises ModelError for bytes that disagree with their checksum,
-    and for a number that is not finite in `dtype`.
+    """Read piece `number` of a stored tensor into `raw`. Raises ModelError as `fill` does.
 
     The bits of a float, read as an integer, grow with its absolute value. So the largest signed integer is that of the
     largest positive float, and the largest unsigned integer is that of the negative float of largest magnitude.

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import random
 import shutil
@@ -49,32 +48,21 @@ def test_the_files_beside_the_weights_are_checked_too(quantised: Path, tmp_path:
 
 
 def test_a_whole_folder_and_one_that_is_not_ours(quantised: Path, tiny_model: Path, tmp_path: Path) -> None:
-    context = tmp_path / "c.lce"
-    lce.load(tiny_model).prefill([2, 3]).save(context)
-    found = {path: lce.info(path, check=True) for path in (quantised, tiny_model)}
-    assert [getattr(each, "checked", None) for each in found.values()] == [True, False]
-    assert getattr(lce.info(quantised), "checked", 0) is None
-    done: list[tuple[int, int]] = []
-    before = {path: path.stat() for path in tiny_model.iterdir()}
-    lce.info(tiny_model, check=True, progress=lambda *counts: done.append(counts))
+    before, done = contents(tiny_model), list[tuple[int, int]]()
+    found = [lce.info(path, check=True, progress=lambda *n: done.append(n)) for path in (quantised, tiny_model)]
+    assert [getattr(each, "checked", None) for each in (*found, lce.info(quantised))] == [True, False, None]
     assert done[-1][0] == done[-1][1] > 0
-    assert {path: path.stat().st_mtime for path in tiny_model.iterdir()} == {k: x.st_mtime for k, x in before.items()}
+    assert contents(tiny_model) == before
+    lce.load(tiny_model).prefill([2, 3]).save(tmp_path / "c.lce")
     with pytest.raises(lce.UsageError, match="check is for a model's folder"):
-        lce.info(context, check=True)
-    with pytest.raises(lce.UsageError, match="expected True or False"):
-        lce.info(quantised, check=1)  # type: ignore[arg-type]
-
-
-def test_damage_that_any_checkpoint_shows(tiny_model: Path, tmp_path: Path) -> None:
+        lce.info(tmp_path / "c.lce", check=True)
     out = shutil.copytree(tiny_model, tmp_path / "out")
     raw = (out / "model.safetensors").read_bytes()
-    (out / "model.safetensors").write_bytes(raw[:-4] + b"\xff" * 4)
-    assert lce.info(out)
-    with pytest.raises(lce.ModelError, match="NaN or infinite"):
-        lce.info(out, check=True)
-    (out / "model.safetensors").write_bytes(raw.replace(b"layers.1.", b"layers.7."))
-    with pytest.raises(lce.ModelError, match="missing"):
-        lce.info(out, check=True)
+    for damaged, fault in ((raw[:-4] + b"\xff" * 4, "NaN"), (raw.replace(b"layers.1.", b"layers.7."), "missing")):
+        (out / "model.safetensors").write_bytes(damaged)
+        assert lce.info(out)
+        with pytest.raises(lce.ModelError, match=fault):
+            lce.info(out, check=True)
 
 
 def test_a_full_disk_leaves_nothing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +95,13 @@ def test_what_a_killed_call_left_is_removed(quantised: Path, tiny_model: Path, t
     (out / ".model.safetensors.1-0b.tmp").touch()
     (out / "mine.txt").touch()
     before = {*out.iterdir()}
-    with pytest.raises(lce.UsageError, match="no empty folder"):
+    with pytest.raises(lce.UsageError, match=r"no empty folder \(it has '.config.json.1-0a.tmp'\)"):
         lce.quantize(tiny_model, out, "int8")
     assert {*out.iterdir()} == before, "somebody else's file is among them"
     (out / "mine.txt").unlink()
     with draft.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(lce.DataError, match="being written by another process"):
+        with pytest.raises(lce.UsageError, match="being written by another process"):
             lce.quantize(tiny_model, out, "int8")
     lce.quantize(tiny_model, out, "int8")
     assert contents(out) == contents(quantised)
@@ -124,12 +112,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 KILLED = """
-import collections, json, os, random, signal, sys, time
+import os, random, signal, sys, time
 from pathlib import Path
 import lce, torch
 torch.set_num_threads(1)
-model, scratch, n = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-found = collections.Counter()
+model, scratch, n_kills, n_left = sys.argv[1], Path(sys.argv[2]), 0, 0
 
 def start(out):
     child = os.fork()
@@ -138,35 +125,27 @@ def start(out):
         os._exit(0)
     return child
 
-def files(out):
-    return {path.name: path.read_bytes() for path in out.iterdir()}
-
 lce.quantize(model, scratch / "first", "int8")  # what kernels need is ready in all children
 begun = time.perf_counter()
 os.waitpid(start(scratch / "whole"), 0)
 took = time.perf_counter() - begun
-while sum(found.values()) < n:
+files = lambda out: {path.name: path.read_bytes() for path in out.glob("*")}
+while n_kills < 50:
     out = scratch / str(time.time_ns())
     child = start(out)
     time.sleep(took * random.random())
     os.kill(child, signal.SIGKILL)
-    if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
-        continue  # it was done before
-    names = files(out) if out.exists() else {}
-    found["left files" if names else "left none"] += 1
-    assert "config.json" not in names or files(out) == files(scratch / "whole")
-    if "config.json" not in names:
-        assert os.waitpid(start(out), 0)[1] == 0, names.keys()
+    if os.WIFSIGNALED(os.waitpid(child, 0)[1]):  # else it was done before
+        n_kills, n_left, done = n_kills + 1, n_left + bool(files(out)), "config.json" in files(out)
+        assert done or os.waitpid(start(out), 0)[1] == 0, files(out).keys()
         assert files(out) == files(scratch / "whole")
-print(json.dumps(found))
+print(n_left)
 """
 
 
 @pytest.mark.slow
 def test_50_kills(tiny_model: Path, tmp_path: Path) -> None:
     """After each the same call writes the same files. The kills are spread over the time of a call."""
-    arguments = [sys.executable, "-c", KILLED, str(tiny_model), str(tmp_path), "50"]
+    arguments = [sys.executable, "-c", KILLED, str(tiny_model), str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=300)
-    found = json.loads(done.stdout)
-    assert sum(found.values()) == 50
-    assert found["left files"] >= 10
+    assert int(done.stdout) >= 10, "kills that left files"
