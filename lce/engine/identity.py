@@ -89,11 +89,6 @@ def file_of(facts: Mapping[str, Any]) -> str | None:
     return named(str(code.get("file"))) if isinstance(code, dict) else None
 
 
-def _code(facts: Mapping[str, Any]) -> str:
-    file = file_of(facts)
-    return "that of lce or a package" if file is None else f"{file} with SHA-256 {_text(facts['code'].get('digest'))}"
-
-
 def _as_json(value: object) -> Any:
     """Return a knob's value as JSON. An object becomes a digest, with the file that it was read from, if any."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
@@ -116,8 +111,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
     if theirs.get("method") != method:
         yield f"another method, {name}; this engine has {method}", f"give --method {name}"
     elif _content(theirs.get("code")) != _content(ours.get("code")):
-        made, here = map(_code, (theirs, ours))
-        yield f"other code of the method {method}, {made}; this engine has {here}", "give --method the code of then"
+        yield f"other code of the method {method}, {name} as it was then", "give --method that code"
     if knobs := list(_differing(theirs.get("knobs"), ours["knobs"])):
         made, here = (" ".join(f"{each[0]}={_text(each[i])}" for each in knobs) for i in (1, 2))
         options = " ".join(f"-o {name}={_text(value)}" for name, value, _ in knobs)

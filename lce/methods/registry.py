@@ -61,14 +61,9 @@ def find(name: str) -> type[Method]:
             raise UsageError(f"{what} is {cls!r}; expected a subclass of lce.Method")
         register(name)(cls)
     if name not in _REGISTRY:
-        hint = "a file of yours is run by lce.methods.from_file" if is_file(name) else nearest(name, available())
+        hint = "a file of yours is run by lce.methods.from_file" if name.endswith(".py") else nearest(name, available())
         raise UsageError(f"unknown method {shown(name)}; {hint}")
     return _REGISTRY[name]
-
-
-def is_file(method: str) -> bool:
-    """Return whether a user's text for a method is the path of a Python file, such as `./mine.py`."""
-    return method.endswith(".py")
 
 
 def from_file(path: str | Path) -> type[Method]:
@@ -82,11 +77,13 @@ def from_file(path: str | Path) -> type[Method]:
     with open(open_regular(place, UsageError), "rb") as file:
         text = file.read()
     own, before = UserFile(place, hashlib.sha256(text).hexdigest()), dict(_REGISTRY)
-    if known := [cls for cls in before.values() if vars(cls).get("user_file") == own]:
-        return known[0]
+    for name, cls in before.items():
+        earlier = vars(cls).get("user_file")
+        if earlier == own:
+            return cls
+        if isinstance(earlier, UserFile) and earlier.path == place:
+            del _REGISTRY[name]  # the class of an earlier text of the file
     module = types.ModuleType(f"{USER_MODULE}{own.digest[:12]}")
-    for name in [name for name, cls in before.items() if getattr(vars(cls).get("user_file"), "path", "") == place]:
-        del _REGISTRY[name]  # the class of an earlier text of the file
     try:
         sys.modules[module.__name__] = module
         exec(compile(text, place, "exec"), vars(module))
@@ -98,8 +95,9 @@ def from_file(path: str | Path) -> type[Method]:
         return found[0]
     except BaseException as error:
         del sys.modules[module.__name__]
-        _REGISTRY.clear()
-        _REGISTRY.update(before)
+        _REGISTRY.update(before)  # at no time are other methods missing, for other threads
+        for name in _REGISTRY.keys() - before.keys():
+            del _REGISTRY[name]
         line = user_line(error)
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, UsageError) and not line):
             raise
@@ -109,7 +107,7 @@ def from_file(path: str | Path) -> type[Method]:
 def as_method(method: str | Method) -> Method:
     """Return a new method by name or file, or the given one if its knobs have valid types; else raise `UsageError`."""
     if isinstance(method, str):
-        return make(from_file(method).name if is_file(method) else method)
+        return make(from_file(method).name if method.endswith(".py") else method)
     if isinstance(method, type) and issubclass(method, Method):
         raise UsageError(f"method is the class {method.__name__}; expected an instance: {method.__name__}()")
     if not isinstance(method, Method):

@@ -65,8 +65,9 @@ def write_recording(
 def _note_size(n_bytes: int) -> None:
     """Print a note before a recording that will be large."""
     if n_bytes > NOTED:
-        size = size_text(n_bytes)
-        note(f"about {size} will be recorded, a third of it as a page; a smaller --spread or larger chunks give less")
+        note(
+            f"{size_text(n_bytes)} of JSON will be recorded, half of it as a page; --spread 50, larger chunks give less"
+        )
 
 
 def serve_live(

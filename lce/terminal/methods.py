@@ -75,7 +75,7 @@ def methods_of(
 ) -> list[lce.Method]:  # fmt: skip
     """Return the methods called `names`. `all` stands for the methods that serve the model and that `suits` accepts.
 
-    `all` excludes methods for analysis, which can be asked as well. A method of `all` that lacks something, such as
+    `all` excludes methods for analysis, which can be named as well. A method of `all` that lacks something, such as
     the learned maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, a knob
     KEY=VALUE is for the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises
     `UsageError` for wrong names or knobs.

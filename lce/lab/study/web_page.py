@@ -25,7 +25,7 @@ from lce.files import check_target, named, unwritable, write_whole
 
 WEB = Path(__file__).parent / "web"
 INLINE = 8 << 20  # The largest recording, in bytes of JSON, that is written into the page itself.
-LEVEL = 3  # zlib compresses to a third; higher levels take twice the time for a tenth less.
+LEVEL = 3  # zlib compresses to a third or two; higher levels take twice the time for a tenth less.
 _PLACES = re.compile(r"<!--lce:(style|data|script)(?: ([\w.]+))?-->")
 _SCRIPT = re.compile(r"\d+-\d+\.js")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
