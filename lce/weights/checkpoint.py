@@ -29,7 +29,7 @@ from lce.files import named, open_regular, read_file
 from lce.sizes import size_text
 from lce.weights import safetensors_file
 from lce.weights.packed import LARGEST, METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
-from lce.weights.safetensors_file import AGAIN, DTYPES, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
+from lce.weights.safetensors_file import DTYPES, STORED, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
 
 _CPU = torch.device("cpu")
 _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
@@ -247,13 +247,21 @@ class Checkpoint:
         """Read all tensors, and return whether there were checksums to compare them with.
 
         With checksums, the files beside the weights are compared, too. Raises ModelError for a file that is not as it
-        was written, cannot be read, or has a number that is not finite.
+        was written, cannot be read, or has a number that is not finite. Peak memory is the largest tensor. `progress`
+        is called with the bytes read so far and with the bytes of all tensors.
         """
         for name, digest in self.manifest.files.items() if self.manifest else ():
             if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):
-                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", AGAIN)
+                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", safetensors_file.AGAIN)
+        done, total = 0, sum(info.stop - info.start for info in self.tensors.values())
         with self._opened() as files:
-            safetensors_file.verify(self.tensors, files, progress)
+            for name, info in self.tensors.items():
+                kind = info.dtype if info.dtype in STORED else "U8"
+                size = info.stop - info.start
+                (out,) = allocate([((size // STORED[kind].itemsize,), STORED[kind])], _CPU)
+                fill({name: out}, {name: replace(info, dtype=kind)}, files)
+                done += size
+                progress(done, total)
         return self.manifest is not None
 
     @cached_property

@@ -16,7 +16,7 @@ import mmap
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -303,21 +303,6 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
             deliver()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def verify(infos: Mapping[str, TensorInfo], files: Mapping[Path, int], progress: Callable[[int, int], None]) -> None:
-    """Read all of the stored tensors, one piece at a time. Raises ModelError as `fill` does.
-
-    `progress` is called with the bytes read so far and with the bytes of all tensors.
-    """
-    stage, done, total = torch.empty(PIECE, dtype=torch.uint8), 0, sum(x.stop - x.start for x in infos.values())
-    for name, info in infos.items():
-        stored = STORED.get(info.dtype, torch.uint8)
-        for number, start in enumerate(range(info.start, info.stop, PIECE)):
-            raw = stage[: info.stop - start].view(stored)
-            _read(raw, stored, name, info, files[info.file], number)
-            done += raw.nbytes
-            progress(done, total)
 
 
 def checksums(data: NDArray[np.uint8]) -> list[str]:
