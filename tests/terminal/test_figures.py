@@ -101,6 +101,15 @@ def test_a_model(tiny_model: Path) -> None:
     assert text["esa"] == found["refused"]["esa"]
 
 
+def test_a_model_that_is_checked(tiny_model: Path, tmp_path: Path) -> None:
+    assert rows(tiny_model, "--check")["checked"] == "no checksums: all weights can be read and are finite"
+    out = lce.quantize(tiny_model, tmp_path / "out", "int8")
+    assert rows(out, "--check")["checked"] == "all files are as `lce quantize` wrote them"
+    (out / "config.json").write_text((out / "config.json").read_text() + "\n")
+    assert run("info", out).exit_code == 0
+    assert run("info", "--check", out).exit_code == 3
+
+
 def test_a_folder_with_nothing_but_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     found = info(tmp_path)
