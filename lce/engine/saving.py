@@ -20,7 +20,7 @@ from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes
 from lce.engine.identity import Identity
-from lce.errors import DataError, LceError, UsageError, shown
+from lce.errors import DataError, LceError, UsageError, shown, user_line
 from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep, write_whole
 from lce.version import __version__
 
@@ -45,8 +45,8 @@ class ContextData:
     def blame(self, error: BaseException) -> None:
         """Raise `DataError` if the opened file may have caused `error`: opening cannot check every tensor's shape."""
         memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
-        misfit = isinstance(error, _MISFITS) and not isinstance(error, LceError)
-        if self.source is not None and not memory and misfit:
+        told = isinstance(error, LceError) or user_line(error)  # says already what failed
+        if self.source is not None and isinstance(error, _MISFITS) and not (memory or told):
             what = f"{type(error).__name__}: {shown(str(error), 80)}"
             raise DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}") from error
 

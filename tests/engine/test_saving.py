@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lce.engine.info import describe
 from lce.engine.saving import text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import LongHeads
+from lce.methods.run import Block
 from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
 from tests.command import start
@@ -755,3 +757,18 @@ def test_an_opened_context_goes_on_beside_a_gpu_and_is_saved_again(
     assert found[0] == found[1]
     assert context.cache.traffic["device"].early > 0
     assert context.cache.traffic["host"].bytes_in > 0
+
+
+def test_only_what_a_file_may_have_caused_is_blamed_on_the_file(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = lce.load(tiny_model)
+    engine.prefill(tokens(20)).save(tmp_path / "x.lce")
+    context = engine.open_context(tmp_path / "x.lce")
+    for error, said in (
+        (ValueError("odd"), "holds what does not fit the method"),
+        (UsageError("threads"), "^threads$"),
+    ):
+        monkeypatch.setattr(Block, "attend", Mock(side_effect=error))
+        with pytest.raises(lce.LceError, match=said):
+            engine.generate(tokens(2), context=context)
