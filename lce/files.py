@@ -122,7 +122,8 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses although there is no draft
+            draft.unlink()
 
 
 def lock(descriptor: int, path: Path) -> None:

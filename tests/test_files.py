@@ -19,7 +19,7 @@ def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("step", ["fsync", "replace", "unlink"])
 def test_a_failure_leaves_the_earlier_contents(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     files.write_whole(path, b"before")
@@ -28,8 +28,11 @@ def test_a_failure_leaves_the_earlier_contents(tmp_path: Path, step: str, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, step, fail)
+    if step == "unlink":  # a read-only file system, where nothing is made
+        monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(CapacityError, match=r"^cannot write .*/file: No space left on device; free some space"):
         files.write_whole(path, b"after")
+    monkeypatch.undo()
     assert path.read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["file"]
 

@@ -79,11 +79,9 @@ def _write(target: Path, beside: Mapping[str, bytes], write_weights: Callable[[]
             for name in beside.keys() - {CONFIG}:
                 write_whole(target / name, beside[name])
     except BaseException:
-        for name in written:
-            (target / name).unlink(missing_ok=True)
-        for folder in made:
+        for undo in (*((target / name).unlink for name in written), *(folder.rmdir for folder in made)):
             with suppress(OSError):
-                folder.rmdir()
+                undo()
         raise
 
 
