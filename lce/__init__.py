@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lce.system import check_environment
 from lce.version import __version__
 
 if TYPE_CHECKING:
@@ -71,9 +72,12 @@ if not TYPE_CHECKING:  # a type checker that saw this function would accept any 
 
     def __getattr__(name: str) -> Any:
         if name == "methods":
+            check_environment()
             return importlib.import_module("lce.methods")
         for home, names in _HOMES.items():
             if name in names:
+                if home != "lce.errors":
+                    check_environment()
                 return getattr(importlib.import_module(home), name)
         raise AttributeError(f"module 'lce' has no attribute {name!r}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -80,16 +81,20 @@ def generate(
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
+    from lce.engine.saving import check_space
+
     engine, context = method.load(model, context_file, loading)
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
             ids = engine.tokenizer.encode(prompt, bos=None if context is None else False)
             asked = engine.new_context(len(ids) + how["max_tokens"]) if context is None else context
-            stream = engine.stream(ids, context=asked, progress=bar, **how)
+            stream, n_tokens = engine.stream(ids, context=asked, progress=bar, **how), len(asked) + len(ids)
         else:
             asked = engine.conversation(context=context)
-            stream = asked.stream(prompt, progress=bar, **how)
+            stream, n_tokens = asked.stream(prompt, progress=bar, **how), asked.tokens_read + len(asked.context or ())
+        if save is not None:
+            check_space(Path(save), engine.layout, n_tokens + how["max_tokens"])
         output.generation(stream)
     if save is not None:
         asked.save(save)
@@ -338,7 +343,8 @@ def plan(
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
     Only config.json of the model is read; --dtype auto is the dtype that it names, or float32. Exits with 4 if the text
-    does not fit. Activations are not counted: leave a few hundred MiB for them. --operations counts multiply-adds and
+    does not fit. Says so if the method cannot read so long a text. Activations are those of the model: what choosing
+    keys takes is not counted. --operations counts multiply-adds and
     bytes read of the prefill and of the last decode step, by what they are for, beside plain causal attention.
     """
     planned = lce.plan(model, method, tokens=tokens, **planning)

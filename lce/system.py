@@ -11,12 +11,15 @@ import os
 import resource
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lce.errors import UsageError
+from lce.errors import CapacityError, UsageError
+from lce.sizes import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +35,9 @@ _MEMORY_FILES = {  # by cgroup version: the file of the limit, the file of the u
 
 TRIM_THRESHOLD = 512 << 20  # the most bytes of freed memory that glibc keeps at the end of its heap
 MMAP_THRESHOLD = 32 << 20  # glibc maps a larger allocation separately, and unmaps the allocation when it is freed
+
+IMPORT_SPACE = 1536 << 20  # the address space that importing torch and Numba and compiling kernels takes
+IMPORT_MEMORY = 128 << 20  # the memory that importing torch and Numba takes
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
@@ -123,11 +129,61 @@ def wait_passively() -> None:
         os.environ.update(PASSIVE)
 
 
+def check_environment() -> None:
+    """Raise an error if torch and Numba could not be imported here. Where memory is short, torch may end the process.
+
+    Raises `UsageError` for a variable of the environment that names no number of threads, `CapacityError` if the memory
+    or the address space is too small. Checks nothing once torch is loaded.
+    """
+    if "torch" in sys.modules:
+        return
+    for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS"):
+        text = os.environ.get(name, "1")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in text.split(",")):
+            raise UsageError(f"{name} is {text!r}; expected a number of threads, 1 or more; correct it, or unset it")
+    free, (limit, _) = free_host_memory(), resource.getrlimit(resource.RLIMIT_AS)
+    if free is not None and free < IMPORT_MEMORY:
+        what, has = "memory", f"{size_text(free)} is available; end other programs, or raise the limit"
+    elif limit != resource.RLIM_INFINITY and limit < IMPORT_SPACE:
+        what, has = "address space", f"the limit is {size_text(limit)}; raise it (ulimit -v)"
+    else:
+        return
+    least = IMPORT_MEMORY if what == "memory" else IMPORT_SPACE
+    raise CapacityError(f"importing torch takes {size_text(least)} of {what} or more, and {has}")
+
+
+class InCaller(Executor):
+    """An executor without threads: the caller does the work."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args, **options))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def executor(n_threads: int, name: str) -> Executor:
+    """Start a pool of threads, or return `InCaller` if the system starts no more threads for this process."""
+    pool, begin = ThreadPoolExecutor(n_threads, name), threading.Event()
+    try:
+        for _ in range(n_threads):  # each waits, so that the next one needs a thread of its own
+            pool.submit(begin.wait)
+        return pool
+    except RuntimeError:
+        pool.shutdown(wait=False, cancel_futures=True)
+        return InCaller()
+    finally:
+        begin.set()
+
+
 def uses_threads() -> None:
     """Record that this process computes with several threads. Call this before such work.
 
     OpenMP's threads do not survive a fork, and a forked process that needs them hangs. So this function raises
-    `UsageError` if the parent called this function before the fork, unless the process computes with one thread.
+    `UsageError` if the parent called this function before the fork, unless the process computes with one thread. It
+    raises `CapacityError` if the system does not start that many threads: OpenMP would end the process.
     """
     import torch
 
@@ -139,6 +195,13 @@ def uses_threads() -> None:
             raise UsageError(
                 "this process was forked from one that had computed with several threads, which would hang here; call "
                 "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
+            )
+        others = executor(torch.get_num_threads() - 1, "lce-probe")
+        others.shutdown()
+        if isinstance(others, InCaller):
+            raise CapacityError(
+                f"the system starts no more threads for this process, which computes with {torch.get_num_threads()}; "
+                "give --threads 1 (threads=1), or raise the limit (ulimit -u)"
             )
         _threaded.add(here)
 

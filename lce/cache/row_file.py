@@ -15,7 +15,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ from lce.cache.formats import KVFormat
 from lce.cache.movers import Numbers, runs
 from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
+from lce.system import executor
 
 CHECK_BYTES = 4  # the bytes of one row's checksum
 CHECK_BLOCK = 1 << 12  # the number of checksums in a block
@@ -295,8 +296,8 @@ def _rows_of(first: Numbers, size: int) -> Numbers:
 
 
 @cache
-def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(READERS, "lce-read")
+def _readers() -> Executor:
+    return executor(READERS, "lce-read")
 
 
 os.register_at_fork(after_in_child=_readers.cache_clear)  # a forked process does not have the threads

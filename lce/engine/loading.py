@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -18,16 +18,18 @@ from lce.cache.layout import Budgets, CacheLayout
 from lce.engine.arguments import DTYPES, budgets_of, check_names, dtype_of, scaled, sized
 from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.engine import Engine
-from lce.engine.planning import ALLOWANCE, Plan
-from lce.errors import UsageError, shown
+from lce.engine.planning import ALLOWANCE, Plan, Planner
+from lce.engine.window import beyond, readable
+from lce.errors import CapacityError, UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
 from lce.methods.registry import as_method
 from lce.methods.step import ModelFacts
-from lce.models.config import ModelConfig
+from lce.models.config import ModelConfig, RopeConfig
 from lce.models.registry import model_class, read_config
-from lce.sizes import count
-from lce.system import keep_freed_memory, uses_threads
+from lce.progress import notice
+from lce.sizes import count, size_text
+from lce.system import keep_freed_memory, usable_cores, uses_threads
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import Scheme, all_schemes, scheme_of
 from lce.weights.safetensors_file import allocate
@@ -62,14 +64,15 @@ def load(
       host memory. They take half the bytes of 16 bits.
     - `weights`: "int8" and "int4" (CPUs only) quantise the weight matrices on loading, to 0.5 and 0.3 of their bytes in
       bfloat16; "auto" takes the matrices as they are stored.
-    - `threads`: the number of threads that the whole process computes with from now on; None keeps the present number.
+    - `threads`: the number of threads that the whole process computes with from now on, at most the cores that it may
+      use; None keeps the present number.
     - `sharing`: an engine of the same model, device, dtype and weights; the new engine uses that engine's weights.
 
     Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
     """
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
-        torch.set_num_threads(count(threads, "threads", most=MOST_THREADS))
+        torch.set_num_threads(_within_cores(count(threads, "threads", most=MOST_THREADS), usable_cores()))
     config = read_config(source)
     tokenizer = source.tokenizer(config.vocab_size)
     devices = devices_of(device)
@@ -87,6 +90,7 @@ def load(
     if sharing is not None:
         _check_same(sharing, config, checkpoint, layout, scheme)
         return Engine(sharing.model, tokenizer, checkpoint, *options)
+    made.check_weights()
     if layout.dtype != checkpoint.dtype():
         uses_threads()  # converting weights may start threads
     family = model_class(config)
@@ -100,6 +104,14 @@ def load(
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
     return Engine(family(config, loaded), tokenizer, checkpoint, *options)
+
+
+@cache
+def _within_cores(threads: int, cores: int) -> int:
+    """Return the number of threads, at most one for each core. If that is fewer than asked for, say so once."""
+    if threads > cores:
+        notice(f"{threads} threads were asked for, and this process may use {cores} of the cores: {cores} compute")
+    return min(threads, cores)
 
 
 def fitted(method: str | Method, model: ModelFacts) -> Method:
@@ -139,6 +151,8 @@ class SizeOptions(TypedDict, total=False):
     dtype: str | torch.dtype | None
     block: int | str | None
     window: int | str | None
+    rope: str | None
+    rope_factor: float | None
     kv_device_budget: int | str | None
     kv_host_budget: int | str | None
     spill_dir: str | Path | None
@@ -151,29 +165,52 @@ def plan(
 ) -> Plan:
     """Plan a context of `tokens` tokens: the bytes that each tier must hold, and the longest context that fits.
 
-    Takes these options of `load`: `device`, `dtype`, `block`, `window`, `kv_device_budget`, `kv_host_budget`,
-    `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights' bytes follow from shapes. The `dtype`
-    "auto" is the one in config.json, else float32. A method that needs a file of learned maps is planned without one.
+    Takes these options of `load`: `device`, `dtype`, `block`, `window`, `rope`, `rope_factor`, `kv_device_budget`,
+    `kv_host_budget`, `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights' bytes follow from shapes.
+    The `dtype` "auto" is the one in config.json, else float32. A method that needs a file of learned maps is planned
+    without one.
     """
     made = planned(model, method, options)
-    layout, sizes = made.layout, made.weight_bytes
-    if layout.borders:
-        sizes = {"head": sizes["embed"], **sizes}  # a tied head has its own copy on the last device
-    tier_bytes = Counter[str]()
-    for name, n_bytes in sizes.items():
-        layer = model_class(made.config).layer_of(name, made.config)
-        tier_bytes[layout.part_of(layer).device_tier] += n_bytes
-    return ALLOWANCE.planner(layout, tier_bytes).plan(count(tokens, "tokens"), made.method.name)
+    n_tokens, facts = count(tokens, "tokens"), (made.method, made.config, made.window, made.rope)
+    found = made.planner.plan(n_tokens, made.method.name)
+    return replace(found, readable=readable(*facts), warning=beyond(*facts, n_tokens))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Planned:
     """The method, cache layout and weight sizes of an engine that is not loaded, for `plan` and `operations`."""
 
     config: ModelConfig
+    window: int
+    rope: RopeConfig
     method: Method  # with every knob filled in
     layout: CacheLayout
     weight_bytes: Mapping[str, int]  # the bytes of each weight, by lce's names
+
+    @property
+    def planner(self) -> Planner:
+        """A planner of contexts of this engine, which counts weights and a block's activations too."""
+        config, sizes, tier_bytes = self.config, self.weight_bytes, Counter[str]()
+        if self.layout.borders:
+            sizes = {"head": sizes["embed"], **sizes}  # a tied head has its own copy on the last device
+        for name, n_bytes in sizes.items():
+            layer = model_class(config).layer_of(name, config)
+            tier_bytes[self.layout.part_of(layer).device_tier] += n_bytes
+        # What is in memory at once: hidden states, their sum and norm; q, k and v; attention's output; the MLP's gate.
+        heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        numbers = 3 * config.hidden_size + heads + 2 * config.intermediate_size
+        return replace(ALLOWANCE.planner(self.layout, tier_bytes), token_bytes=numbers * self.layout.dtype.itemsize)
+
+    def check_weights(self) -> None:
+        """Raise `CapacityError` if a device has no memory for the weights that are on it."""
+        planner = self.planner
+        for tier, n_bytes in planner.weights.items():
+            free = planner.free_bytes[tier]
+            if free is not None and n_bytes > free:
+                raise CapacityError(
+                    f"the weights take {size_text(n_bytes)} of memory, and {size_text(free)} is available; end other "
+                    "programs, or give --weights int8 or int4"
+                )
 
 
 def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:
@@ -182,7 +219,8 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Pl
     source = source_of(model)
     block, window = sized(options.get("block"), "block", 1), sized(options.get("window"), "window", 2)
     config = read_config(source)
-    facts = ModelFacts(source, config, window or config.window, config.rope, plan_only=True)
+    rope = scaled(config.rope, options.get("rope"), options.get("rope_factor"))
+    facts = ModelFacts(source, config, window or config.window, rope, plan_only=True)
     kind = dtype_of(options.get("dtype"), partial(DTYPES.__getitem__, config.dtype or "float32"))
     own = config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
@@ -208,7 +246,7 @@ def _sizes(
         block or chosen.block, chosen.state, chosen.could_keep, kv_dtype=kv_dtype_of(kv_dtype),
         borders=borders_of(devices, config.n_layers, sizes) if borders is None else borders,
     )  # fmt: skip
-    return Planned(config, chosen, layout, sizes)
+    return Planned(config, facts.window, facts.rope, chosen, layout, sizes)
 
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:

@@ -1,7 +1,7 @@
 """Plans memory: computes the bytes that a context needs in each tier, and refuses a context that does not fit.
 
-A plan counts keys and values, the method's own state, and the weights of a model that is not loaded yet. It does not
-count the activations of a block, which do not grow with the text.
+A plan counts keys and values, the method's own state, and, of a model that is not loaded yet, the weights and the
+activations of a block. The activations do not grow with the text. What a method's choices take is not counted.
 
 Two contexts may each fit in free memory and yet not fit together, because memory is taken only as a context grows. So
 the process' `Allowance` promises (reserves) each context's bytes, and other contexts' plans count these bytes as taken.
@@ -35,19 +35,21 @@ UNBOUNDED_TOKENS = 1 << 40  # if a context of this many tokens fits, the longest
 class Need:
     """The bytes that a tier must hold for a context. The `budget`, if any, bounds `keys_and_values`.
 
-    `besides` counts the method's state and the checksums of rows. `available` is None if the machine does not say.
+    `besides` counts the method's state and the checksums of rows, `activations` what a block's layer computes with.
+    `available` is None if the machine does not say.
     """
 
     keys_and_values: int
     besides: int = 0
     weights: int = 0
+    activations: int = 0
     budget: int | None = None
     available: int | None = None
 
     @property
     def needed(self) -> int:
         """All bytes that the tier must hold."""
-        return self.keys_and_values + self.besides + self.weights
+        return self.keys_and_values + self.besides + self.weights + self.activations
 
     @property
     def in_budget(self) -> bool:
@@ -67,7 +69,9 @@ class Plan:
     `kv_dtype` is the format of keys and values on host and disk: "int8", or `dtype`. `device` joins several devices as
     "cuda:0,cuda:1". `tiers` has the needs by tier: "device" (several devices by their own names), "host" and "disk".
     `longest` is the length of the longest context that fits; None: unbounded. `refusal` says why the context does not
-    fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of several devices.
+    fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of several devices. `readable`
+    is how many tokens the method can read of this model, whatever the memory; None: any number. `warning` says so if
+    `tokens` are more, as `Engine.beyond` does.
     """
 
     tokens: int
@@ -79,6 +83,8 @@ class Plan:
     longest: int | None
     refusal: str | None
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    readable: int | None = None
+    warning: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -99,6 +105,7 @@ class Planner:
     weights: Mapping[str, int] = field(default_factory=dict)
     n_filed: int = 0
     pool_bytes: Mapping[str, int] = field(default_factory=dict)
+    token_bytes: int = 0  # the activations of a token in a block
 
     def bytes_needed(self, n_tokens: int) -> dict[str, int]:
         """Return the bytes that `n_tokens` tokens need, by the names of memories and disks that `kinds_of` gives."""
@@ -132,6 +139,7 @@ class Planner:
                     before.keys_and_values + n_bytes + self.pool_bytes.get(name, 0),
                     before.besides + besides[tier],
                     self.weights.get(name, 0),
+                    self.token_bytes * min(n_tokens, part.block) if tier == DEVICE else 0,
                     budgets.get(tier),
                     self.free_bytes[name],
                 )

@@ -88,6 +88,12 @@ def save(path: Path, data: ContextData, identity: Identity) -> None:
         raise
 
 
+def check_space(path: Path, layout: CacheLayout, n_tokens: int) -> None:
+    """Raise `CapacityError` unless a context of `n_tokens` tokens can be saved. The space is reserved for a moment."""
+    check_writable(path)
+    Draft.create(draft_path(path), layout.file(n_tokens)).discard()
+
+
 def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
     """Read a context file for the engine of this layout and identity: see `Engine.open_context`."""
     sweep(path)

@@ -31,13 +31,17 @@ def reach(window: int, rope: RopeConfig) -> int:
     return max(window, scaled)
 
 
+def readable(method: Method, config: ModelConfig, window: int, rope: RopeConfig) -> int | None:
+    """Return the most tokens that the method can read of a model; None: any number."""
+    return method.limit(reach(window, rope), config.sliding_window)
+
+
 def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n_tokens: int) -> str | None:
     """Return the warning for a text of `n_tokens` if the method cannot read that many, else None."""
-    trusted = reach(window, rope)
-    limit = method.limit(trusted, config.sliding_window)
+    limit = readable(method, config, window, rope)
     if limit is None or n_tokens <= limit:
         return None
-    others = ", ".join(_unlimited(config, trusted, rope)) or "none that is installed"
+    others = ", ".join(_unlimited(config, reach(window, rope), rope)) or "none that is installed"
     return (
         f"{n_tokens:,} tokens are more than the {limit:,} that the method {method.label} can read of this model "
         f"(window {window:,}), so answers are probably wrong; methods that read on: {others}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ INTERRUPTED = 130
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
-_NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory")
+_NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory", "start new thread", "failed to map")
 
 
 class Root(click.Group):
@@ -58,6 +59,19 @@ def prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it lives as long as the process
         else:
             stream.reconfigure(errors="replace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        notes = io.BufferedWriter(_Notes(sys.stderr.fileno(), "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(notes, sys.stderr.encoding, "replace", line_buffering=True)
+
+
+class _Notes(io.FileIO):
+    """Stderr as a file whose failed writes are dropped: a note that cannot be written does not end the command."""
+
+    def write(self, text: Any, /) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            return memoryview(text).nbytes
 
 
 def keep_interrupts() -> None:
@@ -106,7 +120,7 @@ def classify(error: BaseException) -> tuple[int, str]:
     if isinstance(error, LceError):
         code, text = error.exit_code, " ".join(str(error).split())
     elif isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
+        isinstance(error, RuntimeError | ImportError) and any(sign in text for sign in _NO_MEMORY)
     ):
         code, text = CapacityError.exit_code, f"not enough memory: {text or 'an allocation failed'}"
     elif isinstance(error, OSError):

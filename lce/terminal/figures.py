@@ -111,18 +111,22 @@ def plan_object(plan: Plan) -> dict[str, Any]:
 
 def plan_lines(plan: Plan) -> list[str]:
     """Return a plan as text, with a table row for each tier."""
-    rows = [["tier", "needed", "available", "keys and values", "budget", "kept besides", "weights"]]
+    rows = [["tier", "needed", "available", "keys and values", "budget", "kept besides", "weights", "activations"]]
     for tier, n in plan.tiers.items():
         available = "unknown" if n.available is None else size_text(n.available)
         budget = "none" if n.budget is None else size_text(n.budget)
-        besides, weights = size_text(n.besides), size_text(n.weights)
+        more = [size_text(part) for part in (n.besides, n.weights, n.activations)]
         name = f"{tier}, layers {plan.layers[tier][0]} to {plan.layers[tier][1]}" if tier in plan.layers else tier
-        rows.append([name, size_text(n.needed), available, size_text(n.keys_and_values), budget, besides, weights])
+        rows.append([name, size_text(n.needed), available, size_text(n.keys_and_values), budget, *more])
     longest = "Nothing bounds the length." if plan.longest is None else f"The longest is {plan.longest:,} tokens."
+    if plan.readable is not None and (plan.longest is None or plan.readable < plan.longest):
+        held = "any number" if plan.longest is None else f"{plan.longest:,}"
+        longest = f"Of this model {plan.method} can read {plan.readable:,} tokens; memory holds {held}."
     asked = f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}"
     if plan.kv_dtype != plan.dtype:
         asked = f"{asked}, below the device in {plan.kv_dtype}"
-    return [asked, "", *aligned(rows), "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}"]
+    warning = [] if plan.warning is None or not plan.fits else [f"But {plan.warning}."]
+    return [asked, "", *aligned(rows), "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}", *warning]
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:

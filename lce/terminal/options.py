@@ -221,9 +221,10 @@ _COMPUTING = (
     flag("--block TOKENS", "Tokens prefilled in one step.  [default: what suits the method]", type=COUNT),
     flag("--window TOKENS", "Positions the model can be trusted on.  [default: the checkpoint's]", type=COUNT),
 )
-_CORES = "Threads to compute with.  [default: OMP_NUM_THREADS, or the cores that are free to use]"
-_ATTENTION = (
-    flag("--attention NAME", "What computes attention: compiled, triton, flash, torch or reference.", default="auto"),
+_CORES = "Threads, at most the cores it may use.  [default: OMP_NUM_THREADS, or these cores]"
+_COMPUTES = "What computes attention: compiled, triton, flash, torch or reference."
+_ATTENTION = flag("--attention NAME", _COMPUTES, default="auto")
+_ROPE = (
     flag("--rope none|linear|ntk|dynamic|yarn|llama3", "RoPE scaling.  [default: the checkpoint's]"),
     flag("--rope-factor", "How far RoPE scaling stretches the window.", type=float),
 )
@@ -311,9 +312,9 @@ given_sampling_options = packed("sampling", _given, *_sampling_flags(lambda off:
 loading_options = packed(
     "loading",
     lambda threads, **values: {**values, "threads": threads or default_threads()},
-    *(*_COMPUTING, *_ATTENTION, *_BUDGETS, flag("--threads", _CORES, type=COUNT)),
+    *(*_COMPUTING, _ATTENTION, *_ROPE, *_BUDGETS, flag("--threads", _CORES, type=COUNT)),
 )
-planning_options = packed("planning", dict, *_COMPUTING, *_BUDGETS)
+planning_options = packed("planning", dict, *_COMPUTING, *_ROPE, *_BUDGETS)
 output_options = packed("output", Output, _JSON, quiet_option, debug_option)
 quiet_options = packed("output", Output, quiet_option, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)

@@ -17,7 +17,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, cycle
@@ -31,6 +31,7 @@ from torch import Tensor
 from lce.errors import CapacityError, ModelError, shown
 from lce.files import JsonError, named, open_regular, parse_json, read_file
 from lce.sizes import size_text
+from lce.system import executor
 
 LARGEST_HEADER = 8 << 20  # The most bytes of a header. The largest published headers are below 1 MiB.
 MOST_TENSORS = 50_000  # The most tensors of a checkpoint. The largest supported models have about 1,200.
@@ -286,7 +287,7 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
         if raw is not part:
             part.copy_(raw)
 
-    pool = ThreadPoolExecutor(READERS, "lce-weights")
+    pool = executor(READERS, "lce-weights")
     try:
         for name in sorted(outs, key=lambda name: (infos[name].file, infos[name].start)):
             info, out = infos[name], outs[name].view(-1)

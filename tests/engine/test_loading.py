@@ -176,3 +176,14 @@ def test_options_are_checked_before_weights_are_loaded(tiny_model: Path, monkeyp
     for values in ({"attention": "torh"}, {"rope": "lineer"}, {"kv_host_budget": "8Gi"}, {"dtype": "float23"}):
         with pytest.raises(lce.UsageError):
             lce.load(tiny_model, **values)
+
+
+def test_no_more_threads_than_cores(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cores, asked, found in ((2, 99, 2), (2, 99, 2), (8, 3, 3)):
+        monkeypatch.setattr("lce.engine.loading.usable_cores", lambda cores=cores: cores)
+        lce.load(tiny_model, threads=asked)
+        assert torch.get_num_threads() == found
+    said = "lce: 99 threads were asked for, and this process may use 2 of the cores: 2 compute\n"
+    assert capsys.readouterr().err == said

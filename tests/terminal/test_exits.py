@@ -92,3 +92,65 @@ def test_a_closed_pipe_is_no_error(tiny_model: Path) -> None:
     os.close(read_end)
     _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
+
+
+NO_SPACE = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))"
+NO_MEMORY = "from lce import system\nsystem.free_host_memory = lambda: 100 << 20"
+NO_THREADS = """
+import threading
+from lce import system
+def start(thread): raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+system.usable_cores = lambda: 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "args", "code", "words"),
+    [
+        ("os.environ['NUMBA_NUM_THREADS'] = '0'", (), 2, "NUMBA_NUM_THREADS is '0'; expected a number of threads"),
+        ("os.environ['OMP_NUM_THREADS'] = '2,x'", (), 2, "OMP_NUM_THREADS is '2,x'; expected a number of threads"),
+        (NO_SPACE, (), 4, "importing torch takes 1.5 GiB of address space or more, and the limit is 1.0 GiB"),
+        (NO_MEMORY, (), 4, "importing torch takes 128.0 MiB of memory or more, and 100.0 MiB is available"),
+        (NO_THREADS, ("--threads", "2"), 4, "the system starts no more threads for this process"),
+    ],
+)
+def test_what_the_process_lacks_is_said_in_one_line(
+    before: str, args: tuple[str, ...], code: int, words: str, tiny_model: Path
+) -> None:
+    process = spawn(before, "generate", "--model", tiny_model, "--prompt", PROMPT, *args)
+    out, err = process.communicate()
+    assert (process.returncode, out, err.count("\n")) == (code, "", 1), err
+    assert err.startswith(f"lce: error: {words}")
+
+
+def test_one_thread_computes_where_no_other_can_be_started(tiny_model: Path) -> None:
+    process = spawn(NO_THREADS, "generate", "--model", tiny_model, "--prompt", PROMPT, "--threads", "1")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out
+
+
+def test_output_that_cannot_be_written(tiny_model: Path) -> None:
+    """Where stderr is full, the text and the exit code are what they are; where stdout is full, the command failed."""
+    args = ("generate", "--prompt", PROMPT, "--threads", "1", "--model")
+    whole = run(*args, tiny_model).stdout
+    with open("/dev/full", "w") as full:
+        for model, code, written in ((tiny_model, 0, whole), ("none", 3, "")):
+            process = spawn("", *args, model, stderr=full)
+            assert (process.communicate()[0], process.returncode) == (written, code)
+        process = spawn("", *args, tiny_model, stdout=full)
+        assert "lce: error: No space left on device" in process.communicate()[1]
+        assert process.returncode == 4
+
+
+def test_a_file_that_cannot_be_saved_is_refused_before_the_answer(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    save = ("--save", tmp_path / "answer.lce")
+    assert_error(run("generate", "--model", tiny_model, "--prompt", PROMPT, *save), 4, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
