@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, shown
 
 MAX_FILE_BYTES = 16 << 20  # the largest config or tokenizer file that is read; published files have up to 2 MiB
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096  # of a file's name, and of a path with its final NUL, under Linux
 MAX_JSON_VALUES = 1_000_000  # the most JSON values in such a file; one token in added_tokens_decoder takes 12
 
 
@@ -30,7 +31,13 @@ def path_of(path: object, what: str = "the path") -> Path:
         raise UsageError(f"{what} is {shown(path)}; expected a str or a pathlib.Path")
     text = os.fspath(path)
     try:
-        fits = all(len(os.fsencode(part)) <= 255 for part in Path(text).parts) and "\0" not in text and text != ""
+        names = [len(os.fsencode(part)) for part in Path(text).parts]
+        if max(names, default=0) > MOST_NAME_BYTES or len(os.fsencode(text)) >= MOST_PATH_BYTES:
+            raise UsageError(
+                f"{what} is {shown(text)}, which is too long; expected names of {MOST_NAME_BYTES} bytes at most, and "
+                f"fewer than {MOST_PATH_BYTES:,} in all"
+            )
+        fits = "\0" not in text and text != ""
     except UnicodeEncodeError:
         fits = False
     if not fits:
@@ -136,12 +143,17 @@ def lock(descriptor: int, path: Path) -> None:
 
 def draft_path(target: Path) -> Path:
     """Return a new temporary name beside `target`; `sweep` removes files with such names."""
-    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    return target.with_name(f"{_draft_stem(target)}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def _draft_stem(target: Path) -> str:
+    """Return how the temporary names of `target` begin. Targets with a long name may have the same beginning."""
+    return os.fsdecode(f".{target.name}".encode(errors="surrogateescape")[: MOST_NAME_BYTES - 32])
 
 
 def sweep(target: Path) -> None:
     """Remove the temporary files of `target` that ended processes left behind."""
-    for path in list(target.parent.glob(f".{escape(target.name)}.*.tmp")):
+    for path in list(target.parent.glob(f"{escape(_draft_stem(target))}.*.tmp")):
         remove_leftover(path)
 
 

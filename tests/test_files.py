@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import lce
 from lce import files
-from lce.errors import CapacityError, DataError, ModelError
+from lce.calibrate import calibrate
+from lce.errors import CapacityError, DataError, ModelError, UsageError
+from lce.lab.eval.record import Record
+from lce.lab.eval.report import Report
+from lce.lab.study.web_page import write_page
+from lce.terminal.reading import read_text
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -54,6 +60,31 @@ def test_what_a_crash_left_is_removed_and_what_is_locked_stays(tmp_path: Path) -
     files.sweep(target)
     assert not locked.exists()
     files.sweep(tmp_path / "none" / "file")
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127])
+def test_every_name_that_a_file_can_have_is_written(tmp_path: Path, name: str) -> None:
+    target = tmp_path / name
+    left = files.draft_path(target)
+    left.write_bytes(b"half")
+    files.check_folder(target)
+    files.write_whole(target, b"whole")
+    assert os.listdir(tmp_path) == [name], "what a crash left is removed"
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "é" * 128, "d/" * 2100])
+def test_too_long_a_name_is_refused_by_all_that_take_a_path(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    engine, options = lce.load("demo"), {"device": "cpu"}
+    for call in (
+        lambda: engine.prefill([2]).save(path), lambda: engine.open_context(path), lambda: lce.info(path),
+        lambda: engine.prefill_file([2], path), lambda: lce.load(path, **options), lambda: lce.plan(path, tokens=5),
+        lambda: lce.quantize("demo", path), lambda: lce.load("demo", spill_dir=path), lambda: Record(path),
+        lambda: Report.read([path]), lambda: lce.load("demo", lce.methods.ESA(maps=str(path))),
+        lambda: calibrate("demo", "text", path), lambda: write_page({}, path), lambda: read_text(str(path)),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="which is too long; expected names of 255 bytes at most"):
+            call()
 
 
 def special(folder: Path, kind: str) -> Path:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lce import load
 from lce.calibrate.work_folder import WorkFolder
 from lce.errors import DataError, UsageError
-from lce.files import check_target, named
+from lce.files import check_target, named, path_of
 from lce.methods import ESA, Full, LayerCache, Step, rotate
 from lce.methods.lowdim import (
     LearnedFor,
@@ -105,7 +105,7 @@ def calibrate(
     stderr, or a function that takes the stage, the units done and the total. Raises `DataError` for too little text,
     `CapacityError` for too little disk, and `UsageError` if the work folder has another calibration's files.
     """
-    out = Path(out)
+    out = path_of(out, "out")
     check_target(out)
     if not out.parent.is_dir():
         raise DataError(f"cannot write {named(out)}: expected a file in a folder that exists")
@@ -131,7 +131,10 @@ class Calibrator:
         ids, size = engine.tokenizer.encode(text, bos=False)[: options.tokens], min(engine.window, 4096)
         pieces = self.pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
         if len(pieces) < HELD_OUT:
-            raise DataError(f"the text has {len(ids)} tokens; expected {HELD_OUT * size} or more: give a longer one")
+            least = HELD_OUT * size
+            if options.tokens < least:
+                raise UsageError(f"tokens is {options.tokens}; expected {least} or more, {HELD_OUT} pieces of {size}")
+            raise DataError(f"the text has {len(ids)} tokens; expected {least} or more: give a longer one")
         assert isinstance(engine.method, CollectingFull)
         assert engine.method.far is not None, "resolved"
         config = engine.model.config
@@ -147,7 +150,7 @@ class Calibrator:
         plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.dtype), "text": digest}
         a_piece = size * widths * engine.dtype.itemsize
         largest = max(a_piece, 4 * (widths + 2) * self.low_dim)
-        self.learned_for, self.work = learned_for, WorkFolder(out.with_name(out.name + ".work"), plan, largest, note)
+        self.learned_for, self.work = learned_for, WorkFolder(path_of(f"{out}.work"), plan, largest, note)
         self.work.begin(len(pieces) * a_piece * self.n_layers)
 
     def run(self) -> list[Recall]:

@@ -103,7 +103,11 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
     """Yield each difference of two identities and its remedy. Differences that need another model come first."""
     if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
-        remedy = f"give --weights {made}" if theirs.get("weights") else "leave --weights out"
+        remedy = (
+            f"give --weights {made}"
+            if theirs.get("weights")
+            else "load the folder before `lce quantize`, without --weights"
+        )
         yield f"other weights, {made}; this engine has {here}", remedy
     if theirs.get("model") != ours["model"]:
         yield "another model", "load that one"

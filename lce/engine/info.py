@@ -95,11 +95,11 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
     check_progress(progress)
     if not isinstance(check, bool):
         raise UsageError(f"check is {shown(check)}; expected True or False")
-    if str(path) != "demo" and not path.is_dir():
+    source = source_of(str(path))
+    if not source.path.is_dir():
         if check:
             raise UsageError("check is for a model's folder; the rows of a context file are checked as they are read")
         return describe(path)
-    source = source_of(str(path))
     config = read_config(source)
     family = model_class(config)
     shapes = dict(family.weights(config).values())  # by stored name, so that tied weights count once

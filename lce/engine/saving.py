@@ -21,7 +21,7 @@ from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes
 from lce.engine.identity import Identity
 from lce.errors import DataError, LceError, UsageError, shown, user_line
-from lce.files import check_target, draft_path, named, open_regular, remove_leftover, sweep, write_whole
+from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep, write_whole
 from lce.version import __version__
 
 MOST_UNCACHED = 1 << 16  # the most tokens of a saved context that its cache may lack
@@ -174,7 +174,7 @@ class PrefillJob:
         self.path = path
         self.identity = identity
         self.facts = identity.facts  # read now, so that unreadable weights fail before the work
-        self.part, self.state = part_of(path), state_of(path)
+        self.part, self.state = part_of(path), path_of(state_of(path))  # raises if the name is too long
         for each in (self.part, self.state):
             check_target(each, UsageError)
         self.layout = layout.file(len(ids))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -16,6 +15,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
 from lce.errors import UsageError
+from lce.files import path_of
 from lce.methods import lowdim
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
@@ -95,7 +95,7 @@ class ESA(JointSelection):
                 wanted.check(self.maps.learned_for, self.maps.source, model.source.path)
             self.maps.check_shapes(model.config.n_layers, *sizes)
             return self
-        path = model.source.file(MAPS_FILE) if self.maps is None else Path(self.maps)
+        path = model.source.file(MAPS_FILE) if self.maps is None else path_of(self.maps, "maps")
         if self.maps is None and not path.exists():
             raise missing(self.name, wanted.command(model.source.path))
         shapes = LowDimMap.shapes(*sizes, self.low_dim)

@@ -18,7 +18,7 @@ import click
 from click import argument, option
 
 import lce
-from lce.errors import LceError, UsageError
+from lce.errors import LceError, UsageError, shown
 from lce.files import check_folder, check_target, named
 from lce.sizes import count
 from lce.system import default_threads
@@ -48,7 +48,19 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new versio
         return found if self.several else found[0]
 
 
-COUNT, INDEX, COUNTS = Count(), Count(least=0), Count(several=True)
+class Text(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
+    """The type of a text, read as UTF-8 in every locale: in some, Python gives bytes above 127 as surrogates."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return str(value).encode(errors="surrogateescape").decode()
+        except UnicodeError as error:
+            self.fail(f"{shown(value)} is not UTF-8 text ({error}); convert it to UTF-8", param, ctx)
+
+
+COUNT, INDEX, COUNTS, TEXT = Count(), Count(least=0), Count(several=True), Text()
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
@@ -195,6 +207,8 @@ def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None,
     words, how = usage.split(), how if default is None else how | {"default": default}
     flags = [word for word in words if word.startswith("-")]
     metavar = " ".join(words[len(flags) :]) or None
+    if metavar in ("TEXT", "TEXT|-"):
+        how["type"] = TEXT
     return option(*flags, *([dest] if dest else []), metavar=metavar, help=help, **how)
 
 
@@ -258,7 +272,7 @@ def _sampling_flags(default: Callable[[float], float | None]) -> list[Decorator]
 
 
 PROMPT = (
-    argument("text", required=False),
+    argument("text", required=False, type=TEXT),
     flag("--prompt -p TEXT|-", "The text to read, as TEXT is; - is stdin."),
     flag("--prompt-file -f FILE", "A UTF-8 file with the text; - is stdin."),
 )

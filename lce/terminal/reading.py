@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from lce.errors import CapacityError, DataError, UsageError
-from lce.files import JsonError, named, open_regular, parse_json
+from lce.files import JsonError, named, open_regular, parse_json, path_of
 from lce.sizes import size_text
 from lce.system import free_host_memory
 
@@ -89,7 +88,7 @@ def read_bytes(name: str) -> tuple[str, bytes]:
     source, remedy = ("stdin", "give a file") if stdin else (named(name), "check the path and its permissions")
     if stdin and sys.stdin is None:
         raise DataError("stdin is closed; give a file")
-    if not stdin and Path(name).is_fifo():
+    if not stdin and path_of(name).is_fifo():
         raise DataError(f"{source} is a pipe; expected a file, or - and the text on stdin: command | lce ...")
     data = bytearray()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,9 @@ from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
+# Files that stand for their folder: those that `Checkpoint.open` takes first, and the config.
+PART = re.compile(r"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,7 @@ class Source:
     def config(self) -> Mapping[str, Any]:
         """The fields of config.json."""
         if not os.path.lexists(self.file("config.json")):
-            is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
-            fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
-            expected = "expected a checkpoint's folder with a config.json; check the path"
-            raise ModelError(f"{named(self.path)} {fault}; {expected}")
+            raise ModelError(f"{named(self.path)} {_fault(self.path)}")
         return read_object(self.file("config.json"))
 
     @cached_property
@@ -56,5 +57,27 @@ class Source:
 
 
 def source_of(model: object) -> Source:
-    """Return the source that a user names: a folder, or the built-in "demo". Raises `UsageError` for other values."""
-    return Source(DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model"))
+    """Return the source that a user names: a folder or a file of its checkpoint, or the built-in "demo".
+
+    Raises `UsageError` for other values.
+    """
+    path = DEMO if isinstance(model, str) and model == "demo" else path_of(model, "model")
+    is_part = PART.fullmatch(path.name) and os.path.isfile(path) and os.path.isfile(path.with_name("config.json"))
+    return Source(path.parent if is_part else path)
+
+
+def _fault(path: Path) -> str:
+    """Return why a path without a config.json is no model, and what to do."""
+    is_folder, exists = os.path.isdir(path), os.path.exists(path)
+    if path.suffix == ".gguf" or (is_folder and any(path.glob("*.gguf"))):
+        return (
+            "is GGUF, which this version does not read; expected a folder of safetensors: download the checkpoint that "
+            "it was made of, by `hf download OWNER/NAME --local-dir NAME`"
+        )
+    if not exists and HUB_ID.fullmatch(str(path)) and not os.path.exists(path.parent):
+        return (
+            "does not exist, and models are not downloaded; expected a folder: run "
+            f"`hf download {path} --local-dir {path.name}`, and name {path.name}"
+        )
+    fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
+    return f"{fault}; expected a checkpoint's folder with a config.json, or demo; check the path"

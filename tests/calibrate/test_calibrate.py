@@ -88,6 +88,8 @@ def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "maps.safetensors"
     with pytest.raises(DataError, match="expected 512 or more: give a longer one"):
         calibrate(tiny_model, TEXT[:300], out, SMALL)
+    with pytest.raises(UsageError, match="tokens is 500; expected 512 or more, 8 pieces of 64"):
+        calibrate(tiny_model, TEXT, out, Calibration(tokens=500))
     with pytest.raises(DataError, match="a folder that exists"):
         calibrate(tiny_model, TEXT, tmp_path / "none" / "maps", SMALL)
     with pytest.raises(UsageError, match=r"rotate by the length of each text, .* --rope ntk"):

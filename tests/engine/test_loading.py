@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,33 @@ def test_info_tells_models_from_contexts(tiny_model: Path, tmp_path: Path) -> No
     assert isinstance(lce.info("demo"), lce.ModelInfo)
 
 
+def test_a_file_of_a_checkpoint_stands_for_its_folder(tiny_model: Path, tmp_path: Path) -> None:
+    whole = lce.load(tiny_model).fingerprint
+    for name in ("model.safetensors", "config.json"):
+        assert lce.load(tiny_model / name).fingerprint == whole
+        assert lce.info(tiny_model / name) == lce.info(tiny_model)
+        assert lce.plan(tiny_model / name, tokens=5) == lce.plan(tiny_model, tokens=5)
+    shards = shutil.copytree(tiny_model, tmp_path / "shards")
+    first = (shards / "model.safetensors").rename(shards / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(first), first.name)}
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert lce.load(first).fingerprint == lce.load(shards / "model.safetensors.index.json").fingerprint == whole
+    shutil.copy(tiny_model / "model.safetensors", tmp_path)
+    with pytest.raises(ModelError, match="is not a folder; expected a checkpoint's folder with a config"):
+        lce.load(tmp_path / "model.safetensors")
+
+
+def test_a_hub_id_and_a_gguf_file_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"run `hf download Owner/a-Model.1 --local-dir a-Model.1`, and name a-Model.1$"
+    ):
+        lce.load("Owner/a-Model.1")
+    (tmp_path / "model.gguf").touch()
+    for path in (tmp_path / "model.gguf", tmp_path, tmp_path / "none.gguf"):
+        with pytest.raises(ModelError, match=r"is GGUF, which .* download the checkpoint that it was made of"):
+            lce.load(path)
+
+
 IDS = list(range(5, 45))
 
 
@@ -137,6 +165,9 @@ def test_saved_weights_are_those_rounded_at_load(tmp_path: Path, weights: str) -
     assert saved.open_context(tmp_path / "c.lce").token_ids == IDS
     with pytest.raises(DataError, match=f"other weights, {weights}"):
         lce.load("demo").open_context(tmp_path / "c.lce")
+    lce.load("demo").prefill(IDS).save(tmp_path / "plain.lce")
+    with pytest.raises(DataError, match="load the folder before `lce quantize`, without --weights"):
+        saved.open_context(tmp_path / "plain.lce")
     with pytest.raises(UsageError, match=f"stored as {weights}"):
         lce.load(out, weights="int8" if weights == "int4" else "int4")
     found = lce.info(out)

@@ -102,6 +102,17 @@ def test_targets_are_checked_before_any_work(tmp_path: Path) -> None:
     assert (tmp_path / "old").read_text() == "precious"
 
 
+def test_texts_are_utf8_in_every_locale() -> None:
+    """In some locales Python gives the bytes of an argument as surrogates."""
+    as_given = "Zürich".encode().decode("ascii", "surrogateescape")
+    for args in (["{}"], ["-p", "{}"], ["x", "--system", "{}"], ["x", "--stop", "{}"]):
+        plain, escaped = (run("generate", "-m", "demo", "-n", "1", "--json", *[arg.format(text) for arg in args])
+                          for text in ("Zürich", as_given))  # fmt: skip
+        assert plain.stdout.partition('"stats"')[0] == escaped.stdout.partition('"stats"')[0]
+        assert plain.exit_code == escaped.exit_code
+    assert_error(run("generate", "-m", "demo", "-p", "abc\udcff"), 2, r"'abc\udcff' is not UTF-8 text", "convert it to")
+
+
 def test_a_seed_that_changes_nothing_is_said() -> None:
     for args, said in (["--seed", "1"], True), (["--seed", "1", "--temperature", "0.5"], False), ([], False):
         result = run("generate", "-m", "none", "x", *args)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lce.errors import DataError, shown
-from lce.files import check_target, lock, named, open_regular, unwritable
+from lce.files import check_target, lock, named, open_regular, path_of, unwritable
 
 BEGINNING = b'{"task": '  # how every line begins
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # a process holds the lock for one write, so a short wait is enough
@@ -115,7 +115,7 @@ class Record:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else path_of(path)
         self._lines: dict[str, tuple[dict[str, Any], Any]] = {}
         if self.path is not None:
             check_target(self.path)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lce.errors import DataError, UsageError, shown
-from lce.files import named
+from lce.files import named, path_of
 from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of
 from lce.lab.eval.perplexity import LossTable, loss_tables
 from lce.lab.eval.record import Answer, Attended, Loss, Record
@@ -178,7 +178,7 @@ class Report:
         found: dict[type, dict[str, Any]] = {Answer: {}, Loss: {}, Attended: {}}
         conflicts = 0
         for file in files:
-            if not Path(file).exists():
+            if not path_of(file).exists():
                 raise DataError(f"there is no file {named(file)}; name a record that lce eval run --record wrote")
             for key, sample, line in Record(file).items():
                 task, length = sample.get("task"), sample.get("length")

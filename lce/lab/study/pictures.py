@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lce.errors import UsageError, nearest
-from lce.files import write_whole
+from lce.files import path_of, write_whole
 from lce.lab.study.explain import Explanation
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MISSED, MARKED = "#D55E00", "#E69F00"  # vermilion and orange of Okabe and Ito's
 
 def drawable(path: str | Path) -> Path:
     """Check a picture's path, and return it. Raises `UsageError` for an unknown suffix, or without matplotlib."""
-    path = Path(path)
+    path = path_of(path)
     if path.suffix.lower() not in KINDS:
         raise UsageError(f"{path}: unknown kind of picture {path.suffix!r}; {nearest(path.suffix, KINDS)}")
     try:

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lce.errors import DataError, LceError, UsageError
-from lce.files import check_target, named, unwritable, write_whole
+from lce.files import check_target, named, path_of, unwritable, write_whole
 
 WEB = Path(__file__).parent / "web"
 INLINE = 8 << 20  # The largest recording, in bytes of JSON, that is written into the page itself.
@@ -70,9 +70,9 @@ def _part(name: str) -> str:
 
 def store_of(path: str | Path) -> Path:
     """Return the path of the data folder `NAME.data` beside a page. Raises an error if one cannot be written."""
-    path = Path(path)
+    path = path_of(path)
     check_target(path)
-    store = path.with_name(f"{path.stem}.data")
+    store = path_of(path.with_name(f"{path.stem}.data"))
     if store == path:
         raise UsageError(f"{named(path)} is the name of a folder of data; expected a page's, for example page.html")
     if os.path.lexists(store) and not store.is_dir():
@@ -86,7 +86,7 @@ def write_page(recording: Recording, path: str | Path) -> int:
     The page appears whole or not at all, after its data. At the end, data that the page does not use is removed from
     the folder: data of an older page of this name, or of a failed call.
     """
-    path, n_bytes = Path(path), 0
+    path, n_bytes = path_of(path), 0
     store = store_of(path)
     folder = store / secrets.token_hex(16)
     try:

@@ -10,6 +10,7 @@ from random import Random
 from typing import NamedTuple
 
 from lce.errors import DataError, UsageError, nearest
+from lce.files import path_of
 from lce.lab.eval.prose import sentences
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question
@@ -37,7 +38,7 @@ def filler_named(name: str) -> Filler:
     """
     kind, _, folder = name.partition(":")
     if kind == "essays" and folder:
-        return _essays(Path(folder))
+        return _essays(path_of(folder, "the folder of essays"))
     if name not in ("prose", "noise"):
         raise UsageError(f"unknown filler {name!r}; {nearest(kind, ('prose', 'noise', 'essays:FOLDER'))}")
     return sentences if name == "prose" else lambda rng: cycle(NOISE)
