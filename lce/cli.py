@@ -6,7 +6,6 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,7 +68,7 @@ cli.add_command(evaluation)
 @options.loading_options
 @options.output_options
 def generate(
-    model: str, prompt: str | list[Any], context_file: str | None, save: str | None, method: MethodOption,
+    model: str, prompt: str | list[Any], context_file: str | None, save: options.NewFile, method: MethodOption,
     loading: dict[str, Any], output: Output, **how: Any,
 ) -> None:  # fmt: skip
     """Continue a prompt, or answer it with --chat.
@@ -93,12 +92,12 @@ def generate(
         else:
             asked = engine.conversation(context=context)
             stream, n_tokens = asked.stream(prompt, progress=bar, **how), asked.tokens_read + len(asked.context or ())
-        if save is not None:
-            check_space(Path(save), engine.layout, n_tokens + how["max_tokens"])
+        if save.path is not None:
+            check_space(Path(save.path), engine.layout, n_tokens + how["max_tokens"])
         output.generation(stream)
-    if save is not None:
-        asked.save(save)
-    output.object({**figures.generation_object(stream.result, engine.method), "context": save})
+    if save.path is not None:
+        asked.save(save.path, force=save.force)
+    output.object({**figures.generation_object(stream.result, engine.method), "context": save.path})
     if hint := empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
         output.figures(hint)
     output.figures(figures.generation_line(stream.result.stats))
@@ -131,11 +130,10 @@ def chat(
         raise UsageError("the first message is empty; give some text, or leave it out")
     lce.Sampling(**sampling)  # raises an error for a wrong option before the model is loaded
     engine, context = method.load(model, context_file, loading)
-    saved = set() if context_file is None else {os.path.realpath(context_file)}
     with output.noting():
         conversation = engine.conversation(system, context=context)
         answering["sampling"] = chat_sampling(engine, sampling, output)
-        ChatLoop(conversation, output, answering, saved).run(first)
+        ChatLoop(conversation, output, answering).run(first)
 
 
 @cli.command()
@@ -149,8 +147,8 @@ def chat(
 @options.loading_options
 @options.output_options
 def prefill(
-    model: str, prompt: str, context_file: str | None, out: str, method: MethodOption, loading: dict[str, Any],
-    output: Output, **how: Any,
+    model: str, prompt: str, context_file: str | None, out: options.NewFile, method: MethodOption,
+    loading: dict[str, Any], output: Output, **how: Any,
 ) -> None:  # fmt: skip
     """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
@@ -162,8 +160,8 @@ def prefill(
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
     engine, context = method.load(model, context_file, loading)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
-        stats = engine.prefill_file(prompt, out, context=context, progress=bar, **how)
-    output.object({"context": out, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
+        stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
+    output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
     if not output.json:
         output.figures(figures.prefill_line(stats))
 
@@ -205,6 +203,7 @@ def info(file: str, model: str | None, check: bool, output: Output) -> None:
 @flag("--profile", "Also show where a decode step's and a prefill block's time goes.", is_flag=True)
 @options.loading_options
 @flag("--json FILE|-", "Write JSON to this file, or - to stdout and no table.", dest="json_file")
+@options.FORCE
 @options.quiet_options
 def bench(**what: Any) -> None:
     """Measure prefill and decode, for some methods at some lengths, beside what the machine can do.
@@ -229,7 +228,9 @@ def bench(**what: Any) -> None:
 @flag("--far N", "Distance at which esa places far keys.  [default: half the window]", type=options.COUNT)
 @options.loading_options
 @options.output_options
-def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], output: Output, **learning: Any) -> None:
+def calibrate(
+    model: str, text_file: str, out: options.NewFile, loading: dict[str, Any], output: Output, **learning: Any
+) -> None:
     """Learn the maps to low-dimensional keys, by which `esa` finds single tokens of a long text.
 
     Writes the maps to --out. Prints, for each layer, the share of the best tokens that they find in held-out text, and
@@ -241,7 +242,8 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
 
     with output.bars() as bars:
         note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
-        recalls = learn(model, read_text(text_file), out, Calibration(**learning), progress=bars, note=note, **loading)
+        text, asked = read_text(text_file), Calibration(**learning)
+        recalls = learn(model, text, str(out.path), asked, force=out.force, progress=bars, note=note, **loading)
     output.object([dataclasses.asdict(recall) for recall in recalls])
     output.text(*figures.recall_lines(recalls))
 
@@ -252,10 +254,10 @@ def calibrate(model: str, text_file: str, out: str, loading: dict[str, Any], out
 @options.method_options
 @flag("--last N", "Of so many of the last tokens.", type=options.COUNT, default=1)
 @flag("--mark TEXT", "Also say how often this part of the text is chosen.", dest="marks", multiple=True)
-@flag("--plot FILE", "Also draw the choices, as .png, .svg or .pdf; needs lce[plot].")
+@options.target_options("plot", "Also draw the choices, as .png, .svg or .pdf; needs lce[plot].", required=False)
 @options.loading_options
 @options.output_options
-def trace(plot: str | None, **what: Any) -> None:
+def trace(**what: Any) -> None:
     """Show what each head of each layer chose for the last tokens of a text, with scores and ranks.
 
     A choice is a chunk, a page, a memory block, or a token with esa; tokens that every query attends are not listed.
@@ -263,8 +265,7 @@ def trace(plot: str | None, **what: Any) -> None:
     attention of each choice, the distances at which it is seen, and why a head misses what it misses; `lce inspect`
     shows all of it in a browser.
     """
-    options.new_file(plot, force=True)
-    inspecting.show_trace(plot=plot, **what)
+    inspecting.show_trace(**what)
 
 
 @cli.command()
@@ -305,9 +306,9 @@ def inspect(live: bool, port: int, max_tokens_prompt: int, **what: Any) -> None:
 @flag("--block N", "Tokens prefilled in one step.", type=options.COUNT)
 @flag("--head N", "Which of 4 query heads, over 2 KV heads.", type=options.INDEX, default=0)
 @flag("--seed", "Another seed makes another text.", type=int, default=0)
-@flag("--plot FILE", "Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].")
+@options.target_options("plot", "Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].", required=False)
 @options.json_options
-def explain(named: tuple[str, dict[str, str]], plot: str | None, output: Output, **setting: Any) -> None:
+def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Output, **setting: Any) -> None:
     """Show which keys a METHOD attends, and the distances at which it sees them.
 
     The method runs on a short made-up text without a model, and the matrix is read from its output. A row is a query
@@ -319,13 +320,12 @@ def explain(named: tuple[str, dict[str, str]], plot: str | None, output: Output,
     """
     from lce.lab.study import explain as inspection
 
-    options.new_file(plot, force=True)
     method, knobs = named
     explanation = inspection.explain(method, knobs=knobs, **setting)
-    if plot is not None:
+    if plot.path is not None:
         from lce.lab.study.pictures import draw_distances
 
-        draw_distances(explanation, plot)
+        draw_distances(explanation, plot.path, force=plot.force)
     output.object(figures.explanation_object(explanation))
     output.text(*figures.explanation_lines(explanation))
 

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -72,6 +72,20 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
         raise error(f"{named(path)} is {_kind(mode)}; expected a regular file, or a name that is free")
 
 
+def check_new(path: str | Path, force: bool, is_ours: Callable[[Path], bool] = lambda path: False) -> None:
+    """Raise `UsageError` if a file exists at `path`, unless `force`, or unless `is_ours` returns true for `path`.
+
+    Raises `DataError` if something other than a regular file exists there.
+    """
+    check_target(path)
+    if not isinstance(force, bool):
+        raise UsageError(f"force is {shown(force)}; expected True or False")
+    if not force and os.path.lexists(path) and not is_ours(Path(path)):
+        raise UsageError(
+            f"{named(path)} exists; name another file, or give --force to replace it (in Python, force=True)"
+        )
+
+
 def check_folder(path: str | Path) -> None:
     """Raise an error if no file can be created in the folder of `path`. Creates and removes one to find out."""
     draft = draft_path(Path(path).absolute())
@@ -106,8 +120,12 @@ def _kind(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file. Even after a crash the file has either all of `data` or its earlier contents."""
+def write_whole(path: Path, data: bytes, *, force: bool = True) -> None:
+    """Write a file. Even after a crash the file has either all of `data` or its earlier contents.
+
+    Raises `UsageError` for a file that exists, unless `force`.
+    """
+    check_new(path, force)
     with written_whole(path) as file:
         file.write(data)
 

@@ -23,6 +23,7 @@ header are written at the end. Until then the file is locked and has a temporary
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from lce.cache.kv import UNROUNDED, KVCache
 from lce.cache.layer import KVBuffer, LayerCache
 from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import REMEDY, Check, Manifest, contradiction
+from lce.cache.method_state import MethodState
 from lce.cache.movers import Numbers
 from lce.cache.row_file import Checks, Descriptor, RowFile, raw_bytes, write_all
 from lce.cache.tier import Nowhere, Pages, Tier
@@ -52,11 +54,13 @@ class ContextRows(RowFile):
     If the storage format has no extra rows, token t of head group g is row `g · N + t`.
     """
 
-    def __init__(self, descriptor: int, name: str, layout: FileLayout, *, writable: bool) -> None:
-        checks = Checks(descriptor, name, layout.checks_start, layout.n_rows)
+    def __init__(self, descriptor: int, name: str, layout: FileLayout, file_id: str, *, writable: bool) -> None:
+        seed = int(file_id, 16) - (1 << 63)  # from the file's identity to a signed number of 64 bits
+        checks = Checks(descriptor, name, layout.checks_start, layout.n_rows, seed)
         super().__init__(descriptor, name, layout.cache.format, checks, layout.rows_start, layout.n_rows)
         self.writable = writable
         self.layout = layout
+        self.file_id = file_id
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
         if not self.writable:
@@ -67,7 +71,7 @@ class ContextRows(RowFile):
         """Return rows for a forked context: read-only, because only one context may write a token's row."""
         if not self.writable:
             return self
-        return ContextRows(os.dup(self._descriptor), self.name, self.layout, writable=False)
+        return ContextRows(os.dup(self._descriptor), self.name, self.layout, self.file_id, writable=False)
 
     def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
         """Return the row number of each token in each head group. Groups are numbered over all layers."""
@@ -76,12 +80,16 @@ class ContextRows(RowFile):
 
 
 class Draft:
-    """An unfinished context file at `path`. Keys and values go to `rows`; `finish` completes and renames the file."""
+    """An unfinished context file at `path`. Keys and values go to `rows`; `finish` completes and renames the file.
 
-    def __init__(self, path: Path, layout: FileLayout, *, new: bool = False) -> None:
+    `file_id` is a random identity, on which the checksums of the rows depend, and which goes into the manifest.
+    """
+
+    def __init__(self, path: Path, layout: FileLayout, file_id: str, *, new: bool = False) -> None:
         """Open the unfinished file that an ended process left at `path`, or, if `new`, create one as `create` does."""
         self.path = path
         self.layout = layout
+        self.file_id = file_id
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
         try:
             self._descriptor = Descriptor(os.open(path, flags, 0o644))  # closed by `self.rows.close()`
@@ -92,7 +100,7 @@ class Draft:
             if os.fstat(self._descriptor).st_nlink == 0:  # another process removed the file before it was locked
                 raise FileNotFoundError
             os.posix_fallocate(self._descriptor, 0, layout.small_start)
-            self.rows = ContextRows(self._descriptor, named(path), layout, writable=True)
+            self.rows = ContextRows(self._descriptor, named(path), layout, file_id, writable=True)
         except BaseException as error:
             self._descriptor.close()
             if new and not isinstance(error, FileNotFoundError):
@@ -104,13 +112,19 @@ class Draft:
     @classmethod
     def create(cls, path: Path, layout: FileLayout) -> Draft:
         """Create an unfinished file and reserve disk space for its rows. Raises `CapacityError` if the disk is full."""
+        file_id = secrets.token_hex(8)
         try:
-            return cls(path, layout, new=True)
+            return cls(path, layout, file_id, new=True)
         except FileNotFoundError:
-            return cls(path, layout, new=True)
+            return cls(path, layout, file_id, new=True)
 
-    def finish(self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Write the header and `small`, all tensors except rows and checksums. Rename the file to `target`."""
+    def finish(
+        self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any], check: Callable[[Path], object]
+    ) -> None:
+        """Write the header and `small`, all tensors except rows and checksums. Rename the file to `target`.
+
+        `check` gets the path of the complete file before the file is renamed, and may raise an error.
+        """
         start, offset, name = self.layout.rows_start, self.layout.small_start, named(target)
         entries = row_entries(self.layout) | headers.tensor_entries(small, offset - start)
         for _, tensor in sorted(small.items()):
@@ -120,6 +134,7 @@ class Draft:
         write_all(self._descriptor, memoryview(header), 0, name)
         try:
             os.ftruncate(self._descriptor, offset)
+            check(self.path)
             os.fsync(self._descriptor)
             os.replace(self.path, target)
             sync_folder(target.parent)
@@ -174,7 +189,11 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
         if found.small_start > header.file_bytes:
             raise DataError(f"{named(path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
         small = headers.read_small(header, layout, check, row_entries(found), found.small_start)
-        return Snapshot(header.manifest, small, ContextRows(descriptor, named(path), found, writable=False))
+        return Snapshot(
+            header.manifest,
+            small,
+            ContextRows(descriptor, named(path), found, header.manifest.file_id, writable=False),
+        )
     except BaseException:
         descriptor.close()
         raise
@@ -237,9 +256,14 @@ def _restored_layer(
     else:
         recent = tensors.get(f"{UNROUNDED}/{index}", buffer.k.new_empty(2, *buffer.k[:, :0].shape))
     buffer.fill(border, *recent)
+    return LayerCache(index, layout, buffer, stack, restored_states(layout, index, tensors), n)
+
+
+def restored_states(layout: CacheLayout, index: int, tensors: Mapping[str, Tensor]) -> Mapping[str, MethodState]:
+    """Return the method's states of layer `index`, restored from the small `tensors` of a context file."""
     states = layout.make_state(layout)
     for name, state in states.items():
         at = f"layers/{index}/{name}/"
         for key in (key for key in tensors if key.startswith(at)):
             state.restore((tensors[key].to(layout.device), int(key[len(at) :])))
-    return LayerCache(index, layout, buffer, stack, states, n)
+    return states

@@ -31,7 +31,7 @@ from lce.files import JsonError, named, parse_json
 from lce.sizes import size_text
 from lce.system import free_memory
 
-FORMAT = "lce context 5"
+FORMAT = "lce context 6"
 REMEDY = "prefill the text again"
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
@@ -40,6 +40,7 @@ MOST_TOKENS = 1 << 40  # the largest number of tokens of a text
 _LARGEST_HEADER = 16 << 20  # in bytes: enough for 500 layers
 _MOST_PARTS = 200_000  # the largest number of JSON values and names in a header
 _MOST_DIMENSIONS = 8
+_FILE_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 # The name of a tensor of a method's state: its layer, the state's name, and the state's number.
 _STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)
 
@@ -48,12 +49,13 @@ _STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)
 class Manifest:
     """The manifest of a context file: the JSON object `raw`, and its fields.
 
-    `identity` names the model and the method, `pages` the shape and format of a page, `text` is a hash of the tokens.
-    `read` tokens are in the cache, and the file has space for `capacity` tokens. `announced` is the length to which the
-    user said that the context would grow.
+    `file_id` is random, and the checksums of the file's rows depend on it. `identity` names the model and the method,
+    `pages` the shape and format of a page, `text` is a hash of the tokens. `read` tokens are in the cache, and the file
+    has space for `capacity` tokens. `announced` is the length to which the user said that the context would grow.
     """
 
     raw: Mapping[str, Any]
+    file_id: str
     identity: Mapping[str, Any]
     pages: Mapping[str, Any]
     text: str
@@ -65,14 +67,16 @@ class Manifest:
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
         """Return the manifest in the JSON object `raw`. Raises `DataError` for wrong types and impossible numbers."""
-        identity, pages, text, version = (raw.get(name) for name in ("identity", "pages", "text", "lce"))
+        file_id, identity, pages, text, version = map(raw.get, ("file_id", "identity", "pages", "text", "lce"))
         numbers = (raw.get(name) for name in ("capacity", "read", "announced"))
         capacity, read, announced = (x if type(x) is int else -1 for x in numbers)
-        possible = 0 < read <= capacity <= MOST_TOKENS and 0 <= announced <= MOST_TOKENS
+        possible = 0 <= read <= capacity <= MOST_TOKENS and 0 <= announced <= MOST_TOKENS
         if not (isinstance(identity, dict) and isinstance(pages, dict) and isinstance(text, str) and possible):
             raise contradiction(path)
+        if not (isinstance(file_id, str) and _FILE_ID.fullmatch(file_id)):
+            raise contradiction(path)
         version = version if isinstance(version, str) else ""
-        return cls(raw, identity, pages, text, version, capacity, read, announced)
+        return cls(raw, file_id, identity, pages, text, version, capacity, read, announced)
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,7 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
         if not possible or not states[name].agrees(tensor, number, n_tokens):
             raise contradiction(path)
         kept[layer][name] = tensor
-    if not all(layout.could_keep(layer, found, layout, n_tokens) for layer, found in enumerate(kept)):
+    if n_tokens and not all(layout.could_keep(layer, found, layout, n_tokens) for layer, found in enumerate(kept)):
         raise contradiction(path)
 
 

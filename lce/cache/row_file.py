@@ -4,6 +4,9 @@ A row has the keys and values of one token in the heads of one page, `[2, P, D]`
 file descriptor, so that a full disk, a failing disk or a truncated file raises an error, not a signal. Rows in the
 system's page cache are read first, then several threads read the other rows.
 
+A row's checksum also depends on the row's number and on a seed of the file, so a row copied from another place or from
+another file is refused.
+
 The checksums of a spill file are in memory. The checksums of a context file come after its rows. They are read in
 blocks of some thousands, when a row of the block is first read, and stay in memory. A writer of rows also writes their
 checksums to the file.
@@ -61,11 +64,13 @@ class Checks:
     """Checksums of rows in memory, in blocks that are allocated when they are first used.
 
     If `n` is not 0, a file has the checksums of its `n` rows, too, from byte `start` on; a block is read from there.
+    `seed` is a random number of the file, on which the checksums depend.
     Contexts in several threads may share the checksums. No lock guards the blocks, because Ctrl-C could leave the lock
     held. None is needed, because a block is made once and never replaced.
     """
 
-    def __init__(self, descriptor: int = -1, name: str = "", start: int = 0, n: int = 0) -> None:
+    def __init__(self, descriptor: int = -1, name: str = "", start: int = 0, n: int = 0, seed: int = 0) -> None:
+        self.seed = seed
         self._blocks: dict[int, NDArray[np.int32]] = {}
         self._descriptor = descriptor
         self._name = name
@@ -161,7 +166,7 @@ class RowFile:
         for run in runs(np.diff(first) != size, len(first)):
             start = self._start + int(first[run.start]) * self.row_bytes
             write_all(self._descriptor, raw[run.start * page : run.stop * page], start, self.name)
-        self.checks.put(rows, fingerprints(data.flatten(0, 1), torch.from_numpy(rows)))
+        self.checks.put(rows, fingerprints(data.flatten(0, 1), rows + self.checks.seed))
         self.bytes_written += len(raw)
 
     def read(self, rows: Numbers) -> Tensor:
@@ -228,7 +233,7 @@ class RowFile:
 
     def _check(self, found: Tensor, rows: Numbers) -> None:
         """Raise `DataError` unless rows `found [n, …]` agree with their checksums; add their bytes to `bytes_read`."""
-        if len(rows) and (fingerprints(found, torch.from_numpy(rows)).numpy() != self.checks.of(rows)).any():
+        if len(rows) and (fingerprints(found, rows + self.checks.seed).numpy() != self.checks.of(rows)).any():
             raise DataError(f"{self.name} was altered since it was written; prefill the text again")
         self.bytes_read += len(rows) * self.row_bytes
 
@@ -335,19 +340,19 @@ def write_all(descriptor: int, data: memoryview, offset: int, name: str) -> None
         raise unwritable(name, error) from error
 
 
-def fingerprints(rows: Tensor, index: Tensor) -> Tensor:
+def fingerprints(rows: Tensor, places: Numbers) -> Tensor:
     """Return a checksum of each row of `[n, …]`, as `[n]` int32.
 
     The checksum is a hash of the inner product of the row's 64-bit words with odd weights. The high half of each word
     also counts as a word of its own: a product modulo 2^64 keeps little of a word's highest bits, so two flipped bits
-    there could cancel. `index [n]` are the rows' numbers, which are hashed, too, so that exchanged rows are noticed.
-    One damaged or exchanged row in 2^32 is not noticed. The checksum guards against faulty disks and mistakes, not
-    against forgery. Time: about that of copying the rows.
+    there could cancel. `places [n]` are the rows' numbers plus the file's seed. They are hashed, too, so that rows
+    of another place or of another file are noticed. One damaged or exchanged row in 2^32 is not noticed. The checksum
+    guards against faulty disks and mistakes, not against forgery. Time: about that of copying the rows.
     """
     words = rows.flatten(1).view(torch.int64)
     low, high = _weights(2 * words.shape[1]).chunk(2)
-    sums = words @ low + (words >> 32) @ high
-    return _mixed(sums + index).view(torch.int32)[::2].clone(memory_format=torch.contiguous_format)
+    sums = torch.addmv(torch.from_numpy(places), words, low).addmv_(words >> 32, high)
+    return _mixed(sums).view(torch.int32)[::2].clone(memory_format=torch.contiguous_format)
 
 
 @cache

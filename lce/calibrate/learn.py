@@ -18,7 +18,7 @@ from torch import Tensor
 from lce import load
 from lce.calibrate.work_folder import WorkFolder
 from lce.errors import DataError, UsageError
-from lce.files import check_target, named, path_of
+from lce.files import check_new, named, path_of
 from lce.methods import ESA, Full, LayerCache, Step, rotate
 from lce.methods.lowdim import (
     LearnedFor,
@@ -96,17 +96,19 @@ class CollectingFull(Full):
 
 def calibrate(
     model: str | Path, text: str, out: str | Path, options: Calibration | None = None, *,
-    progress: StageProgress | bool | None = None, note: Callable[[str], None] = warnings.warn, **loading: Any,
+    force: bool = False, progress: StageProgress | bool | None = None, note: Callable[[str], None] = warnings.warn,
+    **loading: Any,
 ) -> list[Recall]:  # fmt: skip
     """Learn a model's low-dimensional maps from `text`, write them to `out`, and return each layer's held-out recall.
 
     `loading` are options of `lce.load`. Maps fit only the window and the RoPE scaling that they were learned with.
     `note` is called with a line about each work file that must be computed again. `progress` is True for bars on
-    stderr, or a function that takes the stage, the units done and the total. Raises `DataError` for too little text,
-    `CapacityError` for too little disk, and `UsageError` if the work folder has another calibration's files.
+    stderr, or a function that takes the stage, the units done and the total. Raises `DataError` for too little
+    text, `CapacityError` for too little disk, and `UsageError` if the work folder has another calibration's files, or
+    if the file `out` exists, unless `force`.
     """
     out = path_of(out, "out")
-    check_target(out)
+    check_new(out, force)
     if not out.parent.is_dir():
         raise DataError(f"cannot write {named(out)}: expected a file in a folder that exists")
     return Calibrator(model, text, out, options or Calibration(), stages(progress), note, loading).run()

@@ -139,8 +139,11 @@ class Conversation(Unique):
         if not self._before:
             self.context = None
 
-    def save(self, path: str | Path) -> None:
-        """Save the context; `engine.conversation(context=engine.open_context(path))` continues the chat."""
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Save the context; `engine.conversation(context=engine.open_context(path))` continues the chat.
+
+        Without `force`, the only file that is replaced is this conversation's own: see `Context.save`.
+        """
         self._settle()
         n_tokens = self._past.n_tokens
         if self.context is None or not n_tokens:
@@ -148,7 +151,7 @@ class Conversation(Unique):
             raise UsageError(f"the conversation is {state}; ask something before it is saved")
         if n_tokens < len(self.context):
             self.context.truncate(n_tokens)
-        self.context.save(path)
+        self.context.save(path, force=force)
 
     def _begun(self) -> _Past:
         """Return the history of a conversation that has no turn yet."""

@@ -14,7 +14,7 @@ from lce.engine.graph import DecodeGraph
 from lce.engine.identity import Identity
 from lce.engine.lanes import Lane
 from lce.engine.planning import ALLOWANCE
-from lce.engine.saving import ContextData, save
+from lce.engine.saving import ContextData, Target, save
 from lce.errors import UsageError
 from lce.files import path_of
 from lce.models.rope import Rope
@@ -63,6 +63,7 @@ class Context(Unique):
         self.token_ids = list(data.token_ids)
         self.announced = data.announced
         self.source = data.source
+        self._saves = data.saves
         self._last = data.cache.length, data.logits  # a number of cached tokens, and the logits after them
         self._graph: DecodeGraph | None = None  # the recorded decode steps, if any
         self._lock = Lock()  # the call or stream that uses the context holds this lock
@@ -102,7 +103,7 @@ class Context(Unique):
     @property
     def _data(self) -> ContextData:
         """The parts from which a file or a fork of the context is made."""
-        return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source)
+        return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source, self._saves)
 
     def _hold(self) -> Lock:
         """Return a lock that reserves the context inside `with`. Raises `UsageError` if the context is in use already.
@@ -117,7 +118,7 @@ class Context(Unique):
     def fork(self) -> Context:
         """Return an independent context with the same tokens. On a CPU the two share the memory of these tokens."""
         with self._hold():
-            return Context(replace(self._data, cache=self.cache.fork()), self._rope, self._identity)
+            return Context(replace(self._data, cache=self.cache.fork(), saves=set()), self._rope, self._identity)
 
     def truncate(self, n_tokens: int) -> None:
         """Drop all tokens after the first `n_tokens`. Raises `UsageError` if the context has fewer.
@@ -147,13 +148,15 @@ class Context(Unique):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the context to a file for `Engine.open_context`. The file appears whole or not at all.
 
-        The file is a copy of the keys and values. Raises `CapacityError` if the disk has no space for the file.
+        The file is a copy of the keys and values. Raises `CapacityError` if the disk has no space for the file. Raises
+        `UsageError` if a file exists there, unless `force`, or unless that file is this context's own: the file that
+        it was opened from or last saved to, whatever its name. A fork has no file of its own.
         """
         with self._hold():
-            save(path_of(path), self._data, self._identity)
+            save(Target(path_of(path), force, self._saves), self._data, self._identity)
 
     def _mark(self) -> ContextMark:
         """Return the current state for a later `_go_back`. Copies no keys or values."""

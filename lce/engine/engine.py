@@ -25,7 +25,7 @@ from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
 from lce.engine.planning import ALLOWANCE
 from lce.engine.sampling import Sampling, Scorer, TokenScores, check_logits, recommended
-from lce.engine.saving import ContextData, PrefillJob, open_saved
+from lce.engine.saving import ContextData, PrefillJob, Target, open_saved
 from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver
 from lce.engine.window import beyond, warn
@@ -266,18 +266,19 @@ class Engine(Unique):
 
     def prefill_file(
         self, document: Prompt, path: str | Path, *, context: Context | None = None, length: int | str | None = None,
-        checkpoint_every: int | str | None = None, progress: Progress | bool | None = None,
+        checkpoint_every: int | str | None = None, force: bool = False, progress: Progress | bool | None = None,
     ) -> Stats:  # fmt: skip
         """Prefill a document into the context file `path`, after a copy of `context` if given; return `Stats`.
 
         Keys and values beyond the memory budget go straight to the file and are written once. `checkpoint_every` is the
         number of tokens between checkpoints: an interrupted call that is repeated resumes at the last one. `length`
         announces how many tokens the context will have in the end; with a `context`, the length announced for
-        `context` counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Raises
-        `DataError` if `path` is the unfinished prefill of another text or engine, `CapacityError` if space is short.
+        `context` counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Any
+        other file is replaced only with `force`. Raises `UsageError` if `path` is such a file, `DataError` if it is the
+        unfinished prefill of another text or engine, and `CapacityError` if space is short.
         """
         every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
-        target, ids = path_of(path), self._ids(document, self._own(context))
+        path, ids = path_of(path), self._ids(document, self._own(context))
         wanted = 0 if length is None else count(length, "length", least=0)
         check_progress(progress)
         with nullcontext() if context is None else context._hold():
@@ -286,6 +287,7 @@ class Engine(Unique):
             announced = max(len(ids), wanted) if before is None else before.announced
             ALLOWANCE.planner(self.layout, into_file=True).check(len(ids))
             self._warn(len(ids))
+            target = Target(path, force, () if before is None else before.saves)
             job = PrefillJob(target, self.layout, self.identity, ids, announced)
             try:
                 held = self._context(job.start(before))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,27 @@ import torch
 from torch import Tensor
 
 from lce.cache import manifest as headers
-from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, write_rows
+from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, restored_states, write_rows
 from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout, FileLayout
-from lce.cache.manifest import FORMAT, REMEDY, Manifest, contradiction
+from lce.cache.layout import CacheLayout
+from lce.cache.manifest import FORMAT, MOST_TOKENS, REMEDY, Manifest, contradiction
 from lce.cache.method_state import FileTensor
-from lce.cache.row_file import raw_bytes
+from lce.cache.row_file import Descriptor, raw_bytes
 from lce.engine.identity import Identity
 from lce.errors import DataError, LceError, UsageError, shown, user_line
-from lce.files import check_target, draft_path, named, open_regular, path_of, remove_leftover, sweep, write_whole
+from lce.files import (
+    check_new,
+    check_target,
+    draft_path,
+    named,
+    open_regular,
+    path_of,
+    remove_leftover,
+    sweep,
+    write_whole,
+)
 from lce.version import __version__
 
-MOST_UNCACHED = 1 << 16  # the most tokens of a saved context that its cache may lack
 _MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # raised for tensors of wrong shapes
 
 
@@ -33,7 +43,8 @@ class ContextData:
     """The parts of a context, in memory and in a file.
 
     The cache may lack the last of `token_ids`. `logits [vocab]` follow the last token in the cache. `announced` is the
-    length announced for the context; some RoPE scalings depend on it. `source` names the file that was opened.
+    length announced for the context; some RoPE scalings depend on it. `source` names the file that was opened. `saves`
+    has the identities of the files that the context was opened from or saved to.
     """
 
     cache: KVCache
@@ -41,12 +52,11 @@ class ContextData:
     logits: Tensor | None = None
     announced: int = 0
     source: str | None = None
+    saves: set[str] = field(default_factory=set)
 
     def blame(self, error: BaseException) -> None:
         """Raise `DataError` if the opened file may have caused `error`: opening cannot check every tensor's shape."""
-        memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
-        told = isinstance(error, LceError) or user_line(error)  # says already what failed
-        if self.source is not None and isinstance(error, _MISFITS) and not (memory or told):
+        if self.source is not None and _is_misfit(error):
             what = f"{type(error).__name__}: {shown(str(error), 80)}"
             raise DataError(f"{self.source} holds what does not fit the method ({what}); {REMEDY}") from error
 
@@ -55,34 +65,69 @@ class ContextData:
         found = {"tokens": torch.tensor(self.token_ids, dtype=torch.int32), **self.cache.tensors()}
         return found if self.logits is None else {**found, "logits": self.logits}
 
-    def manifest(self, identity: Mapping[str, Any], layout: FileLayout) -> dict[str, Any]:
-        """Return the manifest of a file: the facts that an engine must match to use the file."""
+    def manifest(self, identity: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
+        """Return the manifest of the file that `draft` becomes: the facts that an engine must match to use the file."""
         return {
             "format": FORMAT,
             "lce": __version__,
+            "file_id": draft.file_id,
             "identity": identity,
             "text": text_hash(self.token_ids),
-            "pages": headers.page_facts(layout.cache),
-            "capacity": layout.n_tokens,
+            "pages": headers.page_facts(draft.layout.cache),
+            "capacity": draft.layout.n_tokens,
             "read": self.cache.length,
             "announced": self.announced,
         }
 
 
-def save(path: Path, data: ContextData, identity: Identity) -> None:
+def _is_misfit(error: BaseException) -> bool:
+    """Return whether `error` is one that tensors of wrong shapes raise, and not for lack of memory."""
+    memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
+    told = isinstance(error, LceError) or user_line(error)  # says already what failed
+    return isinstance(error, _MISFITS) and not (memory or told)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A context file to write. A file at `path` is replaced with `force`, or if its identity is one of `saves`."""
+
+    path: Path
+    force: bool = False
+    saves: Container[str] = ()
+
+    def check(self) -> None:
+        """Raise `UsageError` if the file cannot be written, or exists and may not be replaced."""
+        check_writable(self.path)
+        check_new(self.path, self.force, lambda path: _file_id(path) in self.saves)
+
+
+def check_writable(path: Path) -> None:
+    check_target(path, UsageError)
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{named(path.parent)} is not a folder that can be written; name another file for the context")
+
+
+def _file_id(path: Path) -> str | None:
+    """Return the identity of the context file at `path`; None for another file."""
+    with suppress(DataError):
+        descriptor = Descriptor(open_regular(path, follow=False))
+        return headers.read_header(descriptor, path).manifest.file_id
+    return None
+
+
+def save(target: Target, data: ContextData, identity: Identity) -> None:
     """Write a context file, which appears whole or not at all."""
-    cache = data.cache
-    if not cache.length:
-        what = "no token of the context is cached any more" if data.token_ids else "the context is empty"
-        raise UsageError(f"{what}; prefill some text, or [], before it is saved")
-    check_writable(path)
+    cache, path = data.cache, target.path
+    if not data.token_ids:
+        raise UsageError("the context is empty; prefill some text before it is saved")
+    target.check()
     sweep(path)
-    layout = cache.layout.file(cache.length)
     draft_at = draft_path(path)
     try:
-        draft = Draft.create(draft_at, layout)
+        draft = Draft.create(draft_at, cache.layout.file(cache.length))
+        data.saves.add(draft.file_id)  # now, because Ctrl-C may come when the file has just appeared
         write_rows(cache, draft.rows)
-        draft.finish(path, data.tensors(), data.manifest(identity.facts, layout))
+        _finish(draft, target, data, identity)
     except BaseException:
         draft_at.unlink(missing_ok=True)
         raise
@@ -94,14 +139,43 @@ def check_space(path: Path, layout: CacheLayout, n_tokens: int) -> None:
     Draft.create(draft_path(path), layout.file(n_tokens)).discard()
 
 
+def _finish(draft: Draft, target: Target, data: ContextData, identity: Identity) -> None:
+    """Complete a draft that has all rows, and rename the file to `target`, if the file opens as a reader opens it.
+
+    Raises `UsageError` if another file appeared at `target` in the meantime.
+    """
+
+    def check(path: Path) -> None:
+        layout = draft.layout.cache
+        try:
+            snapshot = _snapshot(path, layout, identity)
+            _ids_of(path, snapshot, identity.vocab_size)
+            for index in range(layout.n_layers):
+                restored_states(layout.part_of(index), index, snapshot.small)
+        except (DataError, KeyError, *_MISFITS) as error:
+            if not isinstance(error, DataError | KeyError) and not _is_misfit(error):
+                raise
+            what = str(error).replace(named(path), "the new file").removesuffix(f"; {REMEDY}")
+            raise LceError(
+                f"internal error: {named(target.path)} was not written, because what was to be written does not open "
+                f"({type(error).__name__}: {shown(what, 200)}); an earlier file there stays; report this error"
+            ) from error
+        target.check()
+
+    draft.finish(target.path, data.tensors(), data.manifest(identity.facts, draft), check)
+
+
 def open_saved(path: Path, layout: CacheLayout, identity: Identity) -> ContextData:
     """Read a context file for the engine of this layout and identity: see `Engine.open_context`."""
     sweep(path)
     if not os.path.lexists(part_of(path)):
         remove_leftover(state_of(path))  # left by a process that was killed in `PrefillJob.finish`
+    return data_of(path, layout, _snapshot(path, layout, identity), identity.vocab_size, own=False)
+
+
+def _snapshot(path: Path, layout: CacheLayout, identity: Identity) -> Snapshot:
     check = partial(check_texts, path, identity.vocab_size, own=False)
-    snapshot = open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.identity), check)
-    return data_of(path, layout, snapshot, identity.vocab_size, own=False)
+    return open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.identity), check)
 
 
 def part_of(path: Path) -> Path:
@@ -118,12 +192,12 @@ def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str
     Raises `DataError` for ids or logits that contradict `manifest`. `own`: the file is a prefill job's unfinished file.
     """
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
-    most = manifest.capacity if own else manifest.capacity + MOST_UNCACHED
+    most = manifest.capacity if own else MOST_TOKENS
     if (
         tokens is None
         or tokens.dtype != torch.int32
         or len(tokens.shape) != 1
-        or not manifest.read <= tokens.shape[0] <= most
+        or not max(1, manifest.read) <= tokens.shape[0] <= most
         or manifest.capacity != (tokens.shape[0] if own else manifest.read)
         or (logits is not None and (logits.dtype, logits.shape) != (torch.float32, (vocab_size,)))
     ):
@@ -132,21 +206,27 @@ def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str
 
 def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
     """Return the context of an opened file. The file's rows are read-only, unless the file is a prefill job's `own`."""
-    manifest, tensors = snapshot.manifest, snapshot.small
-    tokens, logits = tensors["tokens"], tensors.get("logits")
+    manifest, tensors, ids = snapshot.manifest, snapshot.small, _ids_of(path, snapshot, vocab_size)
+    try:
+        cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise contradiction(path) from None
+    logits = tensors.get("logits")
+    last = None if logits is None else logits.to(layout.devices[-1])
+    return ContextData(cache, ids, last, manifest.announced, named(path), {manifest.file_id})
+
+
+def _ids_of(path: Path, snapshot: Snapshot, vocab_size: int) -> list[int]:
+    """Return the token ids of an opened file. Raises `DataError` for ids or logits that cannot be the model's."""
+    tokens, logits = snapshot.small["tokens"], snapshot.small.get("logits")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise DataError(f"{named(path)} has token ids that the model does not have; {REMEDY}")
     if logits is not None and not logits.isfinite().all():
         raise DataError(f"{named(path)} has logits that are no numbers; {REMEDY}")
     ids = tokens.tolist()
-    if manifest.text != text_hash(ids):
+    if snapshot.manifest.text != text_hash(ids):
         raise contradiction(path)
-    try:
-        cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise contradiction(path) from None
-    last = None if logits is None else logits.to(layout.devices[-1])
-    return ContextData(cache, ids, last, manifest.announced, named(path))
+    return ids
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
@@ -154,27 +234,23 @@ def text_hash(token_ids: Sequence[int]) -> str:
     return headers.digest({"tokens": torch.tensor(token_ids, dtype=torch.int32)})
 
 
-def check_writable(path: Path) -> None:
-    check_target(path, UsageError)
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{named(path.parent)} is not a folder that can be written; name another file for the context")
-
-
 class PrefillJob:
-    """A prefill into the context file `path`. After an interruption, a new job for the same `path` resumes the prefill.
+    """A prefill into the context file `target`. After an interruption, a new job for the same file resumes the prefill.
 
     The file `path.part` takes keys and values as they are computed, and `path.part.state` holds the last checkpoint.
     Call `start`, prefill the tokens that the cache lacks, call `checkpoint` from time to time, and `finish` at the end.
     After an error call `abandon`.
     """
 
-    def __init__(self, path: Path, layout: CacheLayout, identity: Identity, ids: Sequence[int], announced: int) -> None:
-        check_writable(path)
-        sweep(path)
-        self.path = path
+    def __init__(
+        self, target: Target, layout: CacheLayout, identity: Identity, ids: Sequence[int], announced: int
+    ) -> None:
+        target.check()
+        sweep(target.path)
+        self.target = target
         self.identity = identity
-        self.facts = identity.facts  # read now, so that unreadable weights fail before the work
-        self.part, self.state = part_of(path), path_of(state_of(path))  # raises if the name is too long
+        identity.model  # noqa: B018  read now, so that unreadable weights fail before the work
+        self.part, self.state = part_of(target.path), path_of(state_of(target.path))  # raises if the name is too long
         for each in (self.part, self.state):
             check_target(each, UsageError)
         self.layout = layout.file(len(ids))
@@ -224,7 +300,7 @@ class PrefillJob:
         if manifest.announced != self.announced:  # keys may be rotated for the announced length
             begun = manifest.announced
             raise DataError(f"{named(path)} was begun with a length of {begun}; give --length {begun}, or {remedy}")
-        self._draft = draft = Draft(self.part, self.layout)
+        self._draft = draft = Draft(self.part, self.layout, manifest.file_id)
         found = data_of(path, self.layout.cache, Snapshot(manifest, tensors, draft.rows), vocab_size, own=True)
         return found.cache, found.logits
 
@@ -234,16 +310,20 @@ class PrefillJob:
         write_rows(data.cache, self._draft.rows, self.n_written)
         self._draft.rows.flush()
         tensors = data.tensors()
-        manifest = headers.signed(data.manifest(self.facts, self.layout), tensors)
+        manifest = headers.signed(data.manifest(self.identity.facts, self._draft), tensors)
         raw = (raw_bytes(x) for _, x in sorted(tensors.items()))
         write_whole(self.state, b"".join((headers.header_bytes(headers.tensor_entries(tensors), manifest), *raw)))
         self.n_written = data.cache.length
 
     def finish(self, data: ContextData) -> None:
-        """Write the keys and values that the file lacks, and rename the file to `path`."""
+        """Write the keys and values that the file lacks, and rename the file to the target's path."""
         assert self._draft is not None
         write_rows(data.cache, self._draft.rows, self.n_written)
-        self._draft.finish(self.path, data.tensors(), data.manifest(self.facts, self.layout))
+        try:
+            _finish(self._draft, self.target, data, self.identity)
+        except UsageError:  # another file appeared there; a checkpoint keeps the work
+            self.checkpoint(data)
+            raise
         remove_leftover(self.state)
 
     def abandon(self, error: BaseException) -> None:
@@ -253,7 +333,9 @@ class PrefillJob:
         """
         if os.path.lexists(self.state):
             if self._draft is not None:
-                error.add_note(f"the same command goes on from {self.n_written:,} tokens")
+                again = f"remove {named(self.part)} and {named(self.state)} to begin again"  # they are damaged
+                goes_on = f"the same command goes on from {self.n_written:,} tokens"
+                error.add_note(again if isinstance(error, DataError) else goes_on)
                 self._draft.rows.close()
         elif self._draft is not None:
             self._draft.discard()

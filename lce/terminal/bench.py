@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lce.lab.bench import Report, Row, Spread, StepTimes
 
 
-def show_bench(json_file: str | None, loading: dict[str, Any], output: Output, **what: Any) -> None:
+def show_bench(json_file: str | None, force: bool, loading: dict[str, Any], output: Output, **what: Any) -> None:
     """Run a benchmark and write its report, even a partial one after an error or Ctrl-C.
 
     The report is Markdown on stdout and JSON in `json_file`, or JSON alone on stdout if `json_file` is "-".
@@ -27,7 +27,7 @@ def show_bench(json_file: str | None, loading: dict[str, Any], output: Output, *
     if json_file == "":
         raise UsageError("--json needs a file, or - for stdout")
     if json_file != "-":
-        new_file(json_file, force=True)
+        new_file(json_file, force)
     output, bench = replace(output, json=json_file == "-"), Bench(**what, **loading)
     longest = max(bench.lengths)
     beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
@@ -40,7 +40,7 @@ def show_bench(json_file: str | None, loading: dict[str, Any], output: Output, *
             output.object(content)
             output.text(*report_lines(report))
             if json_file not in (None, "-"):
-                write_whole(Path(json_file), json.dumps(content, indent=1).encode() + b"\n")
+                write_whole(Path(json_file), json.dumps(content, indent=1).encode() + b"\n", force=force)
                 output.figures(f"lce: wrote {named(json_file)}")
 
 

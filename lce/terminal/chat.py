@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
 QUOTES = '"""'
 HELP = """\
 /file PATH  put a file's text before the next message; /file alone forgets the files
-/save PATH  save the conversation; `lce chat --context PATH` goes on with it
+/save PATH  save the conversation; `lce chat --context PATH` goes on with it;
+            /save PATH --force replaces a file that is not this conversation's own
 /reset      begin again
 /help       show these commands
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
@@ -48,7 +48,6 @@ class ChatLoop:
     conversation: lce.Conversation
     output: Output
     answering: dict[str, Any]  # options of `Conversation.stream`
-    saved: set[str] = field(default_factory=set)  # the files that /save may replace
     files: list[str] = field(default_factory=list)  # the texts of files that go before the next message
     terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
@@ -121,10 +120,8 @@ class ChatLoop:
             case "save" if not path:
                 raise UsageError("/save takes a path, such as /save chat.lce")
             case "save":
-                if Path(path).exists() and os.path.realpath(path) not in self.saved:
-                    raise UsageError(f"{named(path)} exists; name another file")
-                self.conversation.save(path)
-                self.saved.add(os.path.realpath(path))
+                path = path.removesuffix(" --force").rstrip()
+                self.conversation.save(path, force=argument.endswith(" --force"))
                 self._note(f"saved {named(path)}")
             case "reset":
                 self.files.clear()

@@ -16,7 +16,7 @@ import lce
 from lce.errors import UsageError
 from lce.files import named, write_whole
 from lce.sizes import size_text
-from lce.terminal.options import new_file
+from lce.terminal.options import NewFile, new_file
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
@@ -26,23 +26,23 @@ NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judg
 
 
 def write_recording(
-    model: str, methods: Sequence[lce.Method], prompt: dict[str, str | None], out: str | None, json_file: str | None,
+    model: str, methods: Sequence[lce.Method], prompt: dict[str, str | None], out: NewFile, json_file: str | None,
     loading: dict[str, Any], output: Output, **what: Any,
 ) -> None:  # fmt: skip
     """Record a prompt under some methods, and write a page, JSON, or both. A `json_file` of "-" is stdout."""
     from lce.lab.study.recording import Recorder, RecordingRequest
     from lce.lab.study.web_page import store_of, write_page
 
-    if out is None and json_file is None:
+    if out.path is None and json_file is None:
         raise UsageError("nothing to write; give --out page.html, --json FILE, or --live")
     options: dict[str, str] = {}  # file -> the option that names the file; no file may be named twice
-    for option, file in {"--prompt-file": prompt["prompt_file"], "--out": out, "--json": json_file}.items():
+    for option, file in {"--prompt-file": prompt["prompt_file"], "--out": out.path, "--json": json_file}.items():
         if file not in (None, "-") and (same := options.setdefault(os.path.realpath(file), option)) != option:
             raise UsageError(f"{same} and {option} are both {named(file)}; name another file")
-    if out is not None:
-        store_of(out)
+    if out.path is not None:
+        store_of(out.path)
     if json_file != "-":
-        new_file(json_file, force=True)
+        new_file(json_file, out.force)
     request = RecordingRequest(read_prompt(**prompt), **what)
     with output.noting(), output.bars() as bars:
         recording = Recorder(model, **loading).record(request, methods, progress=bars, expect=_note_size)
@@ -55,11 +55,11 @@ def write_recording(
         if json_file == "-":
             click.echo(text)
         else:
-            write_whole(Path(json_file), text.encode())
-    if out is not None:
-        n_bytes, beside = write_page(recording, out), store_of(out)
+            write_whole(Path(json_file), text.encode(), force=out.force)
+    if out.path is not None:
+        n_bytes, beside = write_page(recording, out.path, force=out.force), store_of(out.path)
         more = f", with {named(beside)} beside it" if beside.is_dir() else ""
-        output.figures(f"{named(out)}: {size_text(n_bytes)}{more}")
+        output.figures(f"{named(out.path)}: {size_text(n_bytes)}{more}")
 
 
 def _note_size(n_bytes: int) -> None:
@@ -97,20 +97,20 @@ def serve_live(
 
 
 def show_trace(
-    model: str, method: lce.Method, prompt: str, plot: str | None, loading: dict[str, Any], output: Output, **what: Any
+    model: str, method: lce.Method, prompt: str, plot: NewFile, loading: dict[str, Any], output: Output, **what: Any
 ) -> None:
     """Print the chunks or tokens chosen for the last tokens of a text: a line for each token, layer and head."""
     from lce.lab.study.pictures import draw_choices, drawable
     from lce.lab.study.recording import Recorder, RecordingRequest
 
-    if plot is not None:
-        drawable(plot)
+    if plot.path is not None:
+        drawable(plot.path)
     request = RecordingRequest(prompt, max_tokens=0, spread=0, **what)
     with output.noting(), output.bars() as bars:
         recording = Recorder(model, **loading).record(request, [method], progress=bars)
     run = recording["runs"][0]
-    if plot is not None:
-        draw_choices(recording, plot)
+    if plot.path is not None:
+        draw_choices(recording, plot.path, force=plot.force)
     found, setting = list(_rows(recording)), {name: run[name] for name in ("chunk_size", "first")}
     hits = _hits(recording, found)
     output.object({**setting, "marks": recording["marks"], "rows": found, "hits": hits})

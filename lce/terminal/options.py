@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from click import argument, option
 
 import lce
 from lce.errors import LceError, UsageError, shown
-from lce.files import check_folder, check_target, named
+from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
@@ -124,22 +124,28 @@ def _suite(
     return {"tasks": make_tasks(tasks, task_knobs), "suite": suite}
 
 
-def new_file(path: str | None, force: bool) -> str | None:
-    """Check the path of a file that a command will write, before any work, and return the path. Accepts None: no file.
+class NewFile(NamedTuple):
+    """A file that a command will write, or None, and whether `--force` allows to replace a file."""
 
-    Raises `DataError` for a path that is not a regular file, and `UsageError` for an existing file unless `force`.
+    path: str | None
+    force: bool
+
+
+def new_file(path: str | None, force: bool) -> NewFile:
+    """Check the path of a file that a command will write, before any work. Accepts None: no file.
+
+    Raises `DataError` for a path that is not a regular file, and `UsageError` for an existing file unless `force`, or
+    unless the file is the command's `--context`: `Context.save` then finds out whether the file is still the same.
     """
-    if path is None:
-        return None
-    if not path:
+    if path == "":
         raise UsageError("the file to write has no name; give one, for example document.lce")
-    check_target(path)
-    if os.path.exists(path):
-        if not force:
-            raise UsageError(f"{named(path)} exists; name another file, or give --force to replace it")
-        note(f"{named(path)} exists and will be replaced")
-    check_folder(path)
-    return path
+    if path is not None:
+        opened = click.get_current_context().params.get("context_file")
+        check_new(path, force, lambda path: opened is not None and os.path.realpath(opened) == os.path.realpath(path))
+        if os.path.exists(path):
+            note(f"{named(path)} exists and will be replaced")
+        check_folder(path)
+    return NewFile(path, force)
 
 
 def _note_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -307,7 +313,7 @@ _PUBLISHED = (
 _JSON = flag("--json", "Print JSON on stdout, and nothing else there.", is_flag=True)
 _QUIET = "No progress and no figures on stderr; notes and errors remain."
 quiet_option = flag("--quiet", _QUIET, is_flag=True, is_eager=True)  # eager: callbacks of other options read it
-_FORCE = flag("--force", "Replace a file that exists.", is_flag=True)
+FORCE = flag("--force", "Replace a file that exists.", is_flag=True)
 debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expose_value=False, callback=_note_debug)
 
 prompt_options = packed("prompt", read_prompt, *PROMPT)
@@ -348,5 +354,5 @@ def asked_options(n: int) -> Decorator:
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:
-    """Declare `--NAME FILE`, a file to write, and `--force`. The command gets one argument: the checked path."""
-    return packed(name, new_file, flag(f"--{name} FILE", help, dest="path", required=required), _FORCE)
+    """Declare `--NAME FILE`, a file to write, and `--force`. The command gets one argument: a checked `NewFile`."""
+    return packed(name, new_file, flag(f"--{name} FILE", help, dest="path", required=required), FORCE)

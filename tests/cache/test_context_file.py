@@ -3,10 +3,10 @@
 import errno
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -95,16 +95,18 @@ def cache_of(n: int, layout: CacheLayout = LAYOUT) -> KVCache:
     return cache
 
 
-def facts(layout: CacheLayout, n: int, read: int | None = None) -> dict[str, Any]:
-    numbers = {"capacity": n, "read": n if read is None else read, "announced": n}
-    return {"format": FORMAT, "lce": "", "identity": {}, "text": "", "pages": page_facts(layout), **numbers}
+def finish(draft: Draft, path: Path, cache: KVCache, n: int, **more: object) -> None:
+    """Complete a draft of `n` tokens, and put it in place."""
+    facts = {"format": FORMAT, "file_id": draft.file_id, "lce": "", "identity": {}, "text": ""}
+    numbers = {"capacity": n, "read": n, "announced": n, "pages": page_facts(cache.layout)}
+    draft.finish(path, cache.tensors(), {**facts, **numbers, **more}, lambda _: None)
 
 
 def saved(cache: KVCache, path: Path, **more: object) -> Path:
     layout = cache.layout.file(cache.length)
     draft = Draft.create(path.with_name(path.name + ".tmp"), layout)
     write_rows(cache, draft.rows)
-    draft.finish(path, cache.tensors(), {**facts(cache.layout, cache.length), **more})
+    finish(draft, path, cache, cache.length, **more)
     return path
 
 
@@ -195,14 +197,17 @@ def into_file(folder: Path, n: int, layout: CacheLayout) -> tuple[KVCache, Draft
 
 
 @pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
-def test_pages_in_its_own_file_are_written_once(layout: CacheLayout, tmp_path: Path) -> None:
+def test_pages_in_its_own_file_are_written_once(
+    layout: CacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "7" * 2 * n)  # both files have one identity
     layout = replace(layout, budgets=Budgets(host=layout.least_budget))
     cache, draft = into_file(tmp_path, N, layout)
     assert cache.growing
     append(cache, N)
     write_rows(cache, draft.rows)
     assert draft.rows.bytes_written == layout.file(N).n_rows * layout.format.row_bytes
-    draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
+    finish(draft, tmp_path / "c.lce", cache, N)
     assert (tmp_path / "c.lce").read_bytes() == saved(
         cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce"
     ).read_bytes()
@@ -218,16 +223,16 @@ def test_a_file_under_work_is_taken_up_again(tmp_path: Path) -> None:
     draft.rows.flush()
     tensors = {name: x.clone() for name, x in cache.tensors().items()}
     append(cache, 70)
-    path = draft.path
+    path, file_id = draft.path, draft.file_id
     del cache, draft
-    draft = Draft(path, layout.file(N))
+    draft = Draft(path, layout.file(N), file_id)
     cache = restored(layout, draft.rows, 50, tensors, own=True)
     assert cache.growing
     assert [disk.file for disk in disks_of(cache.stacks[0])] == [draft.rows]
     check(cache, 50)
     append(cache, N)
     write_rows(cache, draft.rows, 50)
-    draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N))
+    finish(draft, tmp_path / "c.lce", cache, N)
     check(again(tmp_path / "c.lce"), N)
 
 
@@ -241,7 +246,7 @@ def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_l
         n = cache.length
         cache.discard()
         write_rows(cache, draft.rows)
-        draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, N, n))
+        finish(draft, tmp_path / "c.lce", cache, N, read=n)
         check(again(tmp_path / "c.lce", n=n), n)
 
 
@@ -261,7 +266,7 @@ def test_a_checkpoint_writes_new_rows_alone(tmp_path: Path) -> None:
 def test_a_file_under_work_is_held(tmp_path: Path) -> None:
     draft = Draft.create(tmp_path / "draft", LAYOUT.file(N))
     with pytest.raises(DataError, match="is being written by another process"):
-        Draft(tmp_path / "draft", LAYOUT.file(N))
+        Draft(tmp_path / "draft", LAYOUT.file(N), draft.file_id)
     with pytest.raises(CapacityError, match="File exists"):
         Draft.create(tmp_path / "draft", LAYOUT.file(N))
     assert (tmp_path / "draft").stat().st_size == LAYOUT.file(N).small_start, "its space is reserved"
@@ -327,7 +332,7 @@ def test_a_fork_does_not_write_to_a_file_under_work(spill: bool, tmp_path: Path)
     append(cache, 150)
     check(cache, 150)
     write_rows(cache, draft.rows)
-    draft.finish(tmp_path / "c.lce", cache.tensors(), facts(layout, 150))
+    finish(draft, tmp_path / "c.lce", cache, 150)
     del cache, draft
     assert fork.layers[0].span(0, 80)[0].shape == (2, 80, 4), "it has a descriptor of its own"
     check(again(tmp_path / "c.lce", n=150), 150)

@@ -31,7 +31,8 @@ from lce.cache.method_state import FileTensor, MethodState, OpenChunk, RecentRow
 from lce.errors import CapacityError, DataError
 
 GOOD: dict[str, Any] = {
-    "format": FORMAT, "lce": "1", "identity": {}, "pages": {}, "text": "", "capacity": 9, "read": 5, "announced": 7,
+    "format": FORMAT, "lce": "1", "file_id": "0123456789abcdef", "identity": {}, "pages": {}, "text": "", "capacity": 9,
+    "read": 5, "announced": 7,
 }  # fmt: skip
 PATH = Path("document.lce")
 
@@ -125,7 +126,8 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | s
 @given(name=st.sampled_from(sorted(GOOD.keys() - {"format", "lce"})), value=VALUES)
 def test_every_entry_is_of_its_kind(name: str, value: object) -> None:
     kind, number = type(GOOD[name]), value if type(value) is int else -1
-    fits = {"capacity": 5 <= number <= 1 << 40, "read": 0 < number <= 9, "announced": 0 <= number <= 1 << 40}
+    fits = {"capacity": 5 <= number <= 1 << 40, "read": 0 <= number <= 9, "announced": 0 <= number <= 1 << 40}
+    fits["file_id"] = False  # 16 hexadecimal digits
     if type(value) is kind and fits.get(name, True):
         assert getattr(Manifest.of(GOOD | {name: value}, PATH), name) == value
         return

@@ -73,6 +73,8 @@ def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path,
     out, text = tmp_path / "maps.safetensors", tmp_path / "text.txt"
     text.write_text(TEXT)
     calibrate(tiny_model, TEXT, out, SMALL)
+    with pytest.raises(UsageError, match="exists; name another file, or give --force"):
+        calibrate(tiny_model, TEXT, out, SMALL)
     wanted = ESA(maps=str(out), low_dim=4, far=20, **KNOBS)
     loading = {"window": 48, "rope": "ntk", "rope_factor": 1.5}
     with pytest.raises(UsageError) as caught:
@@ -210,7 +212,7 @@ def test_a_damaged_work_file_changes_no_map(
         shutil.copytree(kept, begun)
         (begun / kind).write_bytes(damage)
         notes: list[str] = []
-        calibrate(tiny_model, TEXT, out, TINY, note=notes.append)
+        calibrate(tiny_model, TEXT, out, TINY, force=True, note=notes.append)
         assert bytes_of(out) == whole
         assert len(notes) == 1
         assert kind in notes[0]

@@ -308,11 +308,7 @@ def test_a_truncated_context_goes_on(tiny_model: Path, tmp_path: Path, name: str
     engine.prefill(ids).save(tmp_path / "c.lce")
     opened = engine.open_context(tmp_path / "c.lce")
     opened.truncate(60)
-    if not opened.cache.length:
-        with pytest.raises(lce.UsageError, match="cached any more; prefill"):
-            opened.save(tmp_path / "c.lce")
-        engine.prefill([], context=opened)
-    opened.save(tmp_path / "c.lce")  # the logits of its last token may not be known
+    opened.save(tmp_path / "c.lce")  # the logits of its last token may not be known, and no token may be cached
     expected = engine.generate(question, max_tokens=4, context=engine.prefill(ids[:60])).token_ids
     for each in (opened, engine.open_context(tmp_path / "c.lce")):
         assert engine.generate(question, max_tokens=4, context=each).token_ids == expected

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -79,6 +80,12 @@ def document(engine: lce.Engine, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 # The methods for analysis keep what other selectors keep, or nothing.
 SERVING = [name for name in lce.methods.available() if not getattr(lce.methods.find(name), "analysis", False)]
+
+
+@pytest.fixture
+def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give all files one identity: equal contexts are then equal files."""
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "7" * 2 * n)
 
 
 def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
@@ -294,9 +301,9 @@ def test_the_old_file_or_the_new_one_whatever_write_fails(how: str, engine: lce.
     k, done = 0, False
     while not done:
         k, said = k + 1, {80, 90}
-        old.save(path)
+        old.save(path, force=True)
         with failing(k, how) as calls, suppress(CapacityError):
-            new.save(path)
+            new.save(path, force=True)
             done, said = len(calls) < k, {90}
         assert os.listdir(tmp_path) == ["c.lce"]
         assert len(engine.open_context(path)) in said
@@ -304,6 +311,7 @@ def test_the_old_file_or_the_new_one_whatever_write_fails(how: str, engine: lce.
 
 
 @HOWS
+@pytest.mark.usefixtures("one_id")
 def test_a_prefill_into_a_file_goes_on_whatever_write_fails(how: str, tiny_model: Path, tmp_path: Path) -> None:
     engine = load(tiny_model, spill_dir=tmp_path)
     engine.prefill_file(tokens(300), tmp_path / "truth")
@@ -313,7 +321,7 @@ def test_a_prefill_into_a_file_goes_on_whatever_write_fails(how: str, tiny_model
         with failing(k, how) as calls, suppress(CapacityError):
             engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK)
             done = len(calls) < k
-        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK)
+        engine.prefill_file(tokens(300), tmp_path / "c.lce", checkpoint_every=BLOCK, force=True)
         assert (tmp_path / "c.lce").read_bytes() == (tmp_path / "truth").read_bytes()
         assert sorted(os.listdir(tmp_path)) == ["c.lce", "truth"]
         (tmp_path / "c.lce").unlink()
@@ -339,7 +347,7 @@ for _ in sys.stdin:
     signal.alarm(0 if child else 60)  # it ends by itself if nobody is left to kill it
     while not child:
         for context in contexts:
-            context.save({path!r})
+            context.save({path!r}, force=True)
     print(child, flush=True)
     os.waitpid(child, 0)
     print("gone", flush=True)
@@ -402,6 +410,7 @@ def stop_at(n_tokens: int) -> Callable[[int, int], None]:
 @pytest.mark.parametrize("budget", [None, SMALL])
 @pytest.mark.parametrize("name", SERVING)
 @pytest.mark.covering("name")
+@pytest.mark.usefixtures("one_id")
 def test_an_interrupted_prefill(name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     engine = load(tiny_model, name, tmp_path if budget else None, kv_dtype)
     ids = tokens(1000)
@@ -631,6 +640,7 @@ def test_a_damaged_spill_file_is_an_error(name: str, kv_dtype: str, tiny_model: 
 
 @pytest.mark.parametrize("budget", [None, SMALL])
 @pytest.mark.parametrize("name", ["longheads", "esa", "infllm", "full"])
+@pytest.mark.usefixtures("one_id")
 def test_a_context_goes_on_into_a_file(name: str, budget: str | None, tiny_model: Path, tmp_path: Path) -> None:
     """Another one or its own; interrupted in between or not. It is the file that one prefill of all would have made."""
     engine, ids = load(tiny_model, name, tmp_path / "spill" if budget else None), tokens(900)
@@ -711,7 +721,7 @@ def test_an_interruption_leaves_no_file(what: str, every: int, kv_dtype: str, ti
     call: Callable[[], object] = {
         "save": lambda: context.save(path),
         "open": lambda: engine.open_context(tmp_path / "saved.lce"),
-        "prefill_file": lambda: engine.prefill_file(text, path, checkpoint_every=64),
+        "prefill_file": lambda: engine.prefill_file(text, path, checkpoint_every=64, force=True),
     }[what]
     allowed = [set(), {"c.lce"}, {"c.lce.part", "c.lce.part.state"}, {"c.lce", "c.lce.part.state"}]
     call()
@@ -747,11 +757,11 @@ def test_an_opened_context_goes_on_beside_a_gpu_and_is_saved_again(
         late = lce.load(tiny_model, "longheads", attention="torch", block=16, **budgets)
     found = []
     for engine in (plain, late):
-        engine.prefill(tokens(250)).save(tmp_path / "first.lce")
+        engine.prefill(tokens(250)).save(tmp_path / "first.lce", force=True)
         context = engine.open_context(tmp_path / "first.lce")
         ids = list(engine.generate(tokens(5), context=context, max_tokens=20).token_ids)
         ids += engine.generate(tokens(3), context=context.fork(), max_tokens=4).token_ids
-        context.save(tmp_path / "second.lce")
+        context.save(tmp_path / "second.lce", force=True)
         again = engine.open_context(tmp_path / "second.lce")
         found.append([*ids, *engine.generate(tokens(4), context=again, max_tokens=4).token_ids])
     assert found[0] == found[1]

@@ -71,7 +71,7 @@ class Calls:
             "prefill": lambda: engine.prefill(QUESTION, context=context),
             "fork": context.fork,
             "truncate": lambda: context.truncate(50),
-            "save": lambda: context.save(self.path),
+            "save": lambda: context.save(self.path, force=True),
             "open": lambda: engine.open_context(self.opened_from),
         }
         return calls[what]()

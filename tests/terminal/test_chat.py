@@ -131,13 +131,15 @@ def test_a_saved_chat_goes_on(chatty: Path, engine: lce.Engine, tmp_path: Path) 
     saved = tmp_path / "chat.lce"
     args = ("chat", "--model", chatty, *GREEDY, "--max-tokens", "5")
     first = run(*args, stdin=f"Hi\n/save {saved}\nWhy?\n")
-    again = run(*args, "--context", saved, stdin=f"Why?\n/save {saved}\nAnd?\n")
+    again = run(*args, "--context", saved, stdin=f"Why?\n/save {saved}\n/save {saved}\nAnd?\n")
     assert again.exit_code == 0
     assert again.stdout.startswith(first.stdout.split("\n", 1)[1])
     expected = engine.conversation()
     texts = [expected.ask(text, max_tokens=5).text for text in ("Hi", "Why?", "And?")]
     assert again.stdout == "".join(f"{text}\n" for text in texts[1:])
     assert len(engine.open_context(saved)) < len(expected.context or [])
+    assert run(*args, stdin=f"Hi\n/save {saved} --force\n").exit_code == 0
+    assert len(engine.open_context(saved)) < len(expected.context or []) / 2
 
 
 def test_a_bad_line_of_a_pipe_ends_it(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +148,12 @@ def test_a_bad_line_of_a_pipe_ends_it(chatty: Path, tmp_path: Path, monkeypatch:
     for line, code, words in (
         ("/nothing", 2, "/nothing is no command"), ("/fil a.txt", 2, "did you mean '/file'?"),
         ("/file no such file", 3, "no such file"), ("/save", 2, "/save takes a path"),
-        ("/save chat.lce", 2, "the conversation is empty"), ("/save taken", 2, "taken exists; name another file"),
+        ("/save chat.lce", 2, "the conversation is empty"),
         (b"\xff\n", 3, "not UTF-8"),
     ):  # fmt: skip
         assert_error(run("chat", "--model", chatty, *GREEDY, stdin=line), code, words)
+    taken = run("chat", "--model", chatty, "--max-tokens", "5", *GREEDY, stdin="Hi\n/save taken\nnever\n")
+    assert (taken.exit_code, "taken exists; name another file, or give --force" in taken.stderr) == (2, True)
     assert Path("taken").read_text() == "text"
 
 

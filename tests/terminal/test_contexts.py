@@ -84,11 +84,15 @@ def test_a_context_may_be_replaced_by_its_continuation(tiny_model: Path, tmp_pat
     last_json("prefill", "-m", tiny_model, "-p", PROMPT, "--out", out)
     before = describe(out).tokens
     command = ("prefill", "-m", tiny_model, "-p", PROMPT, "-c", out, "--out", out)
-    assert_error(run(*command), 2, "exists", "--force")
     other = tmp_path / "b.lce"
     assert_error(run(*command[:-1], other, "--checkpoint-every", "1k"), 2, "--checkpoint-every", "--context")
-    result = run(*command, "--force")
+    other.write_text("precious")
+    assert_error(run(*command[:-1], other), 2, "exists", "--force")
+    result = run(*command)
     assert result.exit_code == 0
     assert result.stderr.startswith(f"lce: note: {out} exists and will be replaced\n")
     assert f"({before} read before)" in result.stderr
     assert describe(out).tokens > before
+    assert run("generate", "-m", tiny_model, "-c", out, " dog", "-n", "3", "--save", out).exit_code == 0
+    assert run("generate", "-m", tiny_model, "-c", out, " dog", "-n", "3", "--save", other, "--force").exit_code == 0
+    assert describe(other).tokens > describe(out).tokens > before

@@ -96,6 +96,8 @@ def test_targets_are_checked_before_any_work(tmp_path: Path) -> None:
             assert_error(run(*command, tmp_path / "pipe", *force), 3, "pipe is a FIFO")
             assert_error(run(*command, "/dev/full", *force), 3, "/dev/full is a device")
             assert_error(run(*command, tmp_path, *force), 3, "is a folder")
+    for command in (("explain", "full", "--plot"), ("bench", "-m", "none", "--json")):
+        assert_error(run(*command, tmp_path / "old"), 2, "old exists; name another file, or give --force")
     for target in ("pipe", "link"):
         assert_error(run("explain", "full", "--plot", tmp_path / target), 3, target)
     assert_error(run("explain", "full", "--plot", tmp_path / "no" / "file.png"), 2, "is not a folder")

@@ -37,14 +37,14 @@ def drawable(path: str | Path) -> Path:
     return path
 
 
-def _save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of the file's suffix. The file appears whole or not at all."""
+def _save(figure: Figure, path: Path, force: bool) -> None:
+    """Write a figure in the format of the file's suffix. An existing file is replaced only with `force`."""
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
-    write_whole(path, picture.getvalue())
+    write_whole(path, picture.getvalue(), force=force)
 
 
-def draw_distances(explanation: Explanation, path: str | Path) -> None:
+def draw_distances(explanation: Explanation, path: str | Path, *, force: bool = False) -> None:
     """Draw distances as colours, with a row per query and a column per key, to a PNG, SVG or PDF file.
 
     Keys that are not attended are white, and distances beyond the window have a colour of their own. The file's
@@ -76,10 +76,10 @@ def draw_distances(explanation: Explanation, path: str | Path) -> None:
     axes.set(xlabel="key j", ylabel="query i")
     title = textwrap.fill(explanation.title, int(7 * side))
     axes.set_title(f"{title}\n{explanation.setting}", fontsize="medium", parse_math=False)
-    _save(figure, path)
+    _save(figure, path, force)
 
 
-def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
+def draw_choices(recording: dict[str, Any], path: str | Path, *, force: bool = False) -> None:
     """Draw the chunks that the last analysed queries of a recording's first run chose, as in LongHeads' Figure 5.
 
     Each query has a panel with one row per head and one column per chunk. A filled cell is a chunk that the head chose,
@@ -101,7 +101,7 @@ def draw_choices(recording: dict[str, Any], path: str | Path) -> None:
     for axes, query in zip(panels, queries, strict=True):
         _panel(axes, recording, query, looks[str(query)])
     figure.suptitle(run["label"], parse_math=False)
-    _save(figure, path)
+    _save(figure, path, force)
 
 
 def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, Any]) -> None:

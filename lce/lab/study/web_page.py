@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lce.errors import DataError, LceError, UsageError
-from lce.files import check_target, named, path_of, unwritable, write_whole
+from lce.files import check_new, check_target, named, path_of, unwritable, write_whole
 
 WEB = Path(__file__).parent / "web"
 INLINE = 8 << 20  # The largest recording, in bytes of JSON, that is written into the page itself.
@@ -80,14 +80,15 @@ def store_of(path: str | Path) -> Path:
     return store
 
 
-def write_page(recording: Recording, path: str | Path) -> int:
+def write_page(recording: Recording, path: str | Path, *, force: bool = False) -> int:
     """Write a recording as a page, with large data in the folder `NAME.data` beside the page. Return the bytes written.
 
-    The page appears whole or not at all, after its data. At the end, data that the page does not use is removed from
-    the folder: data of an older page of this name, or of a failed call.
+    The page appears whole or not at all, after its data. An existing page is replaced only with `force`. At the
+    end, data that the page does not use is removed from the folder: data of an older page, or of a failed call.
     """
     path, n_bytes = path_of(path), 0
     store = store_of(path)
+    check_new(path, force)
     folder = store / secrets.token_hex(16)
     try:
         choices = sum(len(segment["data"]) for run in recording["runs"] for segment in run["segments"])

@@ -39,7 +39,7 @@ def test_a_picture_shows_the_distances(tmp_path: Path, monkeypatch: pytest.Monke
 
     def drawn(tokens: int) -> tuple[Figure, Explanation]:
         found = explain(make("full"), tokens=tokens, window=12)
-        draw_distances(found, tmp_path / "x.png")
+        draw_distances(found, tmp_path / "x.png", force=True)
         return figures[-1], found
 
     figure, found = drawn(20)
@@ -81,7 +81,7 @@ def test_dollars_of_a_text_are_no_formulas(tmp_path: Path) -> None:
     for token in ("$$", "$\\frac{$", "$x^$"):
         made = recording(tokens=60)
         made["tokens"][58:] = [token] * 2
-        draw_choices(made, tmp_path / "choices.svg")
+        draw_choices(made, tmp_path / "choices.svg", force=True)
 
 
 def test_what_cannot_be_drawn(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,5 +92,8 @@ def test_what_cannot_be_drawn(tiny_model: Path, tmp_path: Path, monkeypatch: pyt
         draw_choices(found, tmp_path / "choices.gif")
     with pytest.raises(CapacityError, match="No such file"):
         draw_distances(explain(make("full"), tokens=3), tmp_path / "none" / "x.png")
+    (tmp_path / "y.png").write_text("precious")
+    with pytest.raises(UsageError, match=r"y\.png exists; name another file, or give --force"):
+        draw_distances(explain(make("full"), tokens=3), tmp_path / "y.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert_error(run(*ARGS, "--plot", tmp_path / "a.png"), 2, "pip install 'lce[plot]'")

@@ -87,13 +87,13 @@ def test_large_ones_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "data" not in inside["runs"][0]["segments"][0]
     assert (first / "1-1.js").read_text() == pages.script(1, 1, recording(data="A" * 200)["runs"][0]["segments"][1])
     (first.parent / "mine.txt").write_text("not a page's")
-    write_page(recording(data="B" * 200), path)
+    write_page(recording(data="B" * 200), path, force=True)
     (second,) = (each for each in first.parent.iterdir() if each.is_dir())
     assert second != first, "what the older page had is gone"
     assert (first.parent / "mine.txt").exists()
     (first.parent / "mine.txt").unlink()
     monkeypatch.setattr(pages, "INLINE", 1 << 20)
-    write_page(recording(), path)
+    write_page(recording(), path, force=True)
     assert not first.parent.exists()
 
 
@@ -102,6 +102,8 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     path = tmp_path / "page.html"
     write_page(recording(data="A" * 200), path)
     before = path.read_text()
+    with pytest.raises(UsageError, match=r"page\.html exists; name another file, or give --force"):
+        write_page(recording(), path)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -112,13 +114,13 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "replace", full)
         with pytest.raises(CapacityError, match="No space left"):
-            write_page(recording(data="B" * 200), path)
+            write_page(recording(data="B" * 200), path, force=True)
     assert path.read_text() == before
     assert len(list((tmp_path / "page.data").iterdir())) == 1
     with monkeypatch.context() as patch:
         patch.setattr(pages, "write_whole", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_page(recording(data="B" * 200), path)
+            write_page(recording(data="B" * 200), path, force=True)
         with pytest.raises(KeyboardInterrupt):
             write_page(recording(data="B" * 200), tmp_path / "new.html")
     assert len(list((tmp_path / "page.data").iterdir())) == 1
@@ -126,7 +128,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(files, "sync_folder", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_page(recording(data="C" * 200), path)
+            write_page(recording(data="C" * 200), path, force=True)
     assert all((tmp_path / src).exists() for src in re.findall(r"page\.data/\w+/\d-\d\.js", path.read_text()))
 
 
