@@ -74,8 +74,12 @@ def _plain(x: Tensor, weight: Tensor, norm: Tensor | None, onto: Tensor | None) 
 
 
 def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows `ids [T]` of a matrix, `[T, in]`. Packed rows are unpacked to `dtype`."""
-    return F.embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
+    """Return the rows `ids [T]` of the embedding as the first hidden states, `[T, in]`.
+
+    On a CPU, hidden states are float32 in a model of any `dtype`: a layer adds to them, and the sum is not rounded.
+    """
+    dtype = torch.float32 if ids.is_cpu else dtype
+    return F.embedding(ids, weight).to(dtype) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
 
 def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 import lce
-from tests.checkpoints import save_by_transformers, save_tiny
+from tests.checkpoints import save_by_transformers, save_tiny, tokens
 from tests.parity import PLAIN, FamilyTests, Kind, assert_every_bias_matters, generated, rope
 
 LLAMA_3_1 = rope(
@@ -74,6 +74,17 @@ def test_any_dtype_is_read_as_any_other(stored: str, wanted: str, tmp_path: Path
     assert logits.dtype == torch.float32
     assert (logits - lce.load(folder, dtype="float32").logits(ids)).abs().mean() < 0.1
     assert len(engine.generate(ids, max_tokens=3).token_ids) <= 3
+
+
+@pytest.mark.parametrize("n", [1, 5, 60])
+def test_what_layers_add_to_large_hidden_states_is_not_lost(n: int, tmp_path: Path) -> None:
+    """In half precision, as in float32: sums rounded to bfloat16 would be 4e-3 off."""
+    folder, logits = save_tiny(tmp_path, torch_dtype="bfloat16"), []
+    for dtype in ("bfloat16", "float32"):
+        engine = lce.load(folder, dtype=dtype)
+        engine.model.embed.mul_(1024)
+        logits.append(engine.logits(tokens(n)))
+    assert (logits[0] - logits[1]).abs().mean() < 5e-4
 
 
 def test_a_model_that_is_overwritten_or_cut_short_answers_as_before(tmp_path: Path) -> None:
