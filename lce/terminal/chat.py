@@ -74,6 +74,7 @@ class ChatLoop:
                         raise
                     entry = ""
                     self._note(f"error: {error}")
+                    self._note_files()
 
     def _obey(self, entry: str) -> bool:
         """Run a command or answer a message, and return whether the chat goes on."""
@@ -153,8 +154,7 @@ class ChatLoop:
             if len(self.conversation.messages) == before:
                 state = f"{n_read:,} of its {n_new:,} tokens were read, and need not be read again"
                 self._note(f"\nstopped; the message has no answer and is forgotten{f'; {state}' if n_read else ''}")
-                if self.files:
-                    self._note(f"files that go before the next message: {len(self.files)}; /file alone forgets them")
+                self._note_files()
                 return
             self._note("stopped; the answer so far is kept")
         else:
@@ -165,6 +165,10 @@ class ChatLoop:
     def _note(self, text: str) -> None:
         if self.terminal or not self.output.quiet:
             click.echo(wrapped(text), err=True)
+
+    def _note_files(self) -> None:
+        if self.files:
+            self._note(f"files that go before the next message: {len(self.files)}; /file alone forgets them")
 
     def _note_turns(self) -> None:
         """Show the last turns of a chat that goes on."""
