@@ -122,8 +122,8 @@ def chat(
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
     stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
 
-    Options of sampling that are left out are as the model's generation_config.json has them. If it has none, they are
-    temperature 0.7, top_p 0.95 and repetition_penalty 1.05. --temperature 0 is greedy.
+    Options of sampling that are left out are as the model's generation_config.json has them. If it has none, a
+    frequency_penalty of 0.5 is all. --temperature 0 is greedy.
     """
     first = " ".join(text)
     if text and not first.strip():

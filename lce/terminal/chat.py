@@ -32,7 +32,11 @@ HELP = """\
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
 A pasted text is one message. Three quotation marks begin a message of several lines, and end it.
 A line that begins with // is a message that begins with /."""
-MILD: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.05}  # if a model recommends nothing
+
+# The sampling of a chat with a model that recommends none. Without a penalty small models repeat sentences without end,
+# at temperature 0.7 too. A repetition penalty would count the document that is asked about, and hide facts in it.
+MILD: dict[str, Any] = {"frequency_penalty": 0.5}
+
 TURNS_SHOWN = 3  # A chat that goes on shows this many of its last turns.
 
 
@@ -64,16 +68,11 @@ class ChatLoop:
                     entry = self._read() if goes_on else ""
                 except EOFError:
                     return
-                except KeyboardInterrupt:
+                except (KeyboardInterrupt, LceError) as error:
                     if not self.terminal:
                         raise
                     entry = ""
-                    self._note("\nCtrl-D ends the chat.")
-                except LceError as error:
-                    if not self.terminal:
-                        raise
-                    entry = ""
-                    self._note(f"error: {error}")
+                    self._note(f"error: {error}" if isinstance(error, LceError) else "\nCtrl-D ends the chat.")
                     self._note_files()
 
     def _obey(self, entry: str) -> bool:
@@ -241,8 +240,10 @@ def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) 
     source = "the model's generation_config.json" if own else "lce's own, since the model recommends none"
     knobs = [knob.name for knob in fields(sampling) if knob.name not in ("temperature", "seed", "stop")]
     used = [f"{knob} {getattr(sampling, knob):g}" for knob in knobs if getattr(sampling, knob) != getattr(greedy, knob)]
-    text = ", ".join([f"temperature {sampling.temperature:g}", *used])
-    output.figures(f"lce: sampling: {text} ({source}); --temperature 0 is greedy")
+    text = ", ".join(
+        [f"temperature {sampling.temperature:g}" if sampling.temperature else "the likeliest token", *used]
+    )
+    output.figures(f"lce: sampling: {text} ({source}); --temperature 0 is greedy, without penalties")
     return options.seeded(sampling)
 
 
