@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -22,6 +23,7 @@ from lce.errors import CapacityError, DataError, LceError, ModelError, UsageErro
 
 MAX_FILE_BYTES = 16 << 20  # the largest config or tokenizer file that is read; published files have up to 2 MiB
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096  # of a file's name, and of a path with its final NUL, under Linux
+_SETTLED = 0.05  # seconds within which a process locks a file that it creates; until then the file is left alone
 MAX_JSON_VALUES = 1_000_000  # the most JSON values in such a file; one token in added_tokens_decoder takes 12
 
 
@@ -182,6 +184,8 @@ def remove_leftover(path: Path) -> None:
     except DataError:
         return
     try:
+        if time.time() - os.fstat(descriptor).st_ctime < _SETTLED:
+            time.sleep(_SETTLED)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except OSError:

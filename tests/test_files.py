@@ -3,6 +3,8 @@
 import errno
 import os
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,22 @@ def test_a_failure_leaves_the_earlier_contents(tmp_path: Path, step: str, monkey
     monkeypatch.undo()
     assert path.read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_is_not_locked_yet_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by two processes that write to one target at once: one sweeps when the other has just begun."""
+    target, lock = tmp_path / "file", files.lock
+    sweeping = threading.Thread(target=files.sweep, args=(target,))
+
+    def lock_late(descriptor: int, path: Path) -> None:
+        sweeping.start()
+        time.sleep(0.01)
+        lock(descriptor, path)
+
+    monkeypatch.setattr(files, "lock", lock_late)
+    files.write_whole(target, b"whole")
+    sweeping.join(10)
+    assert target.read_bytes() == b"whole"
 
 
 def test_what_a_crash_left_is_removed_and_what_is_locked_stays(tmp_path: Path) -> None:
