@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,6 +30,15 @@ def within(call: Callable[[], T], seconds: float = LIMIT) -> T:
 
     threading.Thread(target=work, daemon=True).start()
     return future.result(seconds)
+
+
+def until(condition: Callable[[], object], seconds: float = LIMIT) -> None:
+    """Wait until a condition holds; `TimeoutError` if it takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
 
 
 class Process(subprocess.Popen[str]):

@@ -18,6 +18,8 @@ HAS_LIMITS = {"Popen", "communicate", "line", "wait"}  # names of `tests.command
 def without_limit(text: str) -> Iterator[str]:
     """The calls in a file that may wait for ever."""
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.While) and "sleep(" in ast.unparse(node.body[0]) and len(node.body) == 1:
+            yield f"line {node.lineno}: a loop that only sleeps: see tests.command.until"
         if not isinstance(node, ast.Call) or any(keyword.arg in ("timeout", None) for keyword in node.keywords):
             continue
         if isinstance(node.func, ast.Attribute):
@@ -38,7 +40,9 @@ def test_nothing_waits_without_limit(file: Path) -> None:
 
 def test_such_calls_are_found() -> None:
     text = "subprocess.run([1])\nthread.join()\n','.join(x)\nthread.join(timeout=3)\npipe.readline()\nurlopen(x)"
-    assert [line.partition(":")[0] for line in without_limit(text)] == ["line 1", "line 2", "line 5"]
+    text += "\nwhile not done():\n  sleep(1)\nwhile not done():\n  assert monotonic() < end\n  sleep(1)"
+    found = sorted(int(line.split(":")[0].split()[1]) for line in without_limit(text))
+    assert found == [1, 2, 5, 7]
 
 
 def test_deadlines_end_a_wait() -> None:

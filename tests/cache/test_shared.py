@@ -17,6 +17,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import Staged, Summaries, TokenRows
 from lce.system import give_back_freed_memory
+from tests.command import within
 from tests.interrupts import interrupted, places
 
 LAYOUT = CacheLayout(
@@ -152,7 +153,7 @@ def test_a_process_that_is_forked_keeps_its_own(monkeypatch: pytest.MonkeyPatch)
         read(cache, [9] * 8)
         os.write(to_parent, b"%d" % int(cache.layers[0].buffer.k[0, 30, 0]))
         os._exit(0)
-    os.waitpid(child, 0)
+    within(lambda: os.waitpid(child, 0))
     said = os.read(from_child, 9)
     os.close(from_child)
     os.close(to_parent)

@@ -30,7 +30,7 @@ from lce.methods import LongHeads
 from lce.methods.run import Block
 from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
-from tests.command import start
+from tests.command import start, until
 from tests.interrupts import interrupted, places
 from tests.late import LateDevice, disks_of, no_gpu
 
@@ -365,8 +365,7 @@ def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tm
             kills += 1
             process.stdin.write("\n")
             child = int(process.line())
-            while not path.exists():  # the first save of all may take longer
-                time.sleep(0.01)
+            until(path.exists)  # the first save of all may take longer
             time.sleep(0.05 + draw.random() * 0.1)
             os.kill(child, signal.SIGKILL)
             assert process.line() == "gone\n"
