@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 def generation_line(stats: Stats) -> str:
     """Return the line of speeds and sizes that is printed after a generation."""
-    decode = f"first token {stats.first_token_s:.2f} s | decode {stats.decode_tokens_per_s:,.1f} tok/s"
-    return prefill_line(stats, f"{decode} | ")
+    speed = stats.decode_tokens_per_s
+    decode = f"decode {speed:,.1f} tok/s | " if speed else ""  # 0 for fewer than two tokens
+    return prefill_line(stats, f"first token {stats.first_token_s:.2f} s | {decode}")
 
 
 def prefill_line(stats: Stats, decode: str = "") -> str:

@@ -185,6 +185,7 @@ def test_generate_chats(chatty: Path, engine: lce.Engine, tmp_path: Path) -> Non
     assert template not in run(*args, "--prompt", "<|turn|>user").stderr, "it is in the format already"
     nothing = run(*args, "--prompt", "Why?", "--stop", plain.stdout[0])
     assert "lce: the answer is empty; the model has a chat template, and --chat uses it\n" in nothing.stderr
+    assert "decode" not in run(*args, "--max-tokens", "1", "--prompt", "Why?").stderr
 
 
 def test_messages_that_are_none(chatty: Path) -> None:
