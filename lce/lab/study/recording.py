@@ -140,6 +140,8 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int) -
     k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
     if isinstance(method, lce.SelectiveMethod):
         choosers = method.n_choosers(c.n_heads, c.n_kv_heads)
+    if k >= (n - 1) // method.choices[1]:  # all chunks fit, so all heads choose alike
+        choosers = min(choosers, 1)
     look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
     n_looks = len(request.looked(n_tokens)) + request.max_tokens
     return c.n_layers * (n_looks * look + n * choosers * k * 2 * 4 // 3)  # 4 / 3: base64
