@@ -42,9 +42,9 @@ class Need:
     keys_and_values: int
     besides: int = 0
     weights: int = 0
-    activations: int = 0
     budget: int | None = None
     available: int | None = None
+    activations: int = 0
 
     @property
     def needed(self) -> int:
@@ -139,9 +139,9 @@ class Planner:
                     before.keys_and_values + n_bytes + self.pool_bytes.get(name, 0),
                     before.besides + besides[tier],
                     self.weights.get(name, 0),
-                    self.token_bytes * min(n_tokens, part.block) if tier == DEVICE else 0,
                     budgets.get(tier),
                     self.free_bytes[name],
+                    self.token_bytes * min(n_tokens, part.block) if tier == DEVICE else 0,
                 )
         return dict(sorted(found.items(), key=lambda each: each[0] in (HOST, DISK)))
 
