@@ -165,31 +165,23 @@ def test_penalties_are_those_of_the_field(engine: lce.Engine, knobs: dict[str, f
         assert sampler.pick(logits[n], found.token_ids[:n]) == plain.pick(rows[n])
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
+def test_what_a_checkpoint_recommends(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    plain, file = lce.load(tiny_model), tmp_path / "generation_config.json"
+    cases: list[tuple[dict[str, Any], Sampling | None]] = [
         ({"eos_token_id": 1, "temperature": None}, None),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, top_p=0.9)),
         ({"top_k": 20, "repetition_penalty": 1.05}, Sampling(1.0, top_k=20, repetition_penalty=1.05)),
         ({"do_sample": False, "temperature": 0.6}, Sampling()),
         ({"do_sample": True}, Sampling(1.0)),
-    ],
-)
-def test_what_a_checkpoint_recommends(
-    fields: dict[str, Any], expected: Sampling | None, tiny_model: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
-    plain, engine = lce.load(tiny_model), lce.load(tmp_path)
-    assert (plain.recommended_sampling, engine.recommended_sampling) == (None, expected)
-    assert engine.identity.fingerprint() == plain.identity.fingerprint(), "contexts of either open in the other"
-    assert engine.generate(IDS, max_tokens=5).token_ids == plain.generate(IDS, max_tokens=5).token_ids, "greedy"
-
-
-def test_a_recommendation_that_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    ]
+    for fields, expected in cases:
+        file.write_text(json.dumps(fields))
+        engine = lce.load(tmp_path)
+        assert (plain.recommended_sampling, engine.recommended_sampling) == (None, expected)
+        assert engine.identity.fingerprint() == plain.identity.fingerprint(), "contexts of either open in the other"
+        assert engine.generate(IDS, max_tokens=5).token_ids == plain.generate(IDS, max_tokens=5).token_ids, "greedy"
+    file.write_text('{"temperature": "hot"}')
     with pytest.raises(lce.ModelError, match=r"generation_config.json: temperature is 'hot'; .* temperature of 0"):
         _ = lce.load(tmp_path).recommended_sampling
 
