@@ -39,16 +39,13 @@ def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gate
 @pytest.mark.parametrize("gated", [False, True])
 def test_float32_goes_in_and_comes_out_unrounded(rows: int, gated: bool, dtype: torch.dtype) -> None:
     x, weight, norm = random(rows, 80), random(140, 80, dtype=dtype, seed=2), random(80, dtype=dtype, seed=3)
-    around = {"norm": norm, "gated": gated}
+    onto, around = random(rows, 70 if gated else 140, seed=5), {"norm": norm, "gated": gated}
     out = product(x, weight, eps=EPS, out_dtype=torch.float32, **around)
-    assert out.dtype == torch.float32
     assert_close(out, truth.product(x, weight, **around))
-    onto = random(rows, 70 if gated else 140, seed=5)
     assert_close(
         product(x, weight, eps=EPS, onto=onto.clone(), **around), truth.product(x, weight, onto=onto, **around)
     )
-    alone = torch.cat([product(row[None], weight, eps=EPS, out_dtype=torch.float32, **around) for row in x])
-    assert torch.equal(alone, out)
+    assert torch.equal(product(x[:1], weight, eps=EPS, out_dtype=torch.float32, **around), out[:1])
 
 
 @pytest.mark.parametrize(("size", "n_out"), [(20, 6), (300, 134), (3072, 70), (8192, 18)])
