@@ -20,7 +20,7 @@ class Flash(Compiled):
     @classmethod
     def missing(cls) -> str | None:
         if importlib.util.find_spec("flash_attn") is None:
-            return "the flash-attn package: pip install 'lce[flash]'"
+            return "the flash-attn package: pip install 'lce[flash]'; it is for GPUs alone"
         return None
 
     @classmethod

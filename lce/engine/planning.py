@@ -181,13 +181,13 @@ class Planner:
         tier, need = max(devices, key=lambda each: each[1].keys_and_values) if devices else lacking[0]
         part = next((part for part in self.layout.by_device if part.device_tier == tier), None)
         longest, text = self.longest(), f"{n_tokens:,} token{'s' if n_tokens > 1 else ''}"
-        most = f"the longest that fits is {longest:,} tokens" if longest else "no text fits"
+        most = f"the longest that fits is {longest:,} tokens; ask for fewer, or" if longest else "no text fits;"
         device, spill_dir = "memory" if self.layout.on_cpu else "device memory", self.layout.budgets.spill_dir
         where = {DEVICE: device, HOST: "host memory", DISK: f"disk for {spill_dir}"}.get(tier, f"memory on {tier}")
         if need.in_budget:
             return (
                 f"{text} need {size_text(need.needed)} of {where}, and {size_text(need.available or 0)} is available; "
-                f"{most}; ask for fewer, or {self._remedy(tier)}"
+                f"{most} {self._remedy(tier)}"
             )
         if part is not None and need.keys_and_values == part.least_budget:
             # The option sets the budget of the device with the most layers: see `CacheLayout.by_device`.
@@ -196,11 +196,11 @@ class Planner:
             least = f"{self.layout.budget_option} {enough_text(whole)}"
             return (
                 f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
-                f"and values; give {least} or more, or a smaller --block; {most}"
+                f"and values; give {least} or more, or a smaller --block; {most.partition(';')[0]}"
             )
         return (
             f"{text} need {size_text(need.keys_and_values)} of {where} for keys and values, and the budget is "
-            f"{size_text(need.budget or 0)}; {most}; ask for fewer, or give --spill-dir or a larger budget"
+            f"{size_text(need.budget or 0)}; {most} give --spill-dir or a larger budget"
         )
 
     def _remedy(self, tier: str) -> str:

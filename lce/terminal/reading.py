@@ -55,7 +55,8 @@ def read_text(name: str) -> str:
     source, data = read_bytes(name)
     text = decoded(data, source).removesuffix("\n").removesuffix("\r")
     if not text:
-        raise DataError(f"{source} is empty; expected some text")
+        remedy = ": write it to stdin, or give it as an argument or a file" if name == "-" else ""
+        raise DataError(f"{source} is empty; expected some text{remedy}")
     return text
 
 

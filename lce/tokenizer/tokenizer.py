@@ -200,7 +200,10 @@ class Tokenizer:
     def require_chat(self) -> str:
         """Return the chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
-            where, remedy = named(self._path.parent), "use generate, or load a model that was trained to chat"
+            where, remedy = (
+                named(self._path.parent),
+                "use generate with a prompt alone, or load a model trained to chat",
+            )
             raise ModelError(f"the model in {where} has no chat template: it continues text; {remedy}")
         return self.chat_template
 

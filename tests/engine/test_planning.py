@@ -212,7 +212,7 @@ def test_three_tiers() -> None:
 @pytest.mark.parametrize(
     ("free_bytes", "budgets", "message"),
     [
-        ({"device": 5000}, {}, "device memory, and 4.9 KiB is available; no text fits; .* give a --kv-device-budget$"),
+        ({"device": 5000}, {}, "device memory, and 4.9 KiB is available; no text fits; give a --kv-device-budget$"),
         ({"device": 9000}, {"device": 100_000}, "device memory.* is 16 tokens; .* give a smaller --kv-device-budget$"),
         ({"host": 90_000}, {"device": 90_000}, "host memory, .* give a --kv-host-budget and a --spill-dir$"),
         ({"host": 90_000}, {"device": 90_000, "host": 99_000, "spill_dir": Path("/")}, "a smaller --kv-host-budget$"),

@@ -159,7 +159,7 @@ def test_a_bad_line_of_a_pipe_ends_it(chatty: Path, tmp_path: Path, monkeypatch:
 def test_a_model_without_a_template(tiny_model: Path) -> None:
     for args in (["chat"], ["generate", "--chat", "--prompt", "Hi"], ["generate", "--prompt", "Hi", "--system", "Be"]):
         result = run(*args, "--model", tiny_model, stdin="Hi\n")
-        assert_error(result, 3, "has no chat template: it continues text; use generate")
+        assert_error(result, 3, "has no chat template: it continues text; use generate with a prompt alone")
 
 
 def test_generate_chats(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:

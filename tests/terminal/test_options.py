@@ -14,7 +14,7 @@ from lce import cli
 from lce.engine.loading import SizeOptions
 from lce.terminal import options
 from lce.terminal.output import Output
-from tests.command import assert_error, run
+from tests.command import assert_error, run, spawn
 
 CONTEXT = click.Context(cli.cli)
 OPTION = click.Option(["--option"])
@@ -134,3 +134,16 @@ def test_defaults_are_those_of_the_library() -> None:
     for name, parameter in inspect.signature(lce.plan).parameters.items():
         if name in planning and name not in without:
             assert planning[name] == parameter.default, name
+
+
+def test_a_knob_given_as_an_option_says_how_knobs_are_given() -> None:
+    generate = ("generate", "-m", "demo", "x")
+    for args, said in (
+        ((*generate, "--chunk-size", "64"), True),
+        ((*generate, "--max-new-tokens", "5"), False),  # an option is nearer
+        (("info", "demo", "--chunk-size", "64"), False),  # the command takes no knobs
+    ):
+        with spawn("", *args) as process:
+            _, err = process.communicate()
+        assert process.returncode == 2
+        assert ("Knobs of a method are given as -o chunk_size=VALUE." in err) == said

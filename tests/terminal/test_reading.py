@@ -42,7 +42,7 @@ def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
     assert_error(run(*generate, "-f", tmp_path / "empty.txt"), 3, "empty.txt", "is empty")
     assert_error(run(*generate, "-f", tmp_path / "latin.txt"), 3, "latin.txt", "not UTF-8", "byte 2")
     assert_error(run(*generate, "--prompt", "-", stdin=b"\xff"), 3, "stdin", "not UTF-8")
-    assert_error(run(*generate), 3, "stdin is empty")
+    assert_error(run(*generate), 3, "stdin is empty; expected some text: write it to stdin, or give it as an argument")
     assert_error(run(*generate, "--prompt", ""), 2, "--prompt is empty")
     assert_error(run(*generate, "--prompt", "-", "-f", "-"), 2, "both stdin")
 
