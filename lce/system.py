@@ -138,7 +138,7 @@ def check_environment() -> None:
     if "torch" in sys.modules:
         return
     for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS"):
-        text = os.environ.get(name, "1")
+        text = os.environ.get(name) or "1"
         if not all(part.strip().isdecimal() and int(part) > 0 for part in text.split(",")):
             raise UsageError(f"{name} is {text!r}; expected a number of threads, 1 or more; correct it, or unset it")
     free, (limit, _) = free_host_memory(), resource.getrlimit(resource.RLIMIT_AS)

@@ -196,10 +196,10 @@ class Planned:
         for name, n_bytes in sizes.items():
             layer = model_class(config).layer_of(name, config)
             tier_bytes[self.layout.part_of(layer).device_tier] += n_bytes
-        # What is in memory at once: hidden states, their sum and norm; q, k and v; attention's output; the MLP's gate.
+        # What is in memory at once: hidden states, their sum and norm, in float32; q, k, v, the output; the MLP's gate.
         heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        numbers = 3 * config.hidden_size + heads + 2 * config.intermediate_size
-        return replace(ALLOWANCE.planner(self.layout, tier_bytes), token_bytes=numbers * self.layout.dtype.itemsize)
+        token_bytes = 12 * config.hidden_size + (heads + 2 * config.intermediate_size) * self.layout.dtype.itemsize
+        return replace(ALLOWANCE.planner(self.layout, tier_bytes), token_bytes=token_bytes)
 
     def check_weights(self) -> None:
         """Raise `CapacityError` if a device has no memory for the weights that are on it."""

@@ -59,7 +59,7 @@ def prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it lives as long as the process
         else:
             stream.reconfigure(errors="replace")
-    if isinstance(sys.stderr, io.TextIOWrapper):
+    if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):  # its descriptor stays open
         notes = io.BufferedWriter(_Notes(sys.stderr.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(notes, sys.stderr.encoding, "replace", line_buffering=True)
 
