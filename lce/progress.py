@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError, shown
@@ -40,12 +40,9 @@ def notice(text: str) -> None:
 @contextmanager
 def bars_cleared() -> Iterator[None]:
     """Clear the bars on the terminal, and draw them again below what is printed within the context."""
-    imported = sys.modules.get("tqdm")
-    if imported is None:
+    imported = getattr(sys.modules.get("tqdm"), "tqdm", None)  # None, too, while another thread imports it
+    with imported.external_write_mode() if imported else nullcontext():
         yield
-    else:
-        with imported.tqdm.external_write_mode():
-            yield
 
 
 class StepNotices:

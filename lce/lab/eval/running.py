@@ -104,7 +104,7 @@ def answers(
     documents = [list(group) for _, group in groupby(numbered, key=lambda asked: asked[1].beginning)]
     mine = list(enumerate(documents))[asking.shard.index :: asking.shard.count]
     run = _Run(engine, asking, dict(setting), record or Record(), told(engine) | dict(about or {}), _chances(numbered))
-    missing = {index for _, group in mine for index, _ in run.missing(group)}
+    missing = {index for _, group in mine for index in dict(group).keys() - run.known(group).keys()}
     total = sum(len(group) for _, group in mine)
     done, found = total - len(missing), []
     progress = progress or (lambda done, total: None)
@@ -147,11 +147,6 @@ class _Run:
         """Return the recorded answers to a document's samples, by number."""
         found = {index: self.record.get(self.key(index, sample), sample.prompt) for index, sample in group}
         return {index: answer for index, answer in found.items() if answer}
-
-    def missing(self, group: Sequence[Numbered]) -> Sequence[Numbered]:
-        """Return a document's samples that the record lacks."""
-        known = self.known(group)
-        return [asked for asked in group if asked[0] not in known]
 
     def document(self, number: int, group: Sequence[Numbered]) -> Iterator[tuple[Sample, Answer]]:
         """Yield one document's samples with their answers, from the record or the model."""
