@@ -20,7 +20,7 @@ from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.engine import Engine
 from lce.engine.planning import ALLOWANCE, Plan, Planner
 from lce.engine.window import beyond, readable
-from lce.errors import CapacityError, UsageError, shown
+from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
 from lce.methods.registry import as_method
@@ -28,7 +28,7 @@ from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
 from lce.models.registry import model_class, read_config
 from lce.progress import notice
-from lce.sizes import count, size_text
+from lce.sizes import count
 from lce.system import keep_freed_memory, usable_cores, uses_threads
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import Scheme, all_schemes, scheme_of
@@ -90,7 +90,6 @@ def load(
     if sharing is not None:
         _check_same(sharing, config, checkpoint, layout, scheme)
         return Engine(sharing.model, tokenizer, checkpoint, *options)
-    made.check_weights()
     if layout.dtype != checkpoint.dtype():
         uses_threads()  # converting weights may start threads
     family = model_class(config)
@@ -200,17 +199,6 @@ class Planned:
         heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         token_bytes = 12 * config.hidden_size + (heads + 2 * config.intermediate_size) * self.layout.dtype.itemsize
         return replace(ALLOWANCE.planner(self.layout, tier_bytes), token_bytes=token_bytes)
-
-    def check_weights(self) -> None:
-        """Raise `CapacityError` if a device has no memory for the weights that are on it."""
-        planner = self.planner
-        for tier, n_bytes in planner.weights.items():
-            free = planner.free_bytes[tier]
-            if free is not None and n_bytes > free:
-                raise CapacityError(
-                    f"the weights take {size_text(n_bytes)} of memory, and {size_text(free)} is available; end other "
-                    "programs, or give --weights int8 or int4"
-                )
 
 
 def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:

@@ -128,13 +128,6 @@ def test_what_cannot_fit_is_refused_before_any_work(tiny_model: Path, monkeypatc
         engine.prefill(tokens(256))
 
 
-def test_weights_that_do_not_fit_are_not_read(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_most(monkeypatch, memory=1000)
-    monkeypatch.setattr("lce.weights.checkpoint.Checkpoint.load", no_work)
-    with pytest.raises(CapacityError, match=r"^the weights take .* memory, and 1000 B is .*--weights int8"):
-        lce.load(tiny_model)
-
-
 def test_a_plan_counts_activations_of_a_block(tiny_model: Path) -> None:
     """Of the tiny model: 3 · 64 + 192 + 2 · 128 numbers of a token, or some more."""
     few, many = (lce.plan(tiny_model, tokens=n, block=64).tiers["device"] for n in (1, 10_000))
@@ -260,9 +253,8 @@ CHUNK = 256 * TOKEN  # what memory is counted in
 def engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> lce.Engine:
     """An engine where memory for three chunks and a half is free, whatever is used."""
     gc.collect()  # contexts of other tests
-    found = lce.load(tiny_model)
     monkeypatch.setattr(system, "free_memory", lambda device: 3 * CHUNK + CHUNK // 2)
-    return found
+    return lce.load(tiny_model)
 
 
 def test_two_contexts_that_do_not_fit_together(engine: lce.Engine, tiny_model: Path) -> None:
@@ -271,7 +263,7 @@ def test_two_contexts_that_do_not_fit_together(engine: lce.Engine, tiny_model: P
     with pytest.raises(CapacityError, match=told):
         engine.new_context(512)
     with pytest.raises(CapacityError, match=told):
-        lce.load(tiny_model, "streaming", window=4096, sharing=engine).new_context(512)
+        lce.load(tiny_model, "streaming", window=4096).new_context(512)
     second = engine.new_context(256)
     first.close()
     third = engine.new_context(512)
