@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError
-from lce.files import path_of, write_whole
+from lce.files import write_whole
 from lce.lab.eval.perplexity import LossTable
 from lce.lab.eval.report import Cell, Report, Table
 from lce.lab.eval.running import make_folder
@@ -51,7 +51,7 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise UsageError("pictures need the matplotlib package: pip install 'lce[plot]'") from None
-    folder = path_of(folder)
+    folder = Path(folder)
     make_folder(folder, "pictures")
     written: list[Path] = []
     for name, figure in figures(report):
