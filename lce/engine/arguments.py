@@ -39,9 +39,8 @@ class GenerationOptions(TypedDict, total=False):
 
     max_tokens: int | str  # the most tokens to generate: 256 by default; "1k" is 1024
     context: Context | None  # the context to continue; None: a new context
-    sampling: (
-        Sampling | Mapping[str, Any] | None
-    )  # None: greedy; `temperature` to `frequency_penalty` override its fields
+    # None is greedy. The options `temperature` to `frequency_penalty` override fields of `sampling`.
+    sampling: Sampling | Mapping[str, Any] | None
     temperature: float
     top_k: int
     top_p: float
