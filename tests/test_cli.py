@@ -171,7 +171,7 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
         "Driver.begin = slowly\n"
     )
     process = spawn(slow, *command)
-    assert process.line("stderr") == "there\n"
+    assert any(process.line("stderr") == "there\n" for _ in range(20))  # lines of progress may come first
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
