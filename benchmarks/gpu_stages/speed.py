@@ -96,7 +96,7 @@ def fill(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> None:
                 k, v = (torch.randn(shape, dtype=engine.dtype, device=engine.device) for _ in range(2))
                 attend(layer, k, k, v)
 
-        driver.forward(context.cache, context.rope, len(some), draw)
+        driver.forward(context.cache, context._rope, len(some), draw)
         context.token_ids.extend(some)
     context._last = context.cache.length, torch.randn(config.vocab_size, device=engine.device)
 
