@@ -64,7 +64,7 @@ class Alone:
             context._data.blame(error)
             raise
         finally:
-            context._keep(lane)
+            context._store_logits(lane)
         return lane
 
     def read(self, context: Context, progress: Progress | None = None) -> None:

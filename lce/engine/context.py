@@ -90,7 +90,7 @@ class Context(Unique):
         length, logits = self._last
         return logits if length == self.cache.length else None
 
-    def _keep(self, lane: Lane) -> None:
+    def _store_logits(self, lane: Lane) -> None:
         """Store the logits of a lane, this context's part in a pass, if the cache ends with the lane's last token."""
         if lane.logits is not None and lane.stop == self.cache.length:
             self._last = (lane.stop, lane.logits)
