@@ -146,11 +146,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """What the attention of a layer has of its own.
+
+    A layer with a `sliding_window` attends that many tokens, the query included, whatever the method; methods act on
+    the other layers. `rope` is the layer's own RoPE; None means the model's. A layer that is not `rotated` has none.
+    """
+
+    sliding_window: int | None = None
+    rope: RopeConfig | None = None
+    rotated: bool = True
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model's sizes, window and RoPE, and the values that its family adds. Only `read` checks the values.
 
     `biases` lists the weights that have a bias, by lce's names ("q", "down"). `sliding_window` is None if every query
-    attends every earlier key. `extra` holds numbers that only the model's own family reads. `dtype` is the dtype in
+    attends every earlier key. `layer_kinds` has the kind of each layer; it is empty if all layers are alike. `extra` holds numbers that only the model's own family reads. `dtype` is the dtype in
     config.json, if any. `eos_ids` are the tokens that end a text. `weight_prefix` begins the name of every weight
     of the model in its checkpoint; `unused` are patterns of the names of other weights. `published` is config.json,
     `generation` generation_config.json.
@@ -170,6 +183,7 @@ class ModelConfig:
     biases: tuple[str, ...] = ()
     sliding_window: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
+    layer_kinds: tuple[LayerKind, ...] = ()
     extra: Mapping[str, float] = field(default_factory=dict, hash=False)
     dtype: str | None = None
     bos_id: int | None = None
