@@ -163,10 +163,10 @@ class ModelConfig:
     """A model's sizes, window and RoPE, and the values that its family adds. Only `read` checks the values.
 
     `biases` lists the weights that have a bias, by lce's names ("q", "down"). `sliding_window` is None if every query
-    attends every earlier key. `layer_kinds` has the kind of each layer; it is empty if all layers are alike. `extra` holds numbers that only the model's own family reads. `dtype` is the dtype in
-    config.json, if any. `eos_ids` are the tokens that end a text. `weight_prefix` begins the name of every weight
-    of the model in its checkpoint; `unused` are patterns of the names of other weights. `published` is config.json,
-    `generation` generation_config.json.
+    attends every earlier key. `layer_kinds` has the kind of each layer; it is empty if all layers are alike. `extra`
+    holds numbers that only the model's own family reads. `dtype` is the dtype in config.json, if any. `eos_ids` are the
+    tokens that end a text. `weight_prefix` begins the name of every weight of the model in its checkpoint; `unused` are
+    patterns of the names of other weights. `published` is config.json, `generation` generation_config.json.
     """
 
     architecture: str
