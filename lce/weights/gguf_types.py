@@ -1,28 +1,240 @@
-"""The types in which GGUF files store tensors: each type's number in a file, and the size of its blocks.
+"""The types in which GGUF files store tensors: their numbers in files, their blocks, and what the blocks mean.
 
 A row of a tensor is a whole number of blocks. A block of a quantised type holds the codes of neighbouring weights of a
-row, with their scales.
+row, with their scales. `TYPES` has the types that lce reads, `UNREAD` the names of the others.
+
+With the largest |sub| and |code| of a type, `(2^11 - 1)·|sub|·|code|` is below 2^24, and float16 numbers have 11
+significant bits. So `d·sub`, `(d·sub)·code` and `dmin·submin` are exact in float32; only the sum of the two products is
+rounded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PIECE = 1 << 17  # The weights that `GgufType.dequantise` unpacks at once: what it makes of them fits a core's cache.
+_CRUMBS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+_BITS = np.arange(8, dtype=np.uint8)[:, None]
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of four-bit floats, doubled
+
+
+@dataclass(frozen=True)
+class Exploded:
+    """The codes and scales of n blocks. The groups of a block are of equal size; a group shares `sub` and `submin`.
+
+    A weight is `(d·sub)·code`, `(d·sub)·code + dmin` if there is a `dmin` alone, and `(d·sub)·code - dmin·submin` if
+    there are both. Without `sub`, a block is one group, and `sub` is 1.
+    """
+
+    codes: NDArray[np.int8]  # [n, size]
+    d: NDArray[Any]  # [n], float16; float32 for MXFP4, whose powers of two float16 cannot hold
+    sub: NDArray[Any] | None = None  # [n, groups], int8 or uint8
+    dmin: NDArray[np.float16] | None = None  # [n]
+    submin: NDArray[np.uint8] | None = None  # [n, groups]
+
+    def weights(self) -> NDArray[np.float32]:
+        """Return the weights `[n, size]`."""
+        scales, low = self._products(self.d, self.sub), self._products(self.dmin, self.submin)
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = self.codes.reshape(*scales.shape, -1) * scales[..., None]
+            if self.dmin is not None and self.submin is None:
+                found += low[..., None]
+            elif self.dmin is not None:
+                found -= low[..., None]
+        return found.reshape(self.codes.shape)
+
+    @staticmethod
+    def _products(d: NDArray[Any] | None, sub: NDArray[Any] | None) -> NDArray[np.float32]:
+        """Return the products `[n, groups]` of the scales of blocks and groups."""
+        whole = np.zeros((1, 1), np.float32) if d is None else d.astype(np.float32)[:, None]
+        with np.errstate(invalid="ignore"):
+            return whole if sub is None else whole * sub
 
 
 @dataclass(frozen=True)
 class GgufType:
-    """A type: its `name` and its `number` in files. `size` weights take `n_bytes`."""
+    """A type: its `name` and its `number` in files. `size` weights take `n_bytes`.
+
+    `codes` are the least and the largest code of a quantised type. It is None for F32, F16 and BF16, which have no
+    blocks.
+    """
 
     name: str
     number: int
     size: int
     n_bytes: int
+    codes: tuple[int, int] | None = None
+    _explode: Callable[[Any], Exploded] | None = field(default=None, repr=False)
+    _layout: np.dtype[Any] | None = field(default=None, repr=False)
+
+    def explode(self, raw: NDArray[np.uint8]) -> Exploded:
+        """Return the codes and scales of the blocks `raw [n, n_bytes]`. Only for a quantised type."""
+        assert self._explode is not None, f"{self.name} has no blocks"
+        assert self._layout is not None
+        return self._explode(np.ascontiguousarray(raw).view(self._layout)[:, 0])
+
+    def dequantise(self, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`."""
+        out = np.empty((len(raw), self.size), np.float32)
+        step = _PIECE // self.size
+        for first in range(0, len(raw), step):
+            piece = np.ascontiguousarray(raw[first : first + step])
+            if self._explode:
+                out[first : first + step] = self.explode(piece).weights()
+            elif self.name == "BF16":
+                out[first : first + step] = (piece.view("<u2").astype(np.uint32) << 16).view(np.float32)
+            else:
+                out[first : first + step] = piece.view("<f4" if self.name == "F32" else "<f2")
+        return out
+
+    def largest(self, exploded: Exploded) -> NDArray[np.float32]:
+        """Return, for each block, a bound of its weights' absolute values, from its scales and `codes` alone.
+
+        The bound is NaN or infinite exactly if a scale is, or if the type's largest code would overflow float32, which
+        only MXFP4's can.
+        """
+        assert self.codes is not None
+        scales, low = exploded._products(exploded.d, exploded.sub), exploded._products(exploded.dmin, exploded.submin)
+        with np.errstate(invalid="ignore", over="ignore"):
+            most = np.abs(scales).max(1) * np.float32(max(map(abs, self.codes)))
+            return most + np.abs(low).max(1)  # type: ignore[no-any-return]
 
 
-_ROWS = (
-    ("F32", 0, 1, 4), ("F16", 1, 1, 2), ("BF16", 30, 1, 2),
-    ("Q4_0", 2, 32, 18), ("Q4_1", 3, 32, 20), ("Q5_0", 6, 32, 22), ("Q5_1", 7, 32, 24), ("Q8_0", 8, 32, 34),
-    ("Q2_K", 10, 256, 84), ("Q3_K", 11, 256, 110), ("Q4_K", 12, 256, 144), ("Q5_K", 13, 256, 176),
-    ("Q6_K", 14, 256, 210), ("IQ4_NL", 20, 32, 18), ("IQ4_XS", 23, 256, 136), ("MXFP4", 39, 32, 17),
+def _split(packed: NDArray[np.uint8], shifts: NDArray[np.uint8], mask: int) -> NDArray[np.uint8]:
+    """Return the fields at some shifts of bytes `[n, runs, run]`, each run shift by shift: `[n, runs·shifts·run]`."""
+    codes = packed[:, :, None] >> shifts
+    codes &= mask
+    return codes.reshape(len(packed), -1)
+
+
+def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the nibbles of bytes `[n, runs, run]`: the low nibbles of a run, then the high ones: `[n, 2·runs·run]`."""
+    n, runs, run = packed.shape
+    codes = np.empty((n, runs, 2, run), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[:, :, 0])
+    np.right_shift(packed, 4, out=codes[:, :, 1])
+    return codes.reshape(n, -1)
+
+
+def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.int8]:
+    """Return the values of a table at the nibbles of bytes, in the order of `_nibbles`."""
+    values = np.array(table, np.int8)
+    data, byte = packed.tobytes(), np.arange(256)
+    halves = [data.translate(values[index].tobytes()) for index in (byte & 15, byte >> 4)]
+    parts = [np.frombuffer(half, np.int8).reshape(packed.shape) for half in halves]
+    return np.stack(parts, axis=2).reshape(len(packed), -1)
+
+
+def _k_scales(x: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return `sub` and `submin [n, 8]` of Q4_K and Q5_K, six bits each: the upper two of four of them lie apart."""
+    low, lower, mixed = x["scales"][:, 0], x["scales"][:, 1], x["scales"][:, 2]
+    sub = np.concatenate([low & 63, mixed & 15 | low >> 2 & 48], axis=1)
+    return sub, np.concatenate([lower & 63, mixed >> 4 | lower >> 2 & 48], axis=1)
+
+
+def _q4_0(x: Any) -> Exploded:
+    return Exploded(_nibbles(x["qs"]).view(np.int8) - np.int8(8), x["d"])
+
+
+def _q4_1(x: Any) -> Exploded:
+    return Exploded(_nibbles(x["qs"]).view(np.int8), x["d"], dmin=x["m"])
+
+
+def _five_bits(x: Any) -> NDArray[np.int8]:
+    high = np.unpackbits(x["qh"], axis=1, bitorder="little")
+    return (_nibbles(x["qs"]) | high << 4).view(np.int8)
+
+
+def _q5_0(x: Any) -> Exploded:
+    return Exploded(_five_bits(x) - np.int8(16), x["d"])
+
+
+def _q5_1(x: Any) -> Exploded:
+    return Exploded(_five_bits(x), x["d"], dmin=x["m"])
+
+
+def _q8_0(x: Any) -> Exploded:
+    return Exploded(x["qs"], x["d"])
+
+
+def _q2_k(x: Any) -> Exploded:
+    codes = _split(x["qs"], _CRUMBS, 3).view(np.int8)
+    return Exploded(codes, x["d"], x["scales"] & 15, x["dmin"], x["scales"] >> 4)
+
+
+def _q3_k(x: Any) -> Exploded:
+    codes = _split(x["qs"], _CRUMBS, 3) | _split(x["hmask"], _BITS, 1) << 2
+    low = _nibbles(x["scales_l"])
+    sub = (low | _split(x["scales_h"], _CRUMBS, 3) << 4).view(np.int8) - np.int8(32)
+    return Exploded(codes.view(np.int8) - np.int8(4), x["d"], sub)
+
+
+def _q4_k(x: Any) -> Exploded:
+    sub, submin = _k_scales(x)
+    return Exploded(_nibbles(x["qs"]).view(np.int8), x["d"], sub, x["dmin"], submin)
+
+
+def _q5_k(x: Any) -> Exploded:
+    sub, submin = _k_scales(x)
+    codes = _nibbles(x["qs"]) | _split(x["qh"], _BITS, 1) << 4
+    return Exploded(codes.view(np.int8), x["d"], sub, x["dmin"], submin)
+
+
+def _q6_k(x: Any) -> Exploded:
+    codes = _nibbles(x["ql"]) | _split(x["qh"], _CRUMBS, 3) << 4
+    return Exploded(codes.view(np.int8) - np.int8(32), x["d"], x["scales"])
+
+
+def _iq4_nl(x: Any) -> Exploded:
+    return Exploded(_looked_up(x["qs"], _IQ4), x["d"])
+
+
+def _iq4_xs(x: Any) -> Exploded:
+    low = _split(x["scales_l"][:, :, None], np.array([[0], [4]], np.uint8), 15)
+    high = x["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    return Exploded(_looked_up(x["qs"], _IQ4), x["d"], (low | high.astype(np.uint8) << 4).view(np.int8) - np.int8(32))
+
+
+def _mxfp4(x: Any) -> Exploded:
+    """Explode MXFP4, whose scale is 2^(e - 128), the half of what its four-bit floats are multiplied with."""
+    e = x["e"].astype(np.uint32)
+    bits = np.where(e < 2, np.uint32(1 << 21) << e, np.maximum(e, 1) - 1 << 23)
+    return Exploded(_looked_up(x["qs"], _E2M1), bits.astype(np.uint32).view(np.float32))
+
+
+_D, _DMIN, _M = ("d", "<f2"), ("dmin", "<f2"), ("m", "<f2")
+_QS, _LONG, _SCALES = ("qs", "u1", (1, 16)), ("qs", "u1", (4, 32)), ("scales", "u1", (3, 4))
+_QUANTISED: tuple[tuple[str, int, int, tuple[int, int], Callable[[Any], Exploded], list[Any]], ...] = (
+    ("Q4_0", 2, 32, (-8, 7), _q4_0, [_D, _QS]),
+    ("Q4_1", 3, 32, (0, 15), _q4_1, [_D, _M, _QS]),
+    ("Q5_0", 6, 32, (-16, 15), _q5_0, [_D, ("qh", "u1", 4), _QS]),
+    ("Q5_1", 7, 32, (0, 31), _q5_1, [_D, _M, ("qh", "u1", 4), _QS]),
+    ("Q8_0", 8, 32, (-128, 127), _q8_0, [_D, ("qs", "i1", 32)]),
+    ("Q2_K", 10, 256, (0, 3), _q2_k, [("scales", "u1", 16), ("qs", "u1", (2, 32)), _D, _DMIN]),
+    ("Q3_K", 11, 256, (-4, 3), _q3_k, [("hmask", "u1", (1, 32)), ("qs", "u1", (2, 32)), ("scales_l", "u1", (1, 8)),
+                                       ("scales_h", "u1", (1, 4)), _D]),
+    ("Q4_K", 12, 256, (0, 15), _q4_k, [_D, _DMIN, _SCALES, _LONG]),
+    ("Q5_K", 13, 256, (0, 31), _q5_k, [_D, _DMIN, _SCALES, ("qh", "u1", (1, 32)), _LONG]),
+    ("Q6_K", 14, 256, (-32, 31), _q6_k, [("ql", "u1", (2, 64)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), _D]),
+    ("IQ4_NL", 20, 32, (-127, 113), _iq4_nl, [_D, _QS]),
+    ("IQ4_XS", 23, 256, (-127, 113), _iq4_xs, [_D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", (8, 16))]),
+    ("MXFP4", 39, 32, (-12, 12), _mxfp4, [("e", "u1"), _QS]),
 )  # fmt: skip
-TYPES = {number: GgufType(name, number, size, n_bytes) for name, number, size, n_bytes in _ROWS}
+_PLAIN = GgufType("F32", 0, 1, 4), GgufType("F16", 1, 1, 2), GgufType("BF16", 30, 1, 2)
+TYPES = {kind.number: kind for kind in _PLAIN} | {
+    number: GgufType(name, number, size, np.dtype(layout).itemsize, codes, explode, np.dtype(layout))
+    for name, number, size, codes, explode, layout in _QUANTISED
+}
+BY_NAME = {kind.name: kind for kind in TYPES.values()}
+UNREAD = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
+    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8",
+    33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4",
+    41: "Q1_0", 42: "Q2_0",
+}  # fmt: skip
