@@ -1,30 +1,75 @@
-"""GGUF files: reads the metadata and the places of the tensors. Nothing is memory-mapped."""
+"""GGUF files: checks the header of a file in full, and finds the shards of a split file. Reads no weights.
+
+A file has the magic `GGUF`, the version, the numbers of tensors and of metadata keys, the metadata, a description of
+each tensor, and the data, which begins at a multiple of the alignment. Every count, length, dimension, type and offset
+is compared with the file's size before anything is built of it. As in llama.cpp, the offset of a tensor must be the sum
+of the padded sizes of the tensors before it, so tensors neither overlap nor leave holes. Only padding may follow the
+last one. Other bytes there would mean that the count of tensors is wrong, and with it the place of the data.
+
+The header is read in pieces of `PIECE` bytes. `LARGEST_HEADER` and `MOST_VALUES` limit what is built of it, whatever
+size the file claims by holes: reading takes at most 0.4 GB. 100,000 strings take some 50 ms: the vocabulary of SmolLM2,
+49,152 tokens and 48,900 merges, takes 0.05 s, and one of 256,000 tokens and 500,000 merges 0.4 s. No file is
+memory-mapped.
+"""
 
 from __future__ import annotations
 
 import math
-import struct
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from struct import unpack
+from typing import Any
 
-from lce.errors import ModelError
-from lce.files import open_regular
+import numpy as np
+
+from lce.errors import ModelError, shown
+from lce.files import named, open_regular
 from lce.weights.gguf_types import TYPES
-from lce.weights.safetensors_file import TensorInfo, stamp_of
+from lce.weights.safetensors_file import MOST_TENSORS, Damaged, TensorInfo, few, pread, stamp_of
 
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+LARGEST_HEADER = 64 << 20  # The most bytes of a header. Those of the largest vocabularies have 20 MB.
+MOST_VALUES = 1 << 21  # The most elements of all arrays of a header: a vocabulary of 256k takes about 1.3 million.
+MOST_KEYS = 10_000  # The most keys of a file. Published files have below 100.
+PIECE = 1 << 20  # The bytes of one read.
+
+_LONGEST_KEY = 65_535  # bytes, by the specification
+_LONGEST_NAME = 63  # bytes of a tensor's name, as in llama.cpp
+_LARGEST_SIZE = 2**48  # The largest size of one dimension.
+_ALIGNMENT, _LEAST_ALIGNMENT, _MOST_ALIGNMENT = 32, 8, 1 << 20
+
+_U16, _U32, _I32, _BOOL, _STRING, _ARRAY = 2, 4, 5, 7, 8, 9
+# The NumPy types of the numbers in metadata. A bool is a byte, 0 or 1.
+_NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "u1"))) | {10: "u8", 11: "i8", 12: "f8"}
+# Keys that decide how the file is read, and the type of each.
+_TYPED = {"general.alignment": _U32, "split.no": _U16, "split.count": _U16, "split.tensors.count": _I32}
+
+# The types of tensors that are not read, by number. Q4_2, Q4_3 and those whose names end in two numbers are obsolete.
+_UNREAD = {
+    **dict(enumerate(("Q4_2", "Q4_3"), 4)),
+    9: "Q8_1",
+    15: "Q8_K",
+    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), 16)),
+    **dict(enumerate(("IQ3_S", "IQ2_S"), 21)),
+    **dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M"), 24)),
+    **dict(enumerate(("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0"), 31)),
+    **dict(enumerate(("IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"), 36)),
+    **dict(enumerate(("NVFP4", "Q1_0", "Q2_0"), 40)),
+}
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_OTHER = "download another quantisation of the model, such as Q4_K_M or Q8_0"
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a GGUF checkpoint, single or split.
+    """The checked header of a GGUF checkpoint, single or split.
 
-    `metadata` maps a key to a number, a bool, a string, or a list of these. `tensors` are by their names in the file;
-    a shape has the outermost dimension first, as in PyTorch, and `TensorInfo.dtype` is the name of a `GgufType`.
-    `stamps` has the stamp of each file.
+    `path` is the file, or the first shard. `metadata` maps a key to a number, a bool, a string, or a list of these; a
+    split file's is that of its first shard. `tensors` are by their names in the file; a shape has the outermost
+    dimension first, as in PyTorch, and `TensorInfo.dtype` is the name of a `GgufType`. `stamps` has the stamp of each
+    file, taken before the file was read.
     """
 
     path: Path
@@ -34,43 +79,222 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file. Raises ModelError for a file that is no GGUF."""
+    """Read the header of a GGUF file, and those of the other shards if `path` is a shard, whichever one.
+
+    Raises ModelError if a header is wrong or does not fit its file, and for shards that are missing or do not match.
+    """
+    file = _read_file(path)
+    count = file.metadata.get("split.count", 0)  # 0 in a file that was merged of shards
+    if count < 2:
+        return file
+    match = _SHARD.fullmatch(path.name)
+    if not match or int(match[3]) != count:
+        expected = f"a name that ends in {_shard_name('', file.metadata.get('split.no', 0), count)}"
+        raise ModelError(f"{named(path)} is one of {count} shards; expected {expected}: give each shard its name back")
+    shards = [path.with_name(_shard_name(match[1], number, count)) for number in range(count)]
+    missing = [shard.name for shard in shards if not os.path.lexists(shard)]
+    if missing:
+        raise ModelError(f"{named(path)}: {len(missing)} of {count} shards are missing ({few(missing)}); download them")
+    first = file
+    tensors: dict[str, TensorInfo] = {}
+    stamps: dict[Path, tuple[int, ...]] = {}
+    for number, shard in enumerate(shards):
+        found = file if shard == path else _read_file(shard)
+        first = first if number else found
+        _check_shard(found, first, number)
+        twice = [name for name in found.tensors if name in tensors]
+        if twice:
+            raise Damaged(shard, f"tensor {shown(twice[0])} is in another shard too")
+        tensors.update(found.tensors)
+        stamps.update(found.stamps)
+        if len(tensors) > MOST_TENSORS:
+            raise Damaged(shard, f"the shards have more than {MOST_TENSORS} tensors")
+    total = first.metadata.get("split.tensors.count")
+    if total != len(tensors):
+        raise Damaged(shards[0], f"the shards have {len(tensors)} tensors, expected {total} by split.tensors.count")
+    return GgufFile(shards[0], first.metadata, tensors, stamps)
+
+
+def _shard_name(base: str, number: int, count: int) -> str:
+    return f"{base}-{number + 1:05d}-of-{count:05d}.gguf"
+
+
+def _check_shard(shard: GgufFile, first: GgufFile, number: int) -> None:
+    """Raise ModelError unless `shard` is shard `number`, from 0 on, of the file that `first` is the first shard of."""
+    found = shard.metadata.get("split.no")
+    if found != number:
+        raise Damaged(shard.path, f"split.no is {found}, expected {number} by the file's name")
+    for key, value in shard.metadata.items():
+        if key != "split.no" and first.metadata.get(key, value) != value:
+            raise Damaged(shard.path, f"{shown(key)} is not as in the first shard, so it is of another model")
+
+
+def _read_file(path: Path) -> GgufFile:
+    """Read and check the header of one file."""
     with open(open_regular(path, ModelError), "rb") as file:
-        stamp = stamp_of(file.fileno())
-        if file.read(4) != b"GGUF":
-            raise ModelError(f"{path} is no GGUF file")
-        _, n_tensors, n_keys = _numbers(file, "IQQ")
-        metadata = {_string(file): _value(file, *_numbers(file, "I")) for _ in range(n_keys)}
-        found = {}
-        for _ in range(n_tensors):
-            name, (n_dims,) = _string(file), _numbers(file, "I")
-            found[name] = _numbers(file, "Q" * n_dims)[::-1], *_numbers(file, "IQ")
-        alignment = metadata.get("general.alignment", 32)
-        start, tensors = -(-file.tell() // alignment) * alignment, {}
-        for name, (shape, number, offset) in found.items():
-            kind = TYPES[number]
-            first = start + offset
-            n_bytes = math.prod(shape) // kind.size * kind.n_bytes
-            tensors[name] = TensorInfo(path, kind.name, tuple(shape), first, first + n_bytes)
+        stamp = stamp_of(file.fileno())  # taken first: a later change is noticed when the tensors are read
+        header = _Header(path, file.fileno(), stamp[0])
+        n_tensors, n_keys = header.counts()
+        metadata = header.metadata(n_keys)
+        described = [header.tensor(number) for number in range(n_tensors)]
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if alignment & (alignment - 1) or not _LEAST_ALIGNMENT <= alignment <= _MOST_ALIGNMENT:
+        limits = f"a power of two from {_LEAST_ALIGNMENT} to {_MOST_ALIGNMENT}"
+        raise Damaged(path, f"general.alignment is {alignment}, expected {limits}")
+    data_start = header.position
+    if n_tensors:
+        data_start += -data_start % alignment
+    tensors: dict[str, TensorInfo] = {}
+    end = offset = 0
+    for name, kind, shape, found in described:
+        if name in tensors:
+            raise Damaged(path, f"tensor {shown(name)} appears twice")
+        if found != offset:
+            raise Damaged(path, f"tensor {shown(name)} has the offset {found}, expected {offset}")
+        end = offset + math.prod(shape) // TYPES[kind].size * TYPES[kind].n_bytes
+        tensors[name] = TensorInfo(path, TYPES[kind].name, shape, data_start + offset, data_start + end)
+        offset = end + -end % alignment
+    end += data_start
+    if not end <= stamp[0] <= end + -end % alignment:
+        fault = "is cut short" if end > stamp[0] else "has bytes that belong to no tensor"
+        raise Damaged(path, f"the file {fault}: {stamp[0]} bytes, expected {end}")
     return GgufFile(path, metadata, tensors, {path: stamp})
 
 
-def _numbers(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
-    return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))
+class _Header:
+    """The header of an open file of `file_size` bytes, read from the front to the back.
 
+    `raw` has some bytes of the file, from `base` on. `at` is the place in `raw` of the next byte to read. `n_values` is
+    the number of array elements so far.
+    """
 
-def _string(file: BinaryIO) -> str:
-    return file.read(*_numbers(file, "Q")).decode()
+    def __init__(self, path: Path, descriptor: int, file_size: int) -> None:
+        self.path, self.descriptor, self.file_size = path, descriptor, file_size
+        self.raw, self.base, self.at, self.n_values = b"", 0, 0, 0
 
+    @property
+    def position(self) -> int:
+        """The place in the file of the next byte to read."""
+        return self.base + self.at
 
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
-        return _string(file)
-    if kind == _ARRAY:
-        kind, count = _numbers(file, "IQ")
-        return (
-            [_string(file) for _ in range(count)]
-            if kind == _STRING
-            else list(_numbers(file, f"{count}{_NUMBERS[kind]}"))
-        )
-    return _numbers(file, _NUMBERS[kind])[0]
+    def need(self, count: int) -> None:
+        """Have the next `count` bytes in `raw`. Raises ModelError if the file or the largest header ends before."""
+        left, start = len(self.raw) - self.at, self.position
+        if count <= left:
+            return
+        if count > self.file_size - start:
+            raise Damaged(self.path, f"the header has {count} bytes at {start}, but the file has {self.file_size}")
+        if start + count > LARGEST_HEADER:
+            raise Damaged(self.path, f"the header has more than {LARGEST_HEADER} bytes")
+        more = min(max(count - left, PIECE), self.file_size - start - left)
+        self.raw, self.base = self.raw[self.at :] + pread(self.descriptor, more, start + left, self.path), start
+        self.at = 0
+
+    def numbers(self, kinds: str, size: int) -> tuple[Any, ...]:
+        """Read numbers of the `kinds` of `struct`, which take `size` bytes."""
+        self.need(size)
+        self.at += size
+        return unpack(f"<{kinds}", self.raw[self.at - size : self.at])
+
+    def counts(self) -> tuple[int, int]:
+        """Read the magic, the version, and the numbers of tensors and keys, which are returned."""
+        start = pread(self.descriptor, min(8, self.file_size), 0, self.path)
+        if start == b"version ":
+            raise ModelError(f"{named(self.path)} is a Git LFS pointer, not the model; fetch it with `git lfs pull`")
+        if start[:4] != b"GGUF":
+            raise ModelError(f"{named(self.path)} begins with {shown(start)}; expected GGUF: download the file again")
+        _, version, n_tensors, n_keys = self.numbers("IIQQ", 24)
+        if version not in (2, 3):
+            fault, remedy = f"is GGUF of version {version}", "download a newer file of the model"
+            if version and not version % 65_536:
+                fault, remedy = "is a big-endian GGUF file", "download a little-endian one"
+            raise ModelError(f"{named(self.path)} {fault}; expected little-endian version 2 or 3: {remedy}")
+        for what, count, most, least in (("tensors", n_tensors, MOST_TENSORS, 25), ("keys", n_keys, MOST_KEYS, 14)):
+            if count > min(most, self.file_size // least):
+                limit = f"expected at most {min(most, self.file_size // least)}"
+                raise Damaged(self.path, f"{count} {what} in a file of {self.file_size} bytes, {limit}")
+        return n_tensors, n_keys
+
+    def metadata(self, n_keys: int) -> dict[str, Any]:
+        """Read the metadata."""
+        found: dict[str, Any] = {}
+        for number in range(n_keys):
+            (key,) = self.strings(1, f"the name of key {number}")
+            if key in found:
+                raise Damaged(self.path, f"key {shown(key)} appears twice")
+            if not 0 < len(key) <= _LONGEST_KEY:
+                raise Damaged(self.path, f"key {number} has a name of {len(key)} characters")
+            label, count = f"key {shown(key)}", 1
+            kind = kind_of_key = self.numbers("I", 4)[0]
+            if kind == _ARRAY:
+                kind, count = self.numbers("IQ", 12)
+                self.n_values += count
+                if self.n_values > MOST_VALUES:
+                    raise Damaged(self.path, f"{label}: more than {MOST_VALUES} elements in arrays, with {count} here")
+            if kind != _STRING and kind not in _NUMBERS:
+                fault = "has arrays in an array" if kind == _ARRAY else f"has the unknown type {kind}"
+                raise Damaged(self.path, f"{label} {fault}")
+            if _TYPED.get(key, kind_of_key) != kind_of_key:
+                raise Damaged(self.path, f"{label} has the type {kind_of_key}, expected {_TYPED[key]}")
+            values = self.strings(count, label) if kind == _STRING else self.values(kind, count, label)
+            found[key] = values if kind_of_key == _ARRAY else values[0]
+        return found
+
+    def strings(self, count: int, label: str) -> list[str]:
+        """Read `count` strings. `label` says what they are in an error."""
+        if count * 8 > self.file_size - self.position:
+            raise Damaged(self.path, f"{label} has {count} strings, more than the file has room for")
+        found, raw, at, number_of = [], self.raw, self.at, int.from_bytes
+        try:
+            for _ in range(count):
+                start = at + 8
+                stop = start + number_of(raw[at:start], "little")
+                if stop > len(raw):  # also if `raw` ends within the length
+                    self.at = at
+                    self.need(8)
+                    self.need(8 + number_of(self.raw[self.at : self.at + 8], "little"))
+                    raw, start = self.raw, self.at + 8
+                    stop = start + number_of(raw[self.at : start], "little")
+                found.append(raw[start:stop].decode())
+                at = stop
+        except UnicodeDecodeError as error:
+            raise Damaged(self.path, f"{label}: byte {error.start} of string {len(found)} is not UTF-8") from None
+        self.at = at
+        return found
+
+    def values(self, kind: int, count: int, label: str) -> list[Any]:
+        """Read `count` numbers of one type of metadata. Raises ModelError for NaN, and for bools other than 0 and 1."""
+        dtype = np.dtype(f"<{_NUMBERS[kind]}")
+        self.need(count * dtype.itemsize)
+        found = np.frombuffer(self.raw, dtype, count, self.at)
+        self.at += found.nbytes
+        if dtype.kind == "f" and np.isnan(found).any():
+            raise Damaged(self.path, f"{label} has NaN")
+        if kind == _BOOL:
+            if count and found.max() > 1:
+                raise Damaged(self.path, f"{label} has the bool {found.max()}, expected 0 or 1")
+            found = found.astype(bool)
+        values: list[Any] = found.tolist()
+        return values
+
+    def tensor(self, number: int) -> tuple[str, int, tuple[int, ...], int]:
+        """Read the description of tensor `number`: its name, the type's number, the shape, and the data's offset."""
+        (name,) = self.strings(1, f"the name of tensor {number}")
+        label = f"tensor {shown(name)}"
+        if not 0 < len(name.encode()) <= _LONGEST_NAME:
+            raise Damaged(self.path, f"{label} has a name of {len(name)} characters, expected 1 to {_LONGEST_NAME}")
+        (n_dims,) = self.numbers("I", 4)
+        if n_dims > 4:
+            raise Damaged(self.path, f"{label} has {n_dims} dimensions, expected at most 4")
+        *sizes, kind, offset = self.numbers(f"{n_dims}QIQ", 8 * n_dims + 12)
+        shape = tuple(reversed(sizes))  # a file has the innermost dimension first
+        if kind in _UNREAD:
+            raise ModelError(f"{named(self.path)}: {label} is {_UNREAD[kind]}, which lce does not read; {_OTHER}")
+        if kind not in TYPES:
+            raise Damaged(self.path, f"{label} has the unknown type {kind}")
+        if any(size >= _LARGEST_SIZE for size in sizes):
+            raise Damaged(self.path, f"{label} has the impossible shape {shown(shape)}")
+        if (sizes or [1])[0] % TYPES[kind].size:
+            block = f"{TYPES[kind].name} has blocks of {TYPES[kind].size}"
+            raise Damaged(self.path, f"{label} has the shape {shown(shape)}, but {block}")
+        return name, kind, shape, offset

@@ -84,7 +84,7 @@ class TensorInfo:
 
 
 class Damaged(ModelError):
-    """The error for a damaged safetensors file."""
+    """The error for a damaged file of weights."""
 
     def __init__(
         self, path: Path, what: str, remedy: str = "the file is damaged or incomplete: download it again"
