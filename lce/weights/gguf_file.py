@@ -27,7 +27,7 @@ import numpy as np
 
 from lce.errors import ModelError, shown
 from lce.files import named, open_regular
-from lce.weights.gguf_types import TYPES
+from lce.weights.gguf_types import TYPES, UNREAD
 from lce.weights.safetensors_file import MOST_TENSORS, Damaged, TensorInfo, few, pread, stamp_of
 
 LARGEST_HEADER = 64 << 20  # The most bytes of a header. Those of the largest vocabularies have 20 MB.
@@ -46,18 +46,6 @@ _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "u1"))) | {
 # Keys that decide how the file is read, and the type of each.
 _TYPED = {"general.alignment": _U32, "split.no": _U16, "split.count": _U16, "split.tensors.count": _I32}
 
-# The types of tensors that are not read, by number. Q4_2, Q4_3 and those whose names end in two numbers are obsolete.
-_UNREAD = {
-    **dict(enumerate(("Q4_2", "Q4_3"), 4)),
-    9: "Q8_1",
-    15: "Q8_K",
-    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), 16)),
-    **dict(enumerate(("IQ3_S", "IQ2_S"), 21)),
-    **dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M"), 24)),
-    **dict(enumerate(("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0"), 31)),
-    **dict(enumerate(("IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"), 36)),
-    **dict(enumerate(("NVFP4", "Q1_0", "Q2_0"), 40)),
-}
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _OTHER = "download another quantisation of the model, such as Q4_K_M or Q8_0"
 
@@ -288,8 +276,8 @@ class _Header:
             raise Damaged(self.path, f"{label} has {n_dims} dimensions, expected at most 4")
         *sizes, kind, offset = self.numbers(f"{n_dims}QIQ", 8 * n_dims + 12)
         shape = tuple(reversed(sizes))  # a file has the innermost dimension first
-        if kind in _UNREAD:
-            raise ModelError(f"{named(self.path)}: {label} is {_UNREAD[kind]}, which lce does not read; {_OTHER}")
+        if kind in UNREAD:
+            raise ModelError(f"{named(self.path)}: {label} is {UNREAD[kind]}, which lce does not read; {_OTHER}")
         if kind not in TYPES:
             raise Damaged(self.path, f"{label} has the unknown type {kind}")
         if any(size >= _LARGEST_SIZE for size in sizes):
