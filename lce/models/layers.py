@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig, check_layer_types
-from lce.models.products import linear, rows_of
+from lce.models.products import Gate, linear, rows_of
 from lce.weights.packed import Scheme, all_schemes
 
 # The attention hook takes (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, and returns [H, T, D].
@@ -40,11 +40,11 @@ class Layer:
         raise NotImplementedError
 
     def project(
-        self, name: str, x: Tensor, *, norm: str | None = None, gated: bool = False, onto: Tensor | None = None
+        self, name: str, x: Tensor, *, norm: str | None = None, gate: Gate | None = None, onto: Tensor | None = None
     ) -> Tensor:
         """Multiply `x [T, in]` with the weight `name` and add its bias: see `linear`. `norm` names a norm's weight."""
         scale = None if norm is None else self.w[norm]
-        return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gated=gated, onto=onto)
+        return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gate=gate, onto=onto)
 
     def heads(self, x: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
         """Normalise `x [T, hidden]` and project the result to `q [H, T, D]` and `k v [G, T, D]`, which are views."""

@@ -17,6 +17,7 @@ from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.compiling import MOST_ROWS
 from lce.kernels.cpu.elementwise import runs_on
 from lce.kernels.cpu.numbers import STORED
+from lce.kernels.cpu.numbers import Gate as Gate  # for families
 from lce.kernels.cpu.products import product
 from lce.kernels.cuda import launching
 from lce.profiling import timed
@@ -33,35 +34,38 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_l
 @timed("products")
 def linear(
     x: Tensor, weight: Matrix, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    gate: Gate | None = None, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
-    With `norm [in]`, `x` is first normalised by `rms_norm`. With `gated`, the result is SiLU of the product's first
-    half times its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in place. The result has
-    the dtype of the weights, or `out_dtype` float32: the sums as they are, not rounded. For few rows, one kernel does
-    everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of up to `MOST_ROWS`
-    rows, each row has the same bits as in a product of its own. If a norm is given, x may be float32.
+    With `norm [in]`, `x` is first normalised by `rms_norm`. With `gate`, the result is that activation of the
+    product's first half times its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in
+    place. The result has the dtype of the weights, or `out_dtype` float32: the sums as they are, not rounded. For few
+    rows, one kernel does everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of
+    up to `MOST_ROWS` rows, each row has the same bits as in a product of its own. If a norm is given, x may be float32.
     """
     few = len(x) <= MOST_ROWS
-    around: dict[str, Any] = {"norm": norm, "eps": eps, "gated": gated, "onto": onto, "out_dtype": out_dtype}
+    around: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "onto": onto, "out_dtype": out_dtype}
     if not isinstance(weight, Tensor):
         if few:
             return weight.product(x.contiguous(), bias, **around)
     elif few and x.is_cpu and _plain(x, weight, norm, onto):
         return product(x, weight, bias, **around)
-    elif len(x) <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, norm, onto):
+    elif (
+        gate != "gelu_tanh" and len(x) <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, norm, onto)
+    ):
         from lce.kernels.cuda import products
 
+        around["gated"] = around.pop("gate") is not None
         return products.product(x, weight, bias, **around)
     wide = out_dtype is not None and x.is_cpu  # the norm's result is not rounded either
     if norm is not None:
         x = rms_norm(x.to(out_dtype), norm.to(out_dtype), eps) if wide else rms_norm(x, norm, eps)
-    if onto is not None and x.is_cuda and bias is None and not gated and isinstance(weight, Tensor):
+    if onto is not None and x.is_cuda and bias is None and not gate and isinstance(weight, Tensor):
         return onto.addmm_(x, weight.T)  # one kernel launch, which adds before it rounds
     out = _product_of_many(x.to(out_dtype) if wide else x, weight, bias, out_dtype)
-    if gated:
-        out = silu_mul(out)
+    if gate:
+        out = gate_mul(out, gate)
     return out if onto is None else onto.add_(out)
 
 
@@ -151,16 +155,16 @@ def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: fl
 
 
 @timed("activations")
-def silu_mul(x: Tensor) -> Tensor:
-    """Multiply SiLU of the first half of `x [T, 2·D]` with the second half: `[T, D]`."""
+def gate_mul(x: Tensor, gate: Gate) -> Tensor:
+    """Multiply the activation `gate` of the first half of `x [T, 2·D]` with the second half: `[T, D]`."""
     if runs_on(x):
-        return elementwise.silu_mul(x)
-    if launching.runs_on(x):
+        return elementwise.gate_mul(x, gate)
+    if gate == "silu" and launching.runs_on(x):
         from lce.kernels.cuda import elementwise as on_gpu
 
         return on_gpu.silu_mul(x)
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    first, second = x.chunk(2, dim=-1)
+    return (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")).mul_(second)
 
 
 def merge_heads(out: Tensor) -> Tensor:

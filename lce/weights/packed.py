@@ -26,6 +26,7 @@ import lce.weights
 from lce.errors import UsageError, nearest, shown
 from lce.files import JsonError, parse_json
 from lce.kernels.cpu import elementwise
+from lce.kernels.cpu.numbers import Gate
 from lce.kernels.cpu.products import product
 from lce.weights.safetensors_file import AGAIN, MOST_VALUES, NAMES, PIECE, Damaged, TensorInfo
 
@@ -45,7 +46,7 @@ class PackedMatrix(Protocol):
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply a few contiguous rows `x [T, in]` with the transposed matrix: `[T, out]`.
 
-        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gated`, `onto`, `out_dtype`. The
+        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gate`, `onto`, `out_dtype`. The
         bits of a row of the result do not depend on the other rows of `x`.
         """
 
@@ -181,15 +182,21 @@ class Stacked:
         return zip(self.parts, [None] * len(rows) if bias is None else bias.split(rows), strict=True)
 
     def product(
-        self, x: Tensor, bias: Tensor | None = None, *, gated: bool = False, onto: Tensor | None = None, **norm: Any
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gate: Gate | None = None,
+        onto: Tensor | None = None,
+        **norm: Any,
     ) -> Tensor:
         """Multiply rows `x [T, in]` with the transposed matrix, as `PackedMatrix.product` does."""
         found = []
         for part, own in self.with_biases(bias):
             found.append(product(x, part, own, **norm) if isinstance(part, Tensor) else part.product(x, own, **norm))
         out = torch.cat(found, dim=1)
-        if gated:
-            out = elementwise.silu_mul(out)
+        if gate:
+            out = elementwise.gate_mul(out, gate)
         return out if onto is None else onto.add_(out)
 
 

@@ -25,9 +25,9 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
 
 
-def gate(x: Tensor) -> Tensor:
+def gated(x: Tensor, gate: str = "silu") -> Tensor:
     first, second = x.double().chunk(2, dim=-1)
-    return F.silu(first) * second
+    return (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")) * second
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -36,11 +36,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
-    """`around`: `norm`, `gated` and `onto`, as kernels take them."""
+    """`around`: `norm`, `gate` and `onto`, as kernels take them."""
     norm, onto = around.get("norm"), around.get("onto")
     wide = x.double() if norm is None else normed(x, norm)
     out = wide @ weight.double().T + (0 if bias is None else bias.double())
-    out = gate(out) if around.get("gated") else out
+    out = gated(out, around["gate"]) if around.get("gate") else out
     return out if onto is None else onto.double() + out
 
 

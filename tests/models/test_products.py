@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lce.models.products import linear, norm_heads
+from lce.models.products import Gate, linear, norm_heads
 from tests.pretended import Gpus
 
 
@@ -25,15 +25,15 @@ def test_equals_the_product_in_float64(rows: int, bias: bool, dtype: torch.dtype
     assert (wide.double() - truth).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_few_rows_and_many_take_the_same_steps(gated: bool) -> None:
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+def test_a_few_rows_and_many_take_the_same_steps(gate: Gate | None) -> None:
     """The norm, the gate and the sum, whichever product is taken."""
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 96, generator=random) for n in (64, 40))
-    norm, onto = torch.rand(96, generator=random), torch.randn(64, 20 if gated else 40, generator=random)
-    many = linear(x, weight, norm=norm, eps=1e-5, gated=gated, onto=onto.clone())
+    norm, onto = torch.rand(96, generator=random), torch.randn(64, 20 if gate else 40, generator=random)
+    many = linear(x, weight, norm=norm, eps=1e-5, gate=gate, onto=onto.clone())
     for rows in (slice(0, 1), slice(3, 7)):
-        few = linear(x[rows], weight, norm=norm, eps=1e-5, gated=gated, onto=onto[rows].clone())
+        few = linear(x[rows], weight, norm=norm, eps=1e-5, gate=gate, onto=onto[rows].clone())
         torch.testing.assert_close(few, many[rows], rtol=1e-5, atol=1e-5)
 
 
@@ -43,16 +43,22 @@ def test_takes_views() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "launches"), [(1, ["_product"]), (4, ["_product"]), (6, ["_rms_norm", "_silu_mul", "mm"])]
+    ("rows", "gate", "launches"),
+    [
+        (1, "silu", ["_product"]),
+        (4, "silu", ["_product"]),
+        (6, "silu", ["_rms_norm", "_silu_mul", "mm"]),
+        (1, "gelu_tanh", ["_rms_norm", "gelu", "mm", "mul_"]),
+    ],
 )
-def test_on_a_gpu_a_few_rows_are_one_launch(rows: int, launches: list[str], triton_gpus: Gpus) -> None:
-    """More rows are a product of matrices between a norm and a gate."""
+def test_on_a_gpu_a_few_rows_are_one_launch(rows: int, gate: Gate, launches: list[str], triton_gpus: Gpus) -> None:
+    """More rows, and other gates than SiLU, are a product of matrices between a norm and a gate."""
     x, weight, norm = torch.randn(rows, 48), torch.randn(20, 48), torch.rand(48)
-    expected = linear(x, weight, norm=norm, eps=1e-5, gated=True)
+    expected = linear(x, weight, norm=norm, eps=1e-5, gate=gate)
     added = linear(x, weight, onto=torch.ones(rows, 20))
     x, weight, norm, onto = x.cuda(), weight.cuda(), norm.cuda(), torch.ones(rows, 20, device="cuda")
     with triton_gpus.counting() as counts:
-        out = linear(x, weight, norm=norm, eps=1e-5, gated=True)
+        out = linear(x, weight, norm=norm, eps=1e-5, gate=gate)
     assert counts.launched() == launches
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
     with triton_gpus.counting() as counts:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lce.errors import ModelError, UsageError
-from lce.models.products import linear
+from lce.models.products import Gate, linear
 from lce.weights.packed import Manifest, PackedMatrix, Stacked, all_schemes, scheme_of
 from lce.weights.safetensors_file import TensorInfo
 
@@ -36,18 +36,18 @@ def packed(name: str, weight: Tensor) -> PackedMatrix:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_product_with_stacked_matrices_is_the_products_with_each(rows: int, gated: bool) -> None:
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+def test_a_product_with_stacked_matrices_is_the_products_with_each(rows: int, gate: Gate | None) -> None:
     torch.manual_seed(0)
     weights = [torch.randn(n, WIDTH) for n in (20, 32, 16)]
     stacked = Stacked([packed("int8", weights[0]), weights[1], packed("int4", weights[2])])
     matrices = [
         part if isinstance(part, Tensor) else part.unpacked(0, torch.empty(part.shape)) for part in stacked.parts
     ]
-    whole, onto = torch.cat(matrices), torch.randn(rows, 34 if gated else 68)
+    whole, onto = torch.cat(matrices), torch.randn(rows, 34 if gate else 68)
     x, norm, bias = torch.randn(rows, WIDTH), torch.rand(WIDTH), torch.randn(68)
     assert stacked.shape == (68, WIDTH)
-    around = {"norm": norm, "eps": 1e-5, "gated": gated}
+    around = {"norm": norm, "eps": 1e-5, "gate": gate}
     expected = linear(x, whole, bias, onto=onto.clone(), **around)
     found = linear(x, stacked, bias, onto=onto.clone(), **around)
     assert (found - expected).norm() < 1e-4 * expected.norm()

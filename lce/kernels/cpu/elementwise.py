@@ -11,7 +11,19 @@ from numba import carray, float32, int64, uint64
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import Kernel, argument_of, by_dtype, inner, number_of
-from lce.kernels.cpu.numbers import STORED, exp, itemsize, pointer, read, stored, sum_of_squares, write
+from lce.kernels.cpu.numbers import (
+    GATES,
+    STORED,
+    Gate,
+    exp,
+    gate_power,
+    itemsize,
+    pointer,
+    read,
+    stored,
+    sum_of_squares,
+    write,
+)
 from lce.kernels.cuda import launching
 
 ALONE = 1 << 15  # numbers that a thread computes in the time that waking other threads takes
@@ -41,8 +53,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """Return `silu(a) * b`, `[T, D]`, for the first half a and the second half b of each row of `x [T, 2·D]`.
+def gate_mul(x: Tensor, gate: Gate) -> Tensor:
+    """Return `gate(a) * b`, `[T, D]`, for the first half a and the second half b of each row of `x [T, 2·D]`.
 
     x is contiguous. The result is computed in float32 and rounded once. Bytes moved: x once, the result once.
     """
@@ -50,7 +62,7 @@ def silu_mul(x: Tensor) -> Tensor:
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
     out = torch.empty(n, dim, dtype=x.dtype)
-    _silu_mul[x.dtype](n, x.data_ptr(), out.data_ptr(), dim, least=_share(dim))
+    _gate_mul[x.dtype](n, x.data_ptr(), out.data_ptr(), dim, GATES[gate], least=_share(dim))
     return out
 
 
@@ -179,13 +191,13 @@ def _norm(first, stop, x_at, weight_at, out_at, head_stride, row_stride, n, dim,
 
 
 @by_dtype(Kernel)
-def _silu_mul(first, stop, x_at, out_at, dim):
+def _gate_mul(first, stop, x_at, out_at, dim, kind):
     x = carray(pointer(x_at, stored), (stop, 2, dim))
     out = carray(pointer(out_at, stored), (stop, dim))
     for row in range(first, stop):
         for j in range(dim):
             gate = read(x[row, 0, j])
-            sigmoid = np.float32(1) / (np.float32(1) + exp(min(-gate, np.float32(88))))
+            sigmoid = np.float32(1) / (np.float32(1) + exp(gate_power(gate, kind)))
             out[row, j] = write(gate * sigmoid * read(x[row, 1, j]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, intrinsic_of
+
+Gate = Literal["silu", "gelu_tanh"]  # the activation of a gated MLP's first half
+GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # the kernels' argument for each gate
 
 # Numba's type for stored numbers of each dtype: integers for bfloat16 and, on CPUs, float16, which Numba lacks.
 STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
@@ -117,6 +120,18 @@ def exp(x):
     p = p * r + np.float32(5.0000001201e-1)
     y = p * r * r + r + np.float32(1)
     return y * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+
+
+@inner
+def gate_power(x, gate):
+    """Return the number p for which the activation `gate`, a value of `GATES`, of x is `x / (1 + exp(p))`.
+
+    GELU in its form with tanh is `x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))`.
+    """
+    power = -x
+    if gate == 2:
+        power *= np.float32(1.5957691216) + np.float32(0.0713548163) * x * x
+    return min(power, np.float32(88))
 
 
 @inner

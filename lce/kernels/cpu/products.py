@@ -13,7 +13,19 @@ from torch import Tensor
 
 from lce.kernels.cpu import vectors
 from lce.kernels.cpu.compiling import MOST_ROWS, ByDtype, Kernel, argument_of, by_dtype, features, inner, number_of
-from lce.kernels.cpu.numbers import exp, itemsize, pointer, read, read_row, stored, sum_of_squares, write_row
+from lce.kernels.cpu.numbers import (
+    GATES,
+    Gate,
+    exp,
+    gate_power,
+    itemsize,
+    pointer,
+    read,
+    read_row,
+    stored,
+    sum_of_squares,
+    write_row,
+)
 from lce.kernels.cpu.vectors import LANES
 
 _ROWS = 64  # weight rows that a thread takes at a time
@@ -24,12 +36,12 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    gate: Gate | None = None, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `x @ weight.T + bias`, `[T, out]`, for `x [T, in]`, T ≤ `MOST_ROWS`, `weight [out, in]`, `bias [out]`.
 
-    With `norm [in]`, each row of x is first divided by its root mean square and multiplied by `norm`. With `gated`, the
-    first half a and second half b of each result row are combined to `silu(a) * b`: `[T, out / 2]`. With `onto`, the
+    With `norm [in]`, each row of x is first divided by its root mean square and multiplied by `norm`. With `gate`, the
+    first half a and second half b of each result row are combined to `gate(a) * b`: `[T, out / 2]`. With `onto`, the
     result is added to that tensor in place.
 
     All tensors are contiguous, on the CPU and of one dtype, except that `out_dtype`, `onto` and an x with a norm may be
@@ -37,7 +49,7 @@ def product(
     of threads. Bytes moved: the weights once. Eight rows take two to four times as long as one row.
     """
     (n_rows, size), dtype = weight.shape, weight.dtype
-    own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gated, onto, out_dtype)
+    own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype)
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
     _product[dtype](-(-n_out // _ROWS), x.data_ptr(), weight.data_ptr(), *given)
@@ -46,7 +58,7 @@ def product(
 
 def around_product(
     x: Tensor, n_rows: int, width: int, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    gate: Gate | None = None, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.dtype, Tensor, int, tuple[int, ...]]:  # fmt: skip
     """Check the arguments of `product` other than the matrix, whose shape is `[n_rows, width]`.
 
@@ -54,7 +66,7 @@ def around_product(
     kernel's arguments after the addresses of x and the matrix.
     """
     (n, size), dtype = x.shape, x.dtype if norm is None else norm.dtype
-    n_out = n_rows // 2 if gated else n_rows
+    n_out = n_rows // 2 if gate else n_rows
     fits = n <= MOST_ROWS and size == width and x.is_contiguous()
     assert fits, (x.shape, n_rows, width)
     assert onto is None or (onto.shape == (n, n_out) and onto.is_contiguous()), onto.shape
@@ -63,13 +75,13 @@ def around_product(
     wide = x.dtype is not dtype, out.dtype is not dtype
     assert all(y.dtype in (dtype, torch.float32) for y in (x, out)), (x.dtype, out.dtype, dtype)
     bias_at, norm_at = 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr()
-    sizes = n, n_out, width, gated, onto is not None, *wide, argument_of(eps)
+    sizes = n, n_out, width, GATES[gate], onto is not None, *wide, argument_of(eps)
     return dtype, out, n_out, (bias_at, norm_at, out.data_ptr(), *sizes)
 
 
 @by_dtype(Kernel)
-def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, gated, adds, wide_x, wide_out, eps):
-    n_parts = 2 if gated else 1
+def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, kind, adds, wide_x, wide_out, eps):
+    n_parts = 2 if kind else 1
     norm = carray(pointer(norm_at, stored), (size,))
     x = np.empty((n if n <= 2 else (n + 3) // 4 * 4, size + _APART), np.float32)  # each thread has its own copy
     x[n:] = np.float32(0)
@@ -93,10 +105,10 @@ def _product(begin, end, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, si
                         sums[part, i, row] += read(bias[row])
         for i in range(n):
             place = i * n_out + first
-            if gated:
+            if kind:
                 for row in range(n_here):
                     gate = sums[0, i, row]
-                    sums[0, i, row] = gate / (np.float32(1) + exp(min(-gate, np.float32(88)))) * sums[1, i, row]
+                    sums[0, i, row] = gate / (np.float32(1) + exp(gate_power(gate, kind))) * sums[1, i, row]
             if adds:
                 read_row(out_at, place, n_here, wide_out, sums[1, i])
                 for row in range(n_here):

@@ -29,7 +29,18 @@ from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import ByDtype, Kernel, by_dtype, features, inner, intrinsic_of, number_of
-from lce.kernels.cpu.numbers import STORED, bits_of_float, exp, float_of_bits, pointer, read, read_row, write, write_row
+from lce.kernels.cpu.numbers import (
+    STORED,
+    bits_of_float,
+    exp,
+    float_of_bits,
+    gate_power,
+    pointer,
+    read,
+    read_row,
+    write,
+    write_row,
+)
 from lce.kernels.cpu.products import around_product
 from lce.kernels.cpu.vectors import LANES, call_llvm, i64, loop, multiply_add, splat, transposed
 
@@ -86,13 +97,13 @@ class RoundedMatrix:
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply `x [T, in]` with the matrix transposed; options are those of `lce.kernels.cpu.products.product`.
 
-        With `gated`, each half of the matrix's rows must be whole blocks. x is rounded to 16 bits, or to 32 bits if the
+        With `gate`, each half of the matrix's rows must be whole blocks. x is rounded to 16 bits, or to 32 bits if the
         dtype of `norm`, or of x without a norm, is float32. Products within a group are then added exactly, and groups
         are added in float32. A row of the result has the same bits for any T and number of threads; it is NaN if its
         row of x is not finite. Bytes moved: the packed weights once.
         """
         dtype, out, n_out, given = around_product(x, *self.shape, bias, **around)
-        assert not around.get("gated") or n_out % LANES == 0, self.shape
+        assert not around.get("gate") or n_out % LANES == 0, self.shape
         n_tasks, kernel = -(-n_out // (_TASK * LANES)), _product[self.bits, dtype]
         kernel(n_tasks, x.data_ptr(), *self._addresses, *given)
         return out
@@ -316,9 +327,9 @@ _read_scale, _write_scale = read[torch.bfloat16], write[torch.bfloat16]
 
 @by_dtype(Kernel)
 def _product(
-    begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gated, adds, wide_x, wide_out, eps
+    begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gate, adds, wide_x, wide_out, eps
 ):
-    n_parts = 2 if gated else 1
+    n_parts = 2 if gate else 1
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     rows = 1 if n == 1 else _ROWS
     n_tiles = (n + rows - 1) // rows
@@ -352,11 +363,11 @@ def _product(
                 total = dots[0, i, lane]
                 if bias_at:
                     total += _read(bias[lane])
-                if gated:
+                if gate:
                     other = dots[1, i, lane]
                     if bias_at:
                         other += _read(other_bias[lane])
-                    total = total / (np.float32(1) + exp(min(-total, np.float32(88)))) * other
+                    total = total / (np.float32(1) + exp(gate_power(total, gate))) * other
                 dots[0, i, lane] = total
             if adds:
                 _read_row(out_at, place, n_here, wide_out, dots[1, i])

@@ -5,9 +5,12 @@ import torch
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import MOST_ROWS
+from lce.kernels.cpu.numbers import Gate
 from lce.kernels.cpu.products import product
 from tests.kernels import truth
 from tests.kernels.truth import EPS, random
+
+each_gate = pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -24,22 +27,24 @@ def test_equals_the_product_in_float64(rows: int, size: int, n_out: int, dtype: 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-def test_norm_bias_gate_and_sum_come_on_the_way(rows: int, with_bias: bool, gated: bool, dtype: torch.dtype) -> None:
+@each_gate
+def test_norm_bias_gate_and_sum_come_on_the_way(
+    rows: int, with_bias: bool, gate: Gate | None, dtype: torch.dtype
+) -> None:
     x, weight = random(rows, 80, dtype=dtype), random(140, 80, dtype=dtype, seed=2)
     norm, bias = random(80, dtype=dtype, seed=3), random(140, dtype=dtype, seed=4) if with_bias else None
-    onto = random(rows, 70 if gated else 140, dtype=dtype, seed=5)
+    onto = random(rows, 70 if gate else 140, dtype=dtype, seed=5)
     given = onto.clone()
-    got = product(x, weight, bias, norm=norm, eps=EPS, gated=gated, onto=given)
+    got = product(x, weight, bias, norm=norm, eps=EPS, gate=gate, onto=given)
     assert got is given
-    assert_close(got, truth.product(x, weight, bias, norm=norm, gated=gated, onto=onto))
+    assert_close(got, truth.product(x, weight, bias, norm=norm, gate=gate, onto=onto))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8])
-@pytest.mark.parametrize("gated", [False, True])
-def test_float32_goes_in_and_comes_out_unrounded(rows: int, gated: bool, dtype: torch.dtype) -> None:
+@each_gate
+def test_float32_goes_in_and_comes_out_unrounded(rows: int, gate: Gate | None, dtype: torch.dtype) -> None:
     x, weight, norm = random(rows, 80), random(140, 80, dtype=dtype, seed=2), random(80, dtype=dtype, seed=3)
-    onto, around = random(rows, 70 if gated else 140, seed=5), {"norm": norm, "gated": gated}
+    onto, around = random(rows, 70 if gate else 140, seed=5), {"norm": norm, "gate": gate}
     out = product(x, weight, eps=EPS, out_dtype=torch.float32, **around)
     assert_close(out, truth.product(x, weight, **around))
     assert_close(
@@ -49,12 +54,12 @@ def test_float32_goes_in_and_comes_out_unrounded(rows: int, gated: bool, dtype: 
 
 
 @pytest.mark.parametrize(("size", "n_out"), [(20, 6), (300, 134), (3072, 70), (8192, 18)])
-@pytest.mark.parametrize("gated", [False, True])
+@each_gate
 def test_a_row_has_the_bits_that_it_has_alone(
-    any_threads: None, size: int, n_out: int, gated: bool, dtype: torch.dtype
+    any_threads: None, size: int, n_out: int, gate: Gate | None, dtype: torch.dtype
 ) -> None:
     x, weight = random(MOST_ROWS, size, dtype=dtype), random(n_out, size, dtype=dtype, seed=2)
-    around = {"norm": random(size, dtype=dtype, seed=3), "eps": EPS, "gated": gated}
+    around = {"norm": random(size, dtype=dtype, seed=3), "eps": EPS, "gate": gate}
     bias = random(n_out, dtype=dtype, seed=4)
     alone = torch.cat([product(row[None], weight, bias, **around) for row in x])
     for n_threads in (1, 2):
@@ -63,10 +68,11 @@ def test_a_row_has_the_bits_that_it_has_alone(
             assert torch.equal(product(x[:n], weight, bias, **around), alone[:n]), n
 
 
-@pytest.mark.parametrize("gate", [-1e30, -200.0, -88.5, 88.5, 1e30])
-def test_a_gate_far_from_zero_neither_overflows_nor_is_lost(gate: float) -> None:
-    x, weight = torch.ones(1, 1), torch.tensor([[gate], [1.0]])
-    torch.testing.assert_close(product(x, weight, gated=True)[0, 0].item(), max(gate, 0.0), rtol=1e-6, atol=1e-8)
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("value", [-1e30, -200.0, -88.5, 88.5, 1e30])
+def test_a_gate_far_from_zero_neither_overflows_nor_is_lost(gate: Gate, value: float) -> None:
+    x, weight = torch.ones(1, 1), torch.tensor([[value], [1.0]])
+    torch.testing.assert_close(product(x, weight, gate=gate)[0, 0].item(), max(value, 0.0), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -74,7 +80,7 @@ def test_what_is_not_finite_stays_visible(value: float, dtype: torch.dtype) -> N
     x, weight = random(1, 40, dtype=dtype), random(8, 40, dtype=dtype, seed=2)
     weight[2, 3] = value
     assert product(x, weight).isfinite().tolist() == [[i != 2 for i in range(8)]]
-    assert not product(x, weight, gated=True)[0, 2].isfinite()
+    assert not product(x, weight, gate="silu")[0, 2].isfinite()
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:

@@ -5,12 +5,14 @@ import torch
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import MOST_ROWS
+from lce.kernels.cpu.numbers import Gate
 from lce.kernels.cpu.quantised import RoundedMatrix, parts
 from tests.kernels import truth
 from tests.kernels.truth import EPS
 
 ERRORS = {8: 0.008, 4: 0.075}  # of Gaussian weights, relative
 each_bits = pytest.mark.parametrize("bits", ERRORS)
+each_gate = pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 
 
 def packed(weight: Tensor, bits: int) -> RoundedMatrix:
@@ -46,7 +48,7 @@ def test_what_stands_around_a_product(bits: int, dtype: torch.dtype) -> None:
     """float32 goes in and comes out unrounded, whatever the dtype of the model."""
     torch.manual_seed(0)
     x, norm, onto = torch.randn(2, 100), torch.randn(100).to(dtype), torch.randn(2, 32)
-    matrix, around = packed(torch.randn(64, 100), bits), {"norm": norm, "gated": True}
+    matrix, around = packed(torch.randn(64, 100), bits), {"norm": norm, "gate": "silu"}
     expected = truth.product(x, matrix.unpacked(0, torch.empty(64, 100)), **around)
     most = 1e-5 if dtype is torch.float32 else 2e-4
     assert error(matrix.product(x, eps=EPS, out_dtype=torch.float32, **around), expected) < most
@@ -54,14 +56,14 @@ def test_what_stands_around_a_product(bits: int, dtype: torch.dtype) -> None:
 
 
 @each_bits
-@pytest.mark.parametrize("gated", [False, True])
+@each_gate
 @pytest.mark.parametrize("shape", [(320, 100), (64, 3072), (32, 8192)])
 def test_a_row_has_the_bits_that_it_has_alone(
-    any_threads: None, bits: int, dtype: torch.dtype, gated: bool, shape: tuple[int, int]
+    any_threads: None, bits: int, dtype: torch.dtype, gate: Gate | None, shape: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
     x, bias, norm = (torch.randn(size).to(dtype) for size in ((MOST_ROWS, shape[1]), shape[0], shape[1]))
-    matrix, around = packed(torch.randn(shape), bits), {"bias": bias, "norm": norm, "eps": EPS, "gated": gated}
+    matrix, around = packed(torch.randn(shape), bits), {"bias": bias, "norm": norm, "eps": EPS, "gate": gate}
     alone = torch.cat([matrix.product(row[None], **around) for row in x])
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
