@@ -224,7 +224,11 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
 
 def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Return the JSON object in a checkpoint's file, {} if there is no file. Raises `ModelError` for other contents."""
-    raw = read_file(path, most)
+    return object_of(read_file(path, most), path)
+
+
+def object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file's bytes, {} for None. Raises `ModelError`, which names `path`, for others."""
     if raw is None:
         return {}
     try:

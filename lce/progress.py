@@ -30,6 +30,11 @@ def silence(silent: bool = True) -> None:
     _silent = silent
 
 
+def is_silent() -> bool:
+    """Return whether `notice` prints nothing."""
+    return _silent
+
+
 def notice(text: str) -> None:
     """Print on stderr a line that tells the user what takes time."""
     if not _silent:

@@ -21,9 +21,7 @@ from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig
 from lce.models.registry import families, model_class, read_config
 from lce.progress import Progress, check_progress, reported
-from lce.weights.source import source_of
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+from lce.weights.finding import source_of
 
 
 @dataclass(frozen=True)
@@ -95,17 +93,17 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
     check_progress(progress)
     if not isinstance(check, bool):
         raise UsageError(f"check is {shown(check)}; expected True or False")
-    source = source_of(str(path))
-    if not source.path.is_dir():
+    source = source_of(str(path), metadata_only=not check)
+    if not source.is_model or (not os.path.lexists(path) and os.path.lexists(state_of(path))):
         if check:
             raise UsageError("check is for a model's folder; the rows of a context file are checked as they are read")
         return describe(path)
     config = read_config(source)
     family = model_class(config)
     shapes = dict(family.weights(config).values())  # by stored name, so that tied weights count once
-    checkpoint = source.checkpoint if check or any(source.path.glob("*.safetensors")) else None
+    checkpoint = source.checkpoint if check or source.has_weights else None
     manifest = checkpoint.manifest if checkpoint else None
-    file = next((name for name in TOKENIZERS if source.file(name).is_file()), None)
+    file = source.vocabulary
     facts = ModelFacts(source, config, config.window, config.rope)
     methods: dict[str, Method] = {}
     refused: dict[str, str] = {}
@@ -122,7 +120,7 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
         with reported(progress, "check", "B") as report:
             checked = checkpoint.verify(report)
     return ModelInfo(
-        folder=source.path,
+        folder=source.place,
         family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
         config=config,
         parameters=sum(math.prod(shape) for shape in shapes.values()),

@@ -31,9 +31,9 @@ from lce.progress import notice
 from lce.sizes import count
 from lce.system import keep_freed_memory, usable_cores, uses_threads
 from lce.weights.checkpoint import Checkpoint
+from lce.weights.finding import source_of
 from lce.weights.packed import Scheme, all_schemes, scheme_of
 from lce.weights.safetensors_file import allocate
-from lce.weights.source import source_of
 
 MOST_THREADS = 1024  # the largest value of the option `threads`
 Devices = str | torch.device | Sequence[str | torch.device] | None
@@ -204,7 +204,7 @@ class Planned:
 def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:
     """Compute an engine's sizes from config.json alone; see `plan`."""
     check_names(options, SizeOptions.__annotations__, "option")
-    source = source_of(model)
+    source = source_of(model, metadata_only=True)
     block, window = sized(options.get("block"), "block", 1), sized(options.get("window"), "window", 2)
     config = read_config(source)
     rope = scaled(config.rope, options.get("rope"), options.get("rope_factor"))

@@ -11,18 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from lce.errors import UsageError, shown
-from lce.files import named, path_of, read_file, sweep, write_whole, written_whole
+from lce.files import named, path_of, sweep, write_whole, written_whole
 from lce.models.registry import model_class, read_config
 from lce.progress import Progress, check_progress, reported
+from lce.weights.finding import source_of
 from lce.weights.packed import LARGEST, scheme_of
 from lce.weights.saving import save_quantised
-from lce.weights.source import source_of
+from lce.weights.source import BESIDE, CONFIG
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-BESIDE = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+WEIGHTS = "model.safetensors"
 
 
 def quantize(
@@ -48,7 +45,7 @@ def quantize(
     checkpoint.check(wanted, (*family.unused, *config.unused))
     published = {**source.config, "quantization_config": {"quant_method": "lce", "weights": scheme.name}}
     schemes = family.schemes(config, scheme, checkpoint.shapes)
-    copied = {name: read_file(source.file(name), LARGEST) for name in BESIDE}
+    copied = {name: source.read(name, LARGEST) for name in BESIDE}
     beside = {name: data for name, data in copied.items() if data is not None}
     beside[CONFIG] = json.dumps(published, indent=2).encode()
     with reported(progress, "quantize") as report:

@@ -29,7 +29,6 @@ from lce.methods.step import ModelFacts, Step
 from lce.methods.top_p import top_p_knob
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
-MAPS_FILE = "esa_maps.safetensors"  # the name of the file of learned maps in a model's folder
 
 
 @register("esa")
@@ -95,7 +94,7 @@ class ESA(JointSelection):
                 wanted.check(self.maps.learned_for, self.maps.source, model.source.path)
             self.maps.check_shapes(model.config.n_layers, *sizes)
             return self
-        path = model.source.file(MAPS_FILE) if self.maps is None else path_of(self.maps, "maps")
+        path = model.source.maps_file if self.maps is None else path_of(self.maps, "maps")
         if self.maps is None and not path.exists():
             raise missing(self.name, wanted.command(model.source.path))
         shapes = LowDimMap.shapes(*sizes, self.low_dim)

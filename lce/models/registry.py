@@ -46,8 +46,8 @@ def families() -> Mapping[str, type[Model]]:
 
 def read_config(source: Source) -> ModelConfig:
     """Return the config of a model. Raises `ModelError` if lce cannot run the model or cannot trust its files."""
-    fields = Fields(named(source.file("config.json")), source.config)
-    generation = Fields(named(source.file("generation_config.json")), source.generation_config)
+    fields = Fields(named(source.where("config.json")), source.config)
+    generation = Fields(named(source.where("generation_config.json")), source.generation_config)
     return family_of(fields).read(fields, generation)
 
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, cycle
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ ITEM_SIZES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".npz", ".h5", ".msgpack")
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack")
 _LARGEST_SIZE = 2**48  # The largest size of one dimension.
 _MOST_DIMENSIONS = 64
 
@@ -93,40 +94,51 @@ class Damaged(ModelError):
 
 
 def only_file(folder: Path) -> Path:
-    """Return the only safetensors file of a folder that has neither `model.safetensors` nor an index.
-
-    `model*` is preferred to Mistral's own `consolidated*`, whose tensors are not named as in transformers.
-    """
+    """Return the only safetensors file of a folder that has neither `model.safetensors` nor an index."""
     where = named(folder)
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise ModelError(f"{where} cannot be read ({error.strerror}); check the path and its permissions") from None
+    return folder / only_name(names, where)
+
+
+def only_name(names: Sequence[str], where: str) -> str:
+    """Return the only safetensors file among the `names` of a folder, which errors call `where`.
+
+    `model*` is preferred to Mistral's own `consolidated*`, whose tensors are not named as in transformers.
+    """
     found = [name for name in names if name.endswith(".safetensors")]
     own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
     best = [name for name in own if name.startswith("model")] or own or found
     if len(best) == 1 and not re.search(r"-\d+-of-\d+\.", best[0]):
-        return folder / best[0]
+        return best[0]
     if best:
         remedy = "download model.safetensors.index.json, or leave one whole file"
         raise ModelError(f"{where} has {few(best)} but no index; expected one file or shards with an index; {remedy}")
     others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
     if others:
         remedy = "convert them, e.g. with transformers' save_pretrained(folder, safe_serialization=True)"
-        raise ModelError(f"{where} has weights only as {few(others)}; lce reads safetensors alone; {remedy}")
+        raise ModelError(f"{where} has weights only as {few(others)}; lce reads safetensors and GGUF; {remedy}")
     raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
+
+
+def weight_map_of(index: Path) -> dict[str, str]:
+    """Return the shard of each tensor that an index lists. Raises ModelError for a shard that is not a plain name."""
+    found: Any = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
+        raise Damaged(index, "weight_map is not an object of tensor names and file names")
+    for shard in sorted(set(found.values())):  # no path; the file may be a link, as in Hugging Face's cache
+        if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
+            remedy = "use a checkpoint from a source you trust"
+            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
+    return found
 
 
 def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
     """Read the headers of the shards that an index lists. Return their tensors by name, and the shards' stamps."""
-    weight_map = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise Damaged(index, "weight_map is not an object of tensor names and file names")
+    weight_map = weight_map_of(index)
     shards = sorted(set(weight_map.values()))
-    for shard in shards:  # only a file name, no path; the file may be a link, as in Hugging Face's cache
-        if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
-            remedy = "use a checkpoint from a source you trust"
-            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
     missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
     if missing:
         raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({few(missing)}); download them")

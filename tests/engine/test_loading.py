@@ -142,17 +142,6 @@ def test_a_file_of_a_checkpoint_stands_for_its_folder(tiny_model: Path, tmp_path
         lce.load(tmp_path / "model.safetensors")
 
 
-def test_a_hub_id_and_a_gguf_file_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"run `hf download Owner/a-Model.1 --local-dir a-Model.1`, and name a-Model.1$"
-    ):
-        lce.load("Owner/a-Model.1")
-    (tmp_path / "model.gguf").touch()
-    for path in (tmp_path / "model.gguf", tmp_path, tmp_path / "none.gguf"):
-        with pytest.raises(ModelError, match=r"is GGUF, which .* download the checkpoint that it was made of"):
-            lce.load(path)
-
-
 IDS = list(range(5, 45))
 
 
