@@ -8,7 +8,7 @@ the family. A missing size is a ModelError, and so is every value that lce canno
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,17 +22,19 @@ _SCALING_NUMBERS = {  # keys of the numbers that only one kind of RoPE scaling h
     "llama3": ("low_freq_factor", "high_freq_factor"),
 }
 
-# Keys of other families' configs that change what a model computes, each with the values that change nothing. A model
-# with any other value is not of the architecture that its config names, and is refused.
+# Keys of some families' configs that change what a model computes, each with the values that change nothing. A model
+# with any other value is refused, unless its family implements the key.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), (0,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
+    **dict.fromkeys(("rope_local_base_freq", "_sliding_window_pattern"), ()),
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier"), (1,)),
     **dict.fromkeys(("residual_multiplier", "scale_emb"), (1,)),
     **dict.fromkeys(("attention_multiplier", "scale_depth", "attention_chunk_size", "sliding_window_pattern"), ()),
     **dict.fromkeys(("no_rope_layers", "cross_attention_layers"), ([],)),
     **dict.fromkeys(("no_rope_layer_interval", "attn_temperature_tuning", "use_qk_norm", "qk_norm"), (0,)),
     **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "attn_output_gate", "use_mrope"), (0,)),
+    **dict.fromkeys(("use_bidirectional_attention", "norm_offset"), (0,)),
 }
 # The least and the largest value of each number in config.json. No published model comes near these limits: a value
 # beyond them means that the file is damaged or hostile.
@@ -45,7 +47,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "head_dim": (1, 2**14),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), (1, 2**30)),
     "rms_norm_eps": (1e-20, 1),
-    "rope_theta": (2, 10**15),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (2, 10**15)),
     "factor": (1, 10**6),
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), (1e-6, 10**6)),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), (1e-6, 10**6)),
@@ -60,12 +62,15 @@ class Fields:
     """A JSON object in a file, read by key. A wrong value raises ModelError.
 
     A key that is missing or null takes its value from `defaults`; only `optional_integer` returns None for a null. The
-    argument `within` gives the limits of a key that only one family reads. `where` names the file in messages.
+    argument `within` gives the limits of a key that only one family reads. `where` names the file in messages. A value
+    of a key in `implements` is not refused for being of another family; with "rope_parameters" among them, that section
+    has an object for each of `LAYER_TYPES`.
     """
 
     where: str
     values: Mapping[str, object]
     defaults: Mapping[str, object] = field(default_factory=dict)
+    implements: Collection[str] = ()
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
         """Return the error that says that the value under `key` is wrong, what was `expected`, and a `remedy`."""
@@ -115,9 +120,16 @@ class Fields:
             raise self.refusal(key, "a list of names")
         return listed
 
-    def section(self, key: str) -> Fields:
-        """Return the JSON object under `key`, which must contain no other object; an empty one for a missing key."""
+    def section(self, key: str, part: str | None = None) -> Fields:
+        """Return the JSON object under `key`, which must contain no other object; an empty one for a missing key.
+
+        With `part`, the value under `key` has objects by layer type, and the object of that type is returned.
+        """
         value = self._filled(key, {})
+        if part is not None:
+            if not isinstance(value, dict) or not value.keys() <= {*LAYER_TYPES}:
+                raise self.refusal(key, f"null or an object for each of {', '.join(LAYER_TYPES)}")
+            return Fields(f"{self.where}: {key}", value).section(part)
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
         return Fields(f"{self.where}: {key}", value)
@@ -196,7 +208,6 @@ class ModelConfig:
     @classmethod
     def read(cls, fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
         """Read what all families share from config.json with the family's defaults, and from generation_config.json."""
-        _check_supported(fields)
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
@@ -214,7 +225,7 @@ class ModelConfig:
             window=dual_chunk.optional_integer("original_max_position_embeddings") or announced,
             norm_eps=fields.number("rms_norm_eps", default=1e-6),
             tied=fields.flag("tie_word_embeddings"),
-            rope=_rope(fields, announced, head_dim),
+            rope=read_rope(fields, head_dim),
             dtype=_dtype(fields),
             bos_id=bos_ids[0] if bos_ids else None,
             eos_ids=_special_tokens("eos_token_id", (generation, fields), vocab_size),
@@ -251,8 +262,12 @@ class ModelConfig:
 
 
 def rope_section(fields: Fields) -> Fields:
-    """Return the config's RoPE scaling, `rope_scaling` or `rope_parameters`. Raises ModelError if the two differ."""
-    older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
+    """Return the config's RoPE scaling, `rope_scaling` or `rope_parameters`. Raises ModelError if the two differ.
+
+    If RoPE differs by layer type, this is the scaling of layers with full attention.
+    """
+    part = LAYER_TYPES[0] if "rope_parameters" in fields.implements else None
+    older, newer = fields.section("rope_scaling"), fields.section("rope_parameters", part)
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
     kinds = {_kind(older), _kind(newer)} - {None, ""}
@@ -265,28 +280,42 @@ def rope_section(fields: Fields) -> Fields:
 
 
 def check_layer_types(fields: Fields, config: ModelConfig) -> None:
-    """Raise ModelError if `layer_types` contradicts the rest of the config, or if layers have different types."""
-    kinds = fields.names("layer_types")
-    if kinds and len(kinds) != config.n_layers:
-        raise fields.refusal("layer_types", f"one for each of the {config.n_layers} layers")
-    if len(set(kinds)) > 1 or not {*kinds} <= {*LAYER_TYPES}:
+    """Raise ModelError if `layer_types` contradicts the rest of the config, or if the family knows no such layers."""
+    windows = [kind.sliding_window for kind in config.layer_kinds] or [config.sliding_window] * config.n_layers
+    own = [LAYER_TYPES[window is not None] for window in windows]
+    kinds = layer_types(fields, own)
+    if len(set(kinds)) > 1 and "layer_types" not in fields.implements:
         expected = f"one kind of attention in all layers, {' or '.join(LAYER_TYPES)}"
         raise fields.refusal("layer_types", expected, "use another checkpoint")
-    own = LAYER_TYPES[config.sliding_window is not None]
-    if kinds and kinds[0] != own:
-        raise fields.refusal("layer_types", f"{own} in all layers, as the sliding window says")
+    if kinds != own:
+        raise fields.refusal("layer_types", f"{own[0]} in all layers, as the sliding window says")
 
 
-def _check_supported(fields: Fields) -> None:
+def layer_types(fields: Fields, default: list[str]) -> list[str]:
+    """Return the type of each layer, one of `LAYER_TYPES`: as the config lists them, else as in `default`."""
+    kinds = fields.names("layer_types") or default
+    if len(kinds) != len(default):
+        raise fields.refusal("layer_types", f"one for each of the {len(default)} layers")
+    if not {*kinds} <= {*LAYER_TYPES}:
+        alike = "" if "layer_types" in fields.implements else "one kind of attention in all layers, "
+        raise fields.refusal("layer_types", alike + " or ".join(LAYER_TYPES), "use another checkpoint")
+    return kinds
+
+
+def check_supported(fields: Fields, activation: str) -> None:
+    """Raise ModelError if a config has a value that lce does not implement, or not in the family of `fields`."""
     for key in ("quantization_config", "compression_config"):
         value = fields.values.get(key)
         if value is not None and not (isinstance(value, Mapping) and value.get("quant_method") == "lce"):
             expected = f"plain weights in {', '.join(DTYPES)}"
             raise fields.refusal(key, expected, "use the checkpoint before its quantization")
-    if fields.text("hidden_act") not in (None, "silu", "swish"):
-        raise fields.refusal("hidden_act", "'silu', the only activation of these families", "use another checkpoint")
+    same = ("silu", "swish") if activation == "silu" else (activation,)
+    for key in ("hidden_act", "hidden_activation"):
+        if fields.text(key) not in (None, *same):
+            raise fields.refusal(key, f"{activation!r}, the only activation of this family", "use another checkpoint")
     for key, neutral in _UNSUPPORTED.items():
-        if fields.values.get(key) is not None and fields.values[key] not in neutral:
+        value = fields.values.get(key)
+        if value is not None and value not in neutral and key not in fields.implements:
             expected = " or ".join(["null", *map(str, neutral)])
             raise fields.refusal(key, f"{expected}: lce does not implement it", "use another checkpoint")
 
@@ -327,8 +356,9 @@ def _special_tokens(key: str, files: Sequence[Fields], vocab_size: int) -> tuple
     return tuple(found) or tuple(token for token in defaults if isinstance(token, int) and token < vocab_size)
 
 
-def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
-    scaling = rope_section(fields)
+def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, theta: float | None = None) -> RopeConfig:
+    """Read a RoPE from a section of the config: `scaling`, by default the model's. Its base is `theta` if not there."""
+    scaling, window = scaling or rope_section(fields), fields.integer("max_position_embeddings")
     kind = _kind(scaling)
     if kind is None and scaling.values.get("factor") is not None:
         raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
@@ -340,7 +370,7 @@ def _rope(fields: Fields, window: int, head_dim: int) -> RopeConfig:
     for section in (fields, scaling):
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
             raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")
-    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    theta = scaling.number("rope_theta", default=theta or fields.number("rope_theta", default=10000.0))
     if kind == "none":
         return RopeConfig(theta=theta)
     if kind in ("ntk", "dynamic") and head_dim < 4:

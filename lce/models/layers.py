@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lce.models.config import Fields, ModelConfig, check_layer_types
+from lce.models.config import Fields, ModelConfig, check_layer_types, check_supported
 from lce.models.products import Gate, linear, rows_of
 from lce.weights.packed import Scheme, all_schemes
 
@@ -58,13 +58,16 @@ class Layer:
 class Model:
     """A model: embedding, layers, norm, head. A family derives from this class and sets its class attributes.
 
-    `defaults` holds transformers' values for the keys that a config.json of this family may leave out. Layers may be on
-    several devices. Then hidden states are copied before a layer that is on another device than the layer before it.
+    `defaults` holds transformers' values for the keys that a config.json of this family may leave out. `implements` are
+    the keys of config.json that this family reads and most families refuse. Layers may be on several devices. Then
+    hidden states are copied before a layer that is on another device than the layer before it.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     defaults: ClassVar[Mapping[str, object]]
+    implements: ClassVar[Collection[str]] = ()
+    activation: ClassVar[str] = "silu"  # of the MLP's gate, as config.json calls it
     layer: ClassVar[type[Layer]]
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
@@ -85,13 +88,17 @@ class Model:
 
         The tokens may belong to several texts. No shape and no branch depends on the values of `ids` and `indices`.
         """
-        x = rows_of(self.embed, ids, self.final_norm.dtype)
+        x = self.embedded(ids)
         borders = self.borders
         for layer in self.layers:
             if layer.index in borders:
                 x = x.to(borders[layer.index])
             x = layer(x, attend)
         return x
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the first hidden states `[T, hidden]`, of token ids `[T]`."""
+        return rows_of(self.embed, ids, self.final_norm.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits `[T, vocab]` of hidden states `[T, hidden]`: float32, and not rounded to another dtype."""
@@ -100,7 +107,8 @@ class Model:
     @classmethod
     def read(cls, fields: Fields, generation: Fields) -> ModelConfig:
         """Read the checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
-        fields = Fields(fields.where, fields.values, cls.defaults)
+        fields = Fields(fields.where, fields.values, cls.defaults, cls.implements)
+        check_supported(fields, cls.activation)
         config = cls.configure(ModelConfig.read(fields, generation, cls.architecture), fields)
         check_layer_types(fields, config)
         return config

@@ -27,7 +27,7 @@ class Mistral3(Model):
         shared = {key: fields.values[key] for key in _SHARED if fields.values.get(key) is not None}
         text = Fields(f"{fields.where}: text_config", own | shared)
         found = family_of(text)
-        if found is cls:
+        if issubclass(found, Mistral3):
             raise text.refusal("model_type", "the name of a text model's family")
         config = found.read(text, generation)
         tied = text.flag("tie_word_embeddings", default=True)

@@ -1,0 +1,39 @@
+"""OLMo 2 against transformers: norms behind attention and MLP, and of queries and keys over all heads."""
+
+from pathlib import Path
+
+import torch
+from transformers import Olmo2Config
+
+import lce
+from tests.parity import PLAIN, FamilyTests, Kind, assert_every_bias_matters, difference, rope, save_kind
+
+OLMO_2 = {"pad_token_id": 0, **rope("default", 5e5)}
+KINDS = {
+    "olmo2": Kind(Olmo2Config, OLMO_2 | {"num_key_value_heads": 4}, PLAIN),
+    "olmo2-32b": Kind(Olmo2Config, OLMO_2, {"rms_norm_eps": 0.5}),
+    "attention-bias": Kind(Olmo2Config, OLMO_2 | {"attention_bias": True, "tie_word_embeddings": True}, PLAIN),
+}
+
+
+class TestOlmo2(FamilyTests):
+    kinds = KINDS
+    greedy = ("olmo2-32b",)
+
+
+def test_biases_make_a_difference(tmp_path: Path) -> None:
+    assert_every_bias_matters(tmp_path, KINDS["attention-bias"], 2 * 4)
+
+
+def test_the_norms_of_queries_and_keys_make_a_difference(tmp_path: Path) -> None:
+    saved = save_kind(tmp_path, KINDS["olmo2-32b"])
+    before = lce.load(tmp_path).logits(saved.ids)
+    for name in ("q_norm", "k_norm"):
+        weight = getattr(saved.model.model.layers[1].self_attn, name).weight
+        with torch.no_grad():
+            weight += torch.linspace(-1, 1, len(weight))
+        saved.model.save_pretrained(tmp_path)
+        after = lce.load(tmp_path).logits(saved.ids)
+        assert difference(after, before) > 1e-2, name
+        assert difference(after, saved.logits) <= 1e-4
+        before = after
