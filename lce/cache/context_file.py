@@ -261,7 +261,7 @@ def _restored_layer(
 
 def restored_states(layout: CacheLayout, index: int, tensors: Mapping[str, Tensor]) -> Mapping[str, MethodState]:
     """Return the method's states of layer `index`, restored from the small `tensors` of a context file."""
-    states = layout.make_state(layout)
+    states = layout.state_of(index)
     for name, state in states.items():
         at = f"layers/{index}/{name}/"
         for key in (key for key in tensors if key.startswith(at)):

@@ -65,9 +65,9 @@ class KVCache:
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
         """Return a cache without tokens, with space for `capacity` tokens."""
         layers = [
-            LayerCache(part.first_layer + number, part, KVBuffer(part, 0), None, part.make_state(part))
+            LayerCache(layer, part, KVBuffer(part, 0), None, part.state_of(layer))
             for part in layout.by_device
-            for number in range(part.n_layers)
+            for layer in part.layers
         ]
         cache = cls(layout, layers, file=file)
         cache.reserve(capacity)

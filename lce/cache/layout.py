@@ -57,6 +57,9 @@ class CacheLayout:
     independently, else of all KV heads. `make_state` creates the method's state of a layer, and `could_keep` says
     whether tensors of a file can be that state. Texts are read in blocks of at most `block` tokens.
 
+    In `sliding_layers` no method acts: these layers have no method state, and only tokens within `AccessPattern.local`
+    are read, so that chunks in lower tiers stay there.
+
     Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
 
     Tiers below the device, and files, have pages in the `format` that `kv_dtype` names. A lossy format rounds complete
@@ -85,6 +88,7 @@ class CacheLayout:
     borders: tuple[tuple[int, torch.device], ...] = ()
     first_layer: int = 0
     device_tier: str = DEVICE
+    sliding_layers: frozenset[int] = frozenset()  # numbered over all layers of the model
 
     @cached_property
     def by_device(self) -> tuple[CacheLayout, ...]:
@@ -111,6 +115,20 @@ class CacheLayout:
     def part_of(self, layer: int) -> CacheLayout:
         """Return the layout for the device that has this layer."""
         return next(part for part in self.by_device if layer < part.first_layer + part.n_layers)
+
+    @property
+    def layers(self) -> range:
+        """The layers of this layout, numbered over all layers of the model."""
+        return range(self.first_layer, self.first_layer + self.n_layers)
+
+    @property
+    def n_acting(self) -> int:
+        """The number of layers in which the method acts."""
+        return self.n_layers - len(self.sliding_layers.intersection(self.layers))
+
+    def state_of(self, layer: int) -> Mapping[str, MethodState]:
+        """Return a layer's empty method state."""
+        return {} if layer in self.sliding_layers else self.make_state(self)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -158,7 +176,7 @@ class CacheLayout:
     def state_bytes(self, n_tokens: int) -> int:
         """Return the most bytes that the method's state can take after `n_tokens` tokens, over all layers."""
         states = self.make_state(self).values()
-        return self.n_layers * sum(state.most_bytes(n_tokens, self.block) for state in states)
+        return self.n_acting * sum(state.most_bytes(n_tokens, self.block) for state in states)
 
     # Pages, the units that move between tiers
 
@@ -192,7 +210,7 @@ class CacheLayout:
 
     @property
     def pinned_chunks(self) -> int:
-        """The number of chunks with sinks, which never leave the device."""
+        """The number of chunks with sinks, which never leave the device in layers where the method acts."""
         return -(-self.access.sinks // self.chunk_size)
 
     # Budgets, the user's limits on bytes in each tier
@@ -241,8 +259,8 @@ class CacheLayout:
 
     @property
     def least_pool_bytes(self) -> int:
-        """The bytes of the smallest device pool: all layers' chunks with sinks, and one more chunk of one layer."""
-        chunks = self.pinned_chunks * self.n_layers + 1
+        """The bytes of the smallest device pool: all pinned chunks, and one more chunk of one layer."""
+        chunks = self.pinned_chunks * self.n_acting + 1
         return chunks * self.chunk_size * self.token_bytes // self.n_layers
 
     @property

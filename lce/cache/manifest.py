@@ -252,17 +252,19 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
         shape = (2, layout.n_kv_heads, n_unrounded, layout.head_dim)
         if found is None or (found.dtype, found.shape) != (layout.dtype, shape):
             raise contradiction(path)
-    states, kept = layout.make_state(layout), [dict[str, FileTensor]() for _ in range(layout.n_layers)]
+    states, kept = [layout.state_of(layer) for layer in layout.layers], [dict[str, FileTensor]() for _ in layout.layers]
     for file_name, tensor in tensors.items():
         place = _STATE.fullmatch(file_name)
         layer, name, number = (int(place[1]), place[2], int(place[3])) if place else (layout.n_layers, "", 0)
-        if layer >= layout.n_layers or name not in states or name in kept[layer]:
+        if layer >= layout.n_layers or name not in states[layer] or name in kept[layer]:
             raise contradiction(path)
-        possible = tensor.dtype.is_floating_point or not states[name].floats
-        if not possible or not states[name].agrees(tensor, number, n_tokens):
+        state = states[layer][name]
+        possible = tensor.dtype.is_floating_point or not state.floats
+        if not possible or not state.agrees(tensor, number, n_tokens):
             raise contradiction(path)
         kept[layer][name] = tensor
-    if n_tokens and not all(layout.could_keep(layer, found, layout, n_tokens) for layer, found in enumerate(kept)):
+    acting = [layer for layer in layout.layers if layer not in layout.sliding_layers]
+    if n_tokens and not all(layout.could_keep(layer, kept[layer], layout, n_tokens) for layer in acting):
         raise contradiction(path)
 
 

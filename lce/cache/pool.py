@@ -64,6 +64,8 @@ class Pool(Tier):
         super().__init__(layout, below)
         self.max_slots = max_slots
         self.pinned_chunks = pinned_chunks
+        slides = [layer in layout.sliding_layers for layer in layout.layers]
+        self._pins = np.repeat(np.invert(slides), layout.n_groups)  # for each head group, whether its chunks are pinned
         self.clock = 0  # the number of requests so far
         self._queue = np.zeros((2, 0), np.int64)  # the slots to fill next, and when each was last used (-1: free)
         self.slots = Slots((), *np.zeros((3, 0), np.int64))  # replaced in one assignment when the pool grows
@@ -82,7 +84,7 @@ class Pool(Tier):
     @property
     def capacity(self) -> int:
         """The largest number of pages in the pool at once, pinned pages not counted."""
-        return self.max_slots - self.pinned_chunks * self.layout.n_layers * self.layout.n_groups
+        return self.max_slots - self.pinned_chunks * self.layout.n_acting * self.layout.n_groups
 
     @property
     def n_bytes(self) -> int:
@@ -266,7 +268,7 @@ class Pool(Tier):
         free = np.ones(self.n_slots, bool)
         free[self._holding(np.arange(self.n_slots))] = False
         slots.group[free] = -1  # an interruption may have left another number
-        busy = (slots.chunk < self.pinned_chunks) | (slots.used >= self.clock)
+        busy = ((slots.chunk < self.pinned_chunks) & self._pins[slots.group]) | (slots.used >= self.clock)
         age = np.where(free, -1, np.where(busy, NEVER, slots.used))
         oldest = np.sort(np.argpartition(age, n_queued - 1)[:n_queued]) if n_queued else np.arange(0)
         oldest = oldest[age[oldest] < NEVER]

@@ -98,6 +98,8 @@ class TierStack:
             parts = tuple(pages_of(x[:, tokens], layout) for x in (k, v))
             self.top.write_through(pages, *parts)
             self.top.write(pages, *parts)
+            if layer in layout.sliding_layers:
+                self.top.release(self.top.index[pages])
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of the chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`.

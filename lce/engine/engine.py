@@ -75,7 +75,7 @@ class Engine(Unique):
             lambda: config.identity(checkpoint.fingerprint()),
             method, window, rope, self.dtype, config.vocab_size, layout.kv_dtype, weights,
         )  # fmt: skip
-        driver = Driver(method, attention, window, config.n_kv_heads, config.sliding_window)
+        driver = Driver(method, attention, window, config.n_kv_heads, config.sliding_window, config.kinds)
         recorded = self.device.type == "cuda" and method.decodes and attention.decodes(self.dtype, config.head_dim)
         eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self.alone = Alone(model, driver, tokenizer, eos_ids, self.block, self.device, CudaTape if recorded else None)

@@ -23,6 +23,7 @@ from lce.engine.window import beyond, readable
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
+from lce.methods.own_window import access_of
 from lce.methods.registry import as_method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
@@ -230,9 +231,11 @@ def _sizes(
         for name, (published, shape) in family.weights(config, stored).items()
     }
     layout = CacheLayout(
-        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, devices[0], chosen.access, budgets,
+        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, devices[0],
+        access_of(chosen, config.kinds), budgets,
         block or chosen.block, chosen.state, chosen.could_keep, kv_dtype=kv_dtype_of(kv_dtype),
         borders=borders_of(devices, config.n_layers, sizes) if borders is None else borders,
+        sliding_layers=config.sliding_layers,
     )  # fmt: skip
     return Planned(config, facts.window, facts.rope, chosen, layout, sizes)
 

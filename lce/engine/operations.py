@@ -17,6 +17,7 @@ from lce.engine.loading import Planned, SizeOptions, planned
 from lce.errors import UsageError
 from lce.methods.base import Method
 from lce.methods.costs import UNCOUNTED, Cost, PaperFigure, QueryBlock, total
+from lce.methods.own_window import method_of
 from lce.methods.selective import ChunkSelection
 from lce.models.registry import model_class
 from lce.sizes import count
@@ -120,20 +121,20 @@ def operations(
 def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
     """Count the work of blocks `(start, stop)`, each of the tokens `start` to `stop - 1`."""
     config, size, n = made.config, made.layout.dtype.itemsize, sum(stop - start for start, stop in blocks)
-    cost, causal = Cost(0), 0
+    cost, causal, methods = Cost(0), 0, {kind: method_of(made.method, kind) for kind in {*config.kinds}}
     for start, stop in blocks:
         first = QueryBlock(start, stop, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
         causal += config.n_layers * (first.causal.attention or 0)
-        for index in range(config.n_layers):
-            layer = replace(first, layer=index, sliding_window=config.sliding_window)
-            cost += (made.method.counted and made.method.cost(layer)) or UNCOUNTED
+        for index, kind in enumerate(config.kinds):
+            layer, method = replace(first, layer=index, sliding_window=config.sliding_window), methods[kind]
+            cost += (method.counted and method.cost(layer)) or UNCOUNTED
     products = {"projections": 0, "mlp": 0, "head": 0}  # the multiply-adds of one token
     weights = model_class(config).weights(config)
     for name, (_, shape) in weights.items():
         index_or_name, in_layer, own = name.partition(".")
-        kind = ("projections" if own in PROJECTIONS else "mlp") if in_layer else index_or_name
-        if len(shape) == 2 and kind in products:
-            products[kind] += math.prod(shape)
+        product = ("projections" if own in PROJECTIONS else "mlp") if in_layer else index_or_name
+        if len(shape) == 2 and product in products:
+            products[product] += math.prod(shape)
     once, rows = sum(made.weight_bytes.values()), weights["embed"][1][0]
     if "head" in weights:  # an untied embedding: only the rows of the tokens are read
         once, row_bytes = once - made.weight_bytes["embed"], made.weight_bytes["embed"] // rows

@@ -190,6 +190,10 @@ class Method:
         """Return a label of a layer; layers with equal labels have the same parts."""
         return ""
 
+    def in_sliding_layer(self, own: Method) -> Method:
+        """Return the method of a layer with a sliding window of its own: `own`, or a method that observes `own`."""
+        return own
+
     def query_scale(self, i: Tensor, window: int) -> Tensor | None:
         """Return a factor `[T]`, float64, for the logits of queries `i [T]`; None: no factor."""
         return None

@@ -136,6 +136,9 @@ class Observed(Wrapped):
 
     observer: Observer = field(repr=False, compare=False)
 
+    def in_sliding_layer(self, own: Method) -> Method:
+        return replace(self, inner=own)
+
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         some = self.observer.rows(step)
         rows = torch.arange(q.shape[1], device=q.device) if some is None else some.to(q.device)

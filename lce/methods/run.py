@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -15,9 +16,10 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods.base import Method
+from lce.methods.own_window import method_of
 from lce.methods.registry import as_method
 from lce.methods.step import DeviceStep, Note, Step
-from lce.models.config import RopeConfig
+from lce.models.config import LayerKind, RopeConfig
 from lce.models.layers import Attend
 from lce.models.rope import Rope
 from lce.profiling import section
@@ -28,13 +30,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Driver:
-    """A method with its attention backend and the model's sizes, which runs over any cache. A driver has no state."""
+    """A method with its attention backend and the model's sizes, which runs over any cache. A driver has no state.
+
+    `kinds` has each layer's kind; it is empty if all layers are alike. The method acts in layers without a sliding
+    window of their own.
+    """
 
     method: Method  # resolved, by `Method.resolve`
     attention: Attention
     window: int
     n_kv_heads: int
     sliding_window: int | None = None
+    kinds: tuple[LayerKind, ...] = ()
+
+    @cached_property
+    def methods(self) -> Mapping[LayerKind, Method]:
+        """The method of each kind of layer."""
+        return {kind: method_of(self.method, kind) for kind in self.kinds or (LayerKind(),)}
+
+    @cached_property
+    def numbers(self) -> Sequence[int]:
+        """For each layer, the number of its kind in `methods`."""
+        order = [*self.methods]
+        return [order.index(kind) for kind in self.kinds]
 
     def begin(self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None) -> Block:
         """Reserve space in a cache for `n_tokens` more tokens, and return the block that appends them."""
@@ -44,7 +62,11 @@ class Driver:
         if n_tokens == 1:  # decode: a token mostly chooses what the previous token chose
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
-        return Block(self.method, cache, {part.first_layer: replace(whole, memo={}) for part in cache.layout.by_device})
+        firsts, kinds = [part.first_layer for part in cache.layout.by_device], self.methods.items()
+        steps = {
+            first: [(method, replace(whole, rope=rope.of(kind), memo={})) for kind, method in kinds] for first in firsts
+        }
+        return Block(cache, steps, self.numbers)
 
     def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
         """Return a function that computes a layer's attention for one token, whose index `at [1]` is on the device.
@@ -53,12 +75,14 @@ class Driver:
         the cache. The function's work can be recorded once, as a CUDA graph, and replayed for each token of a text
         of at most `bound` tokens.
         """
-        facts = rope, self.attention, self.window, self.n_kv_heads, self.sliding_window
-        step = DeviceStep(*facts, at=at, bound=bound)
+        facts = self.attention, self.window, self.n_kv_heads, self.sliding_window
+        steps = [DeviceStep(rope.of(kind), *facts, at=at, bound=bound) for kind in self.methods]
+        methods, numbers = [*self.methods.values()], self.numbers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.method.keep(k, v, layers[layer], step)
-            return self.method.decode(q, layers[layer], step)
+            number = numbers[layer] if numbers else 0
+            methods[number].keep(k, v, layers[layer], steps[number])
+            return methods[number].decode(q, layers[layer], steps[number])
 
         return attend
 
@@ -89,18 +113,19 @@ class Block:
     After the last layer the caller keeps the block by `cache.commit()`. If the pass fails, `cache.settle()` drops it.
     """
 
-    method: Method
     cache: KVCache
-    steps: Mapping[int, Step]  # one step for each device; the key is the device's first layer
+    # For each device, by its first layer: the method and the step of each kind of layer.
+    steps: Mapping[int, Sequence[tuple[Method, Step]]]
+    numbers: Sequence[int]  # for each layer, the number of its kind; empty if all layers are alike
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in a layer: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`. Call once for each layer, in order."""
         own = self.cache.layers[layer]
-        step = self.steps[own.layout.first_layer]
+        method, step = self.steps[own.layout.first_layer][self.numbers[layer] if self.numbers else 0]
         with section("cache"):
-            self.method.keep(k, v, own, step)
+            method.keep(k, v, own, step)
         with section("selection"):  # what profiles call selection: all except attention and cache
-            out = self.method.attend(q, own, step)
+            out = method.attend(q, own, step)
         if q.shape[1] == 1:  # load pages for the next layer, after this layer's work
             self.cache.prefetch(layer + 1)
         return out

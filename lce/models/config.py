@@ -195,7 +195,7 @@ class ModelConfig:
     biases: tuple[str, ...] = ()
     sliding_window: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
-    layer_kinds: tuple[LayerKind, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = field(default=(), repr=False)
     extra: Mapping[str, float] = field(default_factory=dict, hash=False)
     dtype: str | None = None
     bos_id: int | None = None
@@ -233,6 +233,19 @@ class ModelConfig:
             generation=generation.values,
         )
 
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer. No option scales a sliding window's RoPE: such a kind has one of its own here."""
+        found = self.layer_kinds or (LayerKind(),) * self.n_layers
+        return tuple(
+            replace(kind, rope=kind.rope or self.rope) if kind.sliding_window is not None else kind for kind in found
+        )
+
+    @property
+    def sliding_layers(self) -> frozenset[int]:
+        """The layers with a sliding window of their own, in which no method acts."""
+        return frozenset(layer for layer, kind in enumerate(self.layer_kinds) if kind.sliding_window is not None)
+
     def dual_chunk(self, path: object) -> tuple[int, int] | None:
         """Return the chunk size of Dual Chunk Attention, and the position of a query for keys of older chunks.
 
@@ -258,7 +271,8 @@ class ModelConfig:
         The hash ties saved contexts to the model: the same weights with another RoPE base give other keys and values.
         """
         same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
-        return hashlib.sha256(f"{fingerprint} {same!r}".encode()).hexdigest()
+        kinds = f" {self.layer_kinds!r}" if self.layer_kinds else ""
+        return hashlib.sha256(f"{fingerprint} {same!r}{kinds}".encode()).hexdigest()
 
 
 def rope_section(fields: Fields) -> Fields:

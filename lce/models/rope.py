@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from lce.attention import Turn
-from lce.models.config import RopeConfig
+from lce.models.config import LayerKind, RopeConfig
 from lce.models.products import turns
+
+NO_ROTATION = RopeConfig("linear", factor=math.inf)  # all frequencies are 0, and every rotation is by 0
 
 
 class Rope:
@@ -26,10 +28,21 @@ class Rope:
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:
         self.config = config
         self.head_dim = head_dim
+        self.window, self.length = window, length
+        self._kinds: dict[LayerKind, Rope] = {}
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _yarn_scale(config)
         # Copies of `inv_freq` on other devices. Each is made once, because a copy waits for the device.
         self._uploaded: dict[torch.device, Tensor] = {}
+
+    def of(self, kind: LayerKind) -> Rope:
+        """Return the RoPE of layers of this kind, made once: this RoPE, unless the kind has another or none."""
+        own = kind.rope if kind.rotated else NO_ROTATION
+        if own is None:
+            return self
+        if kind not in self._kinds:
+            self._kinds[kind] = Rope(own, self.head_dim, self.window, self.length)
+        return self._kinds[kind]
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Return cosines and sines of the rotation to `positions`, `[*positions.shape, D/2]` each, on their device."""
