@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_PIECE = 1 << 17  # The weights that `GgufType.dequantise` unpacks at once: what it makes of them fits a core's cache.
-_CRUMBS = np.array([0, 2, 4, 6], np.uint8)[:, None]
-_BITS = np.arange(8, dtype=np.uint8)[:, None]
+_PIECE = 1 << 18  # The weights that `GgufType.dequantise` unpacks at once: what it makes of them fits a core's cache.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of four-bit floats, doubled
 
@@ -29,7 +27,7 @@ class Exploded:
     """The codes and scales of n blocks. The groups of a block are of equal size; a group shares `sub` and `submin`.
 
     A weight is `(d·sub)·code`, `(d·sub)·code + dmin` if there is a `dmin` alone, and `(d·sub)·code - dmin·submin` if
-    there are both. Without `sub`, a block is one group, and `sub` is 1.
+    there are both. Without `sub`, a block is one group, and `sub` is 1. The scales may be views of the blocks.
     """
 
     codes: NDArray[np.int8]  # [n, size]
@@ -38,16 +36,19 @@ class Exploded:
     dmin: NDArray[np.float16] | None = None  # [n]
     submin: NDArray[np.uint8] | None = None  # [n, groups]
 
-    def weights(self) -> NDArray[np.float32]:
-        """Return the weights `[n, size]`."""
+    def weights(self, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Return the weights `[n, size]`, in `out` if it is given."""
+        out = np.empty(self.codes.shape, np.float32) if out is None else out
         scales, low = self._products(self.d, self.sub), self._products(self.dmin, self.submin)
+        found = out.reshape(*scales.shape, -1)
+        found[:] = self.codes.reshape(found.shape)
         with np.errstate(invalid="ignore", over="ignore"):
-            found = self.codes.reshape(*scales.shape, -1) * scales[..., None]
+            found *= scales[..., None]
             if self.dmin is not None and self.submin is None:
                 found += low[..., None]
             elif self.dmin is not None:
                 found -= low[..., None]
-        return found.reshape(self.codes.shape)
+        return out
 
     @staticmethod
     def _products(d: NDArray[Any] | None, sub: NDArray[Any] | None) -> NDArray[np.float32]:
@@ -74,23 +75,32 @@ class GgufType:
     _layout: np.dtype[Any] | None = field(default=None, repr=False)
 
     def explode(self, raw: NDArray[np.uint8]) -> Exploded:
-        """Return the codes and scales of the blocks `raw [n, n_bytes]`. Only for a quantised type."""
+        """Return the codes and scales of the blocks `raw [n, n_bytes]`. Only for a quantised type.
+
+        A core does 1.5 GB of Q4_K a second, 4 GB of Q8_0, and 0.6 GB of the types whose codes are looked up (IQ4_NL,
+        IQ4_XS, MXFP4), in pieces of 2^18 weights; smaller pieces are slower. NumPy works without Python's lock, so
+        that threads can share a tensor's pieces.
+        """
         assert self._explode is not None, f"{self.name} has no blocks"
         assert self._layout is not None
         return self._explode(np.ascontiguousarray(raw).view(self._layout)[:, 0])
 
-    def dequantise(self, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`."""
-        out = np.empty((len(raw), self.size), np.float32)
-        step = _PIECE // self.size
-        for first in range(0, len(raw), step):
-            piece = np.ascontiguousarray(raw[first : first + step])
-            if self._explode:
-                out[first : first + step] = self.explode(piece).weights()
+    def dequantise(self, raw: NDArray[np.uint8], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`, in the contiguous `out` if it is given.
+
+        A core does 0.5 GB of Q4_K a second, 1.3 GB of Q8_0, 0.25 GB of Q2_K: some 1 ns for a weight.
+        """
+        out = np.empty((len(raw), self.size), np.float32) if out is None else out
+        for first in range(0, len(raw), _PIECE // self.size):
+            rows = slice(first, first + _PIECE // self.size)
+            if self.codes:
+                self.explode(raw[rows]).weights(out[rows])
             elif self.name == "BF16":
-                out[first : first + step] = (piece.view("<u2").astype(np.uint32) << 16).view(np.float32)
+                np.left_shift(
+                    np.ascontiguousarray(raw[rows]).view("<u2"), 16, out=out[rows].view(np.uint32), dtype=np.uint32
+                )
             else:
-                out[first : first + step] = piece.view("<f4" if self.name == "F32" else "<f2")
+                out[rows] = np.ascontiguousarray(raw[rows]).view("<f4" if self.name == "F32" else "<f2")
         return out
 
     def largest(self, exploded: Exploded) -> NDArray[np.float32]:
@@ -106,49 +116,57 @@ class GgufType:
             return most + np.abs(low).max(1)  # type: ignore[no-any-return]
 
 
-def _split(packed: NDArray[np.uint8], shifts: NDArray[np.uint8], mask: int) -> NDArray[np.uint8]:
-    """Return the fields at some shifts of bytes `[n, runs, run]`, each run shift by shift: `[n, runs·shifts·run]`."""
-    codes = packed[:, :, None] >> shifts
-    codes &= mask
-    return codes.reshape(len(packed), -1)
+def _fields(packed: NDArray[np.uint8], bits: int, up: int = 0) -> NDArray[np.uint8]:
+    """Return the fields of `bits` bits in bytes `[n, runs, run]`, moved up by `up` bits: `[n, runs·(8 / bits)·run]`.
 
-
-def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the nibbles of bytes `[n, runs, run]`: the low nibbles of a run, then the high ones: `[n, 2·runs·run]`."""
+    A run gives the lowest fields of all its bytes, then the next ones. NumPy shifts 64-bit words at several times the
+    speed of bytes. The mask clears the bits that come from a neighbouring byte.
+    """
     n, runs, run = packed.shape
-    codes = np.empty((n, runs, 2, run), np.uint8)
-    np.bitwise_and(packed, 15, out=codes[:, :, 0])
-    np.right_shift(packed, 4, out=codes[:, :, 1])
-    return codes.reshape(n, -1)
+    words = np.ascontiguousarray(packed).reshape(-1).view(np.uint64)
+    mask = np.uint64(0x0101010101010101 * ((1 << bits) - 1 << up))
+    found = np.empty((n * runs, 8 // bits), f"V{run}")
+    for index in range(8 // bits):
+        shift = bits * index - up
+        moved = words >> shift if shift > 0 else words << -shift
+        moved &= mask
+        found[:, index] = moved.view(f"V{run}")
+    return found.view(np.uint8).reshape(n, -1)
 
 
 def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.int8]:
-    """Return the values of a table at the nibbles of bytes, in the order of `_nibbles`."""
-    values = np.array(table, np.int8)
-    data, byte = packed.tobytes(), np.arange(256)
-    halves = [data.translate(values[index].tobytes()) for index in (byte & 15, byte >> 4)]
-    parts = [np.frombuffer(half, np.int8).reshape(packed.shape) for half in halves]
-    return np.stack(parts, axis=2).reshape(len(packed), -1)
+    """Return the values of a table at the nibbles of bytes, in the order of `_fields`."""
+    n, runs, run = packed.shape
+    values, byte, data = np.array(table, np.int8), np.arange(256), packed.tobytes()
+    found = np.empty((n * runs, 2), f"V{run}")
+    for half, index in enumerate((byte & 15, byte >> 4)):
+        found[:, half] = np.frombuffer(data.translate(values[index].tobytes()), f"V{run}")
+    return found.view(np.int8).reshape(n, -1)
 
 
 def _k_scales(x: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return `sub` and `submin [n, 8]` of Q4_K and Q5_K, six bits each: the upper two of four of them lie apart."""
-    low, lower, mixed = x["scales"][:, 0], x["scales"][:, 1], x["scales"][:, 2]
-    sub = np.concatenate([low & 63, mixed & 15 | low >> 2 & 48], axis=1)
-    return sub, np.concatenate([lower & 63, mixed >> 4 | lower >> 2 & 48], axis=1)
+    """Return `sub` and `submin [n, 8]` of Q4_K and Q5_K, of six bits each.
+
+    The first four lie in the low bits of words 0 and 1. The others lie in the nibbles of word 2, and their two upper
+    bits in the high bits of words 0 and 1.
+    """
+    *lower, mixed = x["scales"].T
+    pairs = [(word & 0x3F3F3F3F, mixed >> 4 * i & 0x0F0F0F0F | word >> 2 & 0x30303030) for i, word in enumerate(lower)]
+    sub, submin = (np.stack(pair, axis=1).view(np.uint8) for pair in pairs)
+    return sub, submin
 
 
 def _q4_0(x: Any) -> Exploded:
-    return Exploded(_nibbles(x["qs"]).view(np.int8) - np.int8(8), x["d"])
+    return Exploded(_fields(x["qs"], 4).view(np.int8) - np.int8(8), x["d"])
 
 
 def _q4_1(x: Any) -> Exploded:
-    return Exploded(_nibbles(x["qs"]).view(np.int8), x["d"], dmin=x["m"])
+    return Exploded(_fields(x["qs"], 4).view(np.int8), x["d"], dmin=x["m"])
 
 
 def _five_bits(x: Any) -> NDArray[np.int8]:
-    high = np.unpackbits(x["qh"], axis=1, bitorder="little")
-    return (_nibbles(x["qs"]) | high << 4).view(np.int8)
+    high = np.unpackbits(x["qh"], axis=1, bitorder="little").view(np.uint64) << 4
+    return (_fields(x["qs"], 4) | high.view(np.uint8)).view(np.int8)
 
 
 def _q5_0(x: Any) -> Exploded:
@@ -160,34 +178,35 @@ def _q5_1(x: Any) -> Exploded:
 
 
 def _q8_0(x: Any) -> Exploded:
-    return Exploded(x["qs"], x["d"])
+    return Exploded(np.ascontiguousarray(x["qs"]), x["d"])
 
 
 def _q2_k(x: Any) -> Exploded:
-    codes = _split(x["qs"], _CRUMBS, 3).view(np.int8)
+    codes = _fields(x["qs"], 2).view(np.int8)
     return Exploded(codes, x["d"], x["scales"] & 15, x["dmin"], x["scales"] >> 4)
 
 
 def _q3_k(x: Any) -> Exploded:
-    codes = _split(x["qs"], _CRUMBS, 3) | _split(x["hmask"], _BITS, 1) << 2
-    low = _nibbles(x["scales_l"])
-    sub = (low | _split(x["scales_h"], _CRUMBS, 3) << 4).view(np.int8) - np.int8(32)
-    return Exploded(codes.view(np.int8) - np.int8(4), x["d"], sub)
+    codes = _fields(x["qs"], 2) | _fields(x["hmask"], 1, up=2)
+    a, b, high = x["scales"].T
+    low = [a & 0x0F0F0F0F, b & 0x0F0F0F0F, a >> 4 & 0x0F0F0F0F, b >> 4 & 0x0F0F0F0F]
+    sub = np.stack([word | (high >> 2 * i & 0x03030303) << 4 for i, word in enumerate(low)], axis=1)
+    return Exploded(codes.view(np.int8) - np.int8(4), x["d"], sub.view(np.int8) - np.int8(32))
 
 
 def _q4_k(x: Any) -> Exploded:
     sub, submin = _k_scales(x)
-    return Exploded(_nibbles(x["qs"]).view(np.int8), x["d"], sub, x["dmin"], submin)
+    return Exploded(_fields(x["qs"], 4).view(np.int8), x["d"], sub, x["dmin"], submin)
 
 
 def _q5_k(x: Any) -> Exploded:
     sub, submin = _k_scales(x)
-    codes = _nibbles(x["qs"]) | _split(x["qh"], _BITS, 1) << 4
+    codes = _fields(x["qs"], 4) | _fields(x["qh"], 1, up=4)
     return Exploded(codes.view(np.int8), x["d"], sub, x["dmin"], submin)
 
 
 def _q6_k(x: Any) -> Exploded:
-    codes = _nibbles(x["ql"]) | _split(x["qh"], _CRUMBS, 3) << 4
+    codes = _fields(x["ql"], 4) | _fields(x["qh"], 2, up=4)
     return Exploded(codes.view(np.int8) - np.int8(32), x["d"], x["scales"])
 
 
@@ -196,9 +215,9 @@ def _iq4_nl(x: Any) -> Exploded:
 
 
 def _iq4_xs(x: Any) -> Exploded:
-    low = _split(x["scales_l"][:, :, None], np.array([[0], [4]], np.uint8), 15)
-    high = x["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    return Exploded(_looked_up(x["qs"], _IQ4), x["d"], (low | high.astype(np.uint8) << 4).view(np.int8) - np.int8(32))
+    group = np.arange(8, dtype=np.uint32)
+    sub = x["scales_l"][:, None] >> 4 * group & 15 | (x["scales_h"][:, None] >> 2 * group & 3) << 4
+    return Exploded(_looked_up(x["qs"], _IQ4), x["d"], sub.astype(np.int8) - np.int8(32))
 
 
 def _mxfp4(x: Any) -> Exploded:
@@ -209,7 +228,7 @@ def _mxfp4(x: Any) -> Exploded:
 
 
 _D, _DMIN, _M = ("d", "<f2"), ("dmin", "<f2"), ("m", "<f2")
-_QS, _LONG, _SCALES = ("qs", "u1", (1, 16)), ("qs", "u1", (4, 32)), ("scales", "u1", (3, 4))
+_QS, _LONG, _SCALES = ("qs", "u1", (1, 16)), ("qs", "u1", (4, 32)), ("scales", "<u4", 3)
 _QUANTISED: tuple[tuple[str, int, int, tuple[int, int], Callable[[Any], Exploded], list[Any]], ...] = (
     ("Q4_0", 2, 32, (-8, 7), _q4_0, [_D, _QS]),
     ("Q4_1", 3, 32, (0, 15), _q4_1, [_D, _M, _QS]),
@@ -217,13 +236,12 @@ _QUANTISED: tuple[tuple[str, int, int, tuple[int, int], Callable[[Any], Exploded
     ("Q5_1", 7, 32, (0, 31), _q5_1, [_D, _M, ("qh", "u1", 4), _QS]),
     ("Q8_0", 8, 32, (-128, 127), _q8_0, [_D, ("qs", "i1", 32)]),
     ("Q2_K", 10, 256, (0, 3), _q2_k, [("scales", "u1", 16), ("qs", "u1", (2, 32)), _D, _DMIN]),
-    ("Q3_K", 11, 256, (-4, 3), _q3_k, [("hmask", "u1", (1, 32)), ("qs", "u1", (2, 32)), ("scales_l", "u1", (1, 8)),
-                                       ("scales_h", "u1", (1, 4)), _D]),
+    ("Q3_K", 11, 256, (-4, 3), _q3_k, [("hmask", "u1", (1, 32)), ("qs", "u1", (2, 32)), _SCALES, _D]),
     ("Q4_K", 12, 256, (0, 15), _q4_k, [_D, _DMIN, _SCALES, _LONG]),
     ("Q5_K", 13, 256, (0, 31), _q5_k, [_D, _DMIN, _SCALES, ("qh", "u1", (1, 32)), _LONG]),
     ("Q6_K", 14, 256, (-32, 31), _q6_k, [("ql", "u1", (2, 64)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), _D]),
     ("IQ4_NL", 20, 32, (-127, 113), _iq4_nl, [_D, _QS]),
-    ("IQ4_XS", 23, 256, (-127, 113), _iq4_xs, [_D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", (8, 16))]),
+    ("IQ4_XS", 23, 256, (-127, 113), _iq4_xs, [_D, ("scales_h", "<u2"), ("scales_l", "<u4"), ("qs", "u1", (8, 16))]),
     ("MXFP4", 39, 32, (-12, 12), _mxfp4, [("e", "u1"), _QS]),
 )  # fmt: skip
 _PLAIN = GgufType("F32", 0, 1, 4), GgufType("F16", 1, 1, 2), GgufType("BF16", 30, 1, 2)
