@@ -23,6 +23,8 @@ from lce.errors import CapacityError, DataError, LceError, ModelError, UsageErro
 
 MAX_FILE_BYTES = 16 << 20  # the largest config or tokenizer file that is read; published files have up to 2 MiB
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096  # of a file's name, and of a path with its final NUL, under Linux
+# Gives the bytes of a named file, or None if there is none. Raises ModelError for a file of more than so many bytes.
+Reader = Callable[[str, int], bytes | None]
 _SETTLED = 0.05  # seconds within which a process locks a file that it creates; until then the file is left alone
 MAX_JSON_VALUES = 1_000_000  # the most JSON values in such a file; one token in added_tokens_decoder takes 12
 
@@ -220,6 +222,11 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
     if len(raw) > most:
         raise ModelError(f"{named(path)} is larger than {most} bytes, which no such file is; download the file again")
     return raw
+
+
+def reader(folder: Path) -> Reader:
+    """Return a `Reader` of the files in a folder."""
+    return lambda name, most: read_file(folder / name, most)
 
 
 def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:

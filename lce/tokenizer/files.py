@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lce.errors import ModelError, shown
-from lce.files import named, read_file, read_object
+from lce.files import MAX_FILE_BYTES, Reader, named, object_of
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
@@ -31,12 +31,12 @@ class TokenizerConfig:
     chat_template: str | None
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Read the tokenizer's files in a checkpoint folder, all except the vocabulary."""
-        config = read_object(folder / "special_tokens_map.json")
-        own = read_object(folder / "tokenizer_config.json")
+    def read(cls, read: Reader, where: Path) -> Self:
+        """Read a tokenizer's files, all except the vocabulary. `where` is named in errors."""
+        config = _object(read, where, "special_tokens_map.json")
+        own = _object(read, where, "tokenizer_config.json")
         config |= {key: value for key, value in own.items() if value is not None}
-        added, special_names = _tokens(config, read_object(folder / "added_tokens.json"))
+        added, special_names = _tokens(config, _object(read, where, "added_tokens.json"))
         return cls(
             bos_token=_content(config.get("bos_token"), "bos_token"),
             eos_token=_content(config.get("eos_token"), "eos_token"),
@@ -45,8 +45,12 @@ class TokenizerConfig:
             space_before_all=_flag(config, "legacy") is not False,
             special_names=special_names,
             added=added,
-            chat_template=_chat_template(folder, config),
+            chat_template=_chat_template(read, where, config),
         )
+
+
+def _object(read: Reader, where: Path, name: str) -> dict[str, Any]:
+    return object_of(read(name, MAX_FILE_BYTES), where / name)
 
 
 def _content(value: object, key: str) -> str | None:
@@ -93,14 +97,14 @@ def _tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, in
     return added, tuple(dict.fromkeys(token for token in special if token is not None))
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _chat_template(read: Reader, where: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
-    if (raw := read_file(path := folder / "chat_template.jinja")) is not None:
+    if (raw := read(name := "chat_template.jinja", MAX_FILE_BYTES)) is not None:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise ModelError(f"{named(path)} is not UTF-8 text: {error}; download the file again") from error
-    value = read_object(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+            raise ModelError(f"{named(where / name)} is not UTF-8 text: {error}; download the file again") from error
+    value = _object(read, where, "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
     if value is None or isinstance(value, str):

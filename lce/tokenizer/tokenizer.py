@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lce.errors import DataError, ModelError, UsageError, shown
-from lce.files import named, read_file
+from lce.files import Reader, named, reader
 from lce.tokenizer.chat import ChatText, render_chat
 from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.spelling import Spelling
@@ -58,7 +58,7 @@ class Detokenizer:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, made by `from_folder`. A tokenizer never changes, and threads may share it.
+    """A checkpoint's tokenizer, which `from_folder` or `from_files` makes. It never changes, and threads may share it.
 
     `vocab_size` is the highest id + 1; the model's embedding may have more rows. `bos_token` is the string of `bos_id`,
     and `eos_token` is the string of the one id in `eos_ids`. The model's config may name more ids that end a text.
@@ -90,20 +90,28 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
-        """Read a checkpoint folder's tokenizer. `vocab_size` is the number of rows of the model's embedding.
+        """Read the tokenizer in a checkpoint's folder. See `from_files`."""
+        return cls.from_files(reader(folder), folder, vocab_size)
 
-        Returns a `NoTokenizer` if the folder has no vocabulary. Raises ModelError for files that are broken, larger
-        than any tokenizer of `vocab_size` tokens, or inconsistent with each other.
+    @classmethod
+    def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> Tokenizer:
+        """Read a checkpoint's tokenizer. `vocab_size` is the number of rows of the model's embedding.
+
+        `read` gives the files, whose names errors put after `where`. Returns a `NoTokenizer` if there is no vocabulary.
+        Raises ModelError for files that are broken, larger than any tokenizer of `vocab_size` tokens, or inconsistent
+        with each other.
         """
-        config = TokenizerConfig.read(folder)
+        config = TokenizerConfig.read(read, where)
         most = LARGEST_FILE if vocab_size is None else min(LARGEST_FILE, (4 << 20) + BYTES_A_TOKEN * vocab_size)
         vocabulary: Vocabulary
-        if (raw := read_file(path := folder / "tokenizer.json", most)) is not None:
+        if (raw := read("tokenizer.json", most)) is not None:
+            path = where / "tokenizer.json"
             vocabulary = JsonVocabulary(raw, path, config.special_names)
-        elif (raw := read_file(path := folder / "tokenizer.model", most)) is not None:
+        elif (raw := read("tokenizer.model", most)) is not None:
+            path = where / "tokenizer.model"
             vocabulary = SentencePieceVocabulary(raw, path, config.special_names, config.added, config.space_before_all)
         else:
-            return NoTokenizer(folder, vocab_size or 0)
+            return NoTokenizer(where, vocab_size or 0)
         return cls(vocabulary, config, path, vocab_size)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:

@@ -1,0 +1,266 @@
+"""Makes the files of a tokenizer from the metadata of a GGUF file.
+
+`tokenizer.ggml.model` is one of two kinds that lce reads. The readers of a folder's files read the files made here.
+
+    gpt2     byte-level BPE: `tokens`, `merges`, and `pre`, the name of the rules that     tokenizer.json
+             cut a text into words
+    llama    sentencepiece's BPE: `tokens`, and `scores`, the order of the merges          tokenizer.model
+
+A GGUF file has less than a tokenizer.json. The rest comes from the tokenizers that were published with the models a
+name of `pre` stands for: the regular expressions, the normalizer, and whether a word that is a token may be cut.
+So ids are those with which a model was trained. llama.cpp's differ for few texts: it has no normalizers, and simpler
+regular expressions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lce.errors import ModelError, nearest, shown
+from lce.files import MAX_FILE_BYTES, named
+
+MOST_CHARS = 16 << 20  # The most characters of all tokens and merges. Published vocabularies have up to 5 million.
+MOST_TEMPLATE = MAX_FILE_BYTES // 4  # The most characters of a chat template. Published ones have up to 20,000.
+_FOLDER = "use the model's safetensors in a folder with its own tokenizer files"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of tokens, as in sentencepiece
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # special ids of the kind "llama", if the metadata has none
+# Control and user-defined tokens that end a text or a turn, whichever ids the metadata names.
+_ENDS = {
+    "</s>", "<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|end|>",
+    "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", "[EOT]", "_<EOT>",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """The rules of a byte-level tokenizer. Each of `splits` cuts the pieces that the one before left."""
+
+    splits: tuple[str, ...]
+    normalizer: str | None = None
+    ignore_merges: bool = False  # whether a word that is a token is never cut
+    add_bos: bool = False  # if the metadata does not say
+
+
+_DIGIT = r"\p{N}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD, _SYMBOLS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_LLAMA3 = "|".join((_SHORT, _WORD, r"\p{N}{1,3}", _SYMBOLS, _SPACES))
+_QWEN2 = "|".join((_SHORT, _WORD, r"\p{N}", _SYMBOLS, _SPACES))
+_MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_QWEN35 = "|".join((_SHORT, *_MARKED, _SPACES))
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER + "+", r"[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*"
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TEKKEN = "|".join((*_CASED, r"\p{N}", _PATHS, _SPACES))
+_GPT4O = "|".join((*(f"{word}{_SHORT}?" for word in _CASED), r"\p{N}{1,3}", _PATHS, _SPACES))
+
+RULES = {  # by the names of `tokenizer.ggml.pre`
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Rules((_LLAMA3,), ignore_merges=True, add_bos=True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _Rules((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Rules((_QWEN2,), "NFC")),
+    "qwen35": _Rules((_QWEN35,), "NFC"),
+    "tekken": _Rules((_TEKKEN,), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Rules((_GPT4O,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _Rules((_DIGIT, _GPT2))),
+    "command-r": _Rules((_DIGIT, _GPT2), "NFC"),
+    "gpt-2": _Rules((_GPT2,)),
+    "olmo": _Rules((_GPT2,), "NFC"),
+}
+
+
+def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes]:
+    """Return the files of the tokenizer in a GGUF file's metadata, by their names. `where` is named in errors.
+
+    Raises ModelError for metadata that is wrong or too large, and for a kind of tokenizer that lce does not read. The
+    default chat template alone is read.
+    """
+    kind = metadata.get(key := "tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"{named(where)}: {key} is {shown(kind)}; expected 'gpt2' or 'llama'; {_FOLDER}")
+    vocabulary = _Vocabulary(metadata, where)
+    files = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
+    template = metadata.get("tokenizer.chat_template")
+    if template is None:
+        return files
+    if not isinstance(template, str) or len(template) > MOST_TEMPLATE or not _is_text(template):
+        raise vocabulary.wrong("chat_template", template, f"a text of at most {MOST_TEMPLATE} characters")
+    return files | {"chat_template.jinja": template.encode()}
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Return all ids that end a text or a turn: those that the metadata names, and tokens such as `<|im_end|>`.
+
+    Values that are wrong are left to `tokenizer_files`, which refuses them.
+    """
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(types, list):
+        tokens, types = [], []
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if ids[0] is None and metadata.get("tokenizer.ggml.model") == "llama":
+        ids[0] = _LLAMA_IDS["eos"]
+    found = [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < len(tokens)]
+    pairs = zip(tokens, types, strict=False)
+    found += [i for i, (token, kind) in enumerate(pairs) if token in _ENDS and kind in (_CONTROL, _USER_DEFINED)]
+    return list(dict.fromkeys(found))
+
+
+class _Vocabulary:
+    """The part of a GGUF file's metadata that every tokenizer has, checked."""
+
+    def __init__(self, metadata: Mapping[str, Any], where: Path) -> None:
+        self.metadata, self._where = metadata, where
+        self.tokens = self.strings("tokens")
+        self.types = self.numbers("token_type", int)
+        wrong = next((kind for kind in self.types if not 0 <= kind <= _BYTE), None)
+        if wrong is not None:
+            raise self.wrong("token_type", wrong, "types from 1 to 6")
+        places: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            if token and places.setdefault(token, token_id) != token_id:
+                raise self.wrong("tokens", token, f"each token once, but ids {places[token]} and {token_id} have it")
+        llama = metadata.get("tokenizer.ggml.model") == "llama"
+        self.ids = {name: self._id(name, _LLAMA_IDS.get(name) if llama else None) for name in ("unknown", "bos", "eos")}
+
+    def strings(self, name: str) -> list[str]:
+        value = self.metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.wrong(name, value, "a list of strings")
+        if sum(map(len, value)) > MOST_CHARS:
+            raise self.wrong(name, value, f"at most {MOST_CHARS} characters in all")
+        if not _is_text("".join(value)):
+            raise self.wrong(name, next(text for text in value if not _is_text(text)), "Unicode text")
+        return value
+
+    def numbers(self, name: str, *kinds: type) -> list[Any]:
+        """Return a list with a number for each token."""
+        value = self.metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(value, list) or not {*map(type, value)} <= {*kinds} or len(value) != len(self.tokens):
+            raise self.wrong(name, value, f"a list of {len(self.tokens)} numbers, one for each token")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.metadata.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def _id(self, name: str, default: int | None) -> int | None:
+        """Return the id of a special token."""
+        value = self.metadata.get(key := f"tokenizer.ggml.{name}_token_id", default)
+        if value is None or (type(value) is int and 0 <= value < len(self.tokens)):
+            return value
+        raise self.wrong(key, value, f"an id below {len(self.tokens)}")
+
+    def settings(self, add_bos: bool) -> bytes:
+        """Return tokenizer_config.json. `add_bos` says whether a BOS comes first if the metadata does not."""
+        content: dict[str, str | bool] = {"add_bos_token": self.flag("add_bos_token", add_bos)}
+        content["add_eos_token"] = self.flag("add_eos_token", False)
+        for name in ("bos", "eos"):
+            if (token_id := self.ids[name]) is not None:
+                content[f"{name}_token"] = self.tokens[token_id]
+        return json.dumps(content).encode()
+
+    def wrong(self, name: str, value: object, expected: str) -> ModelError:
+        """Return the error for a value of the metadata."""
+        key = name if name.startswith("tokenizer.") else f"tokenizer.ggml.{name}"
+        remedy = "download the file again, or another conversion of the model"
+        return ModelError(f"{named(self._where)}: {key} is {shown(value)}; expected {expected}; {remedy}")
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a string has no half of a surrogate pair."""
+    return _SURROGATE.search(value) is None
+
+
+def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
+    """Return the files of a byte-level BPE. Unused tokens, which pad the embedding, are left out."""
+    pre = vocabulary.metadata.get("tokenizer.ggml.pre")
+    rules = RULES.get(pre) if isinstance(pre, str) else None
+    if rules is None:
+        raise vocabulary.wrong("pre", pre, f"rules that lce knows ({nearest(str(pre), RULES)})")
+    kinds = dict(zip(vocabulary.tokens, enumerate(vocabulary.types), strict=True))
+    kinds.pop("", None)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": token_id, "content": token, "special": kind != _USER_DEFINED, **flags}
+        for token, (token_id, kind) in kinds.items()
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    step = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits = [{**step, "pattern": {"Regex": regex}} for regex in rules.splits]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {
+        "type": "BPE",
+        "ignore_merges": rules.ignore_merges,
+        "vocab": {token: token_id for token, (token_id, kind) in kinds.items() if kind != _UNUSED},
+        "merges": vocabulary.strings("merges"),
+    }
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": rules.normalizer and {"type": rules.normalizer},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "decoder": byte_level,
+        "model": model,
+    }
+    raw = json.dumps(content, ensure_ascii=False).encode()
+    return {"tokenizer.json": raw, "tokenizer_config.json": vocabulary.settings(rules.add_bos)}
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:
+    """Return the files of a sentencepiece BPE. Its tokenizer.model is a protobuf message, written here by hand."""
+    unknown = vocabulary.ids["unknown"]
+    pieces, added = [], {}
+    for token_id, (token, kind, score) in enumerate(
+        zip(vocabulary.tokens, vocabulary.types, vocabulary.numbers("scores", float, int), strict=True)
+    ):
+        if _BYTE_TOKEN.fullmatch(token):
+            kind = _BYTE
+        elif kind == _BYTE:
+            raise vocabulary.wrong("tokens", token, "<0x00> to <0xFF> for tokens of type 6")
+        elif token_id == unknown or kind == _UNKNOWN:
+            kind = _UNKNOWN if token_id == unknown else _CONTROL
+        elif kind == _USER_DEFINED:
+            added[token] = token_id
+        text = token.encode() or b"[EMPTY_%d]" % token_id
+        piece = b"".join((_length(1, text), b"\x15", struct.pack("<f", score), _number(3, kind or _NORMAL)))
+        pieces.append(_length(1, piece))
+    fields = zip((45, 46, 47), vocabulary.ids.values(), strict=True)  # the tokens of the special ids
+    special = [_length(field, vocabulary.tokens[i].encode()) for field, i in fields if i is not None]
+    has_bytes = any(_BYTE_TOKEN.fullmatch(token) for token in vocabulary.tokens)
+    trainer = _number(3, 2) + _number(35, has_bytes) + b"".join(special)  # a BPE, with byte fallback
+    flags = (vocabulary.flag("add_space_prefix", True), vocabulary.flag("remove_extra_whitespaces", False), True)
+    normalizer = b"".join(_number(field, flag) for field, flag in enumerate(flags, start=3))
+    return {
+        "tokenizer.model": b"".join((*pieces, _length(2, trainer), _length(3, _length(1, b"identity") + normalizer))),
+        "tokenizer_config.json": vocabulary.settings(True),
+        "added_tokens.json": json.dumps(added).encode(),
+    }
+
+
+def _varint(value: int) -> bytes:
+    """Return a number of a protobuf message: groups of seven bits, the lowest first."""
+    groups = []
+    while value > 127:
+        groups.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*groups, value))
+
+
+def _number(field: int, value: int) -> bytes:
+    """Return a protobuf field that holds a number or a flag."""
+    return _varint(field << 3) + _varint(value)
+
+
+def _length(field: int, value: bytes) -> bytes:
+    """Return a protobuf field that holds a string or a message."""
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
