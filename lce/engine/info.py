@@ -22,6 +22,7 @@ from lce.models.config import ModelConfig
 from lce.models.registry import families, model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.weights.finding import source_of
+from lce.weights.tensor_groups import TensorGroup, tensor_groups
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ModelInfo:
     `tokenizer` names the tokenizer's file. `methods` are the registered methods with their knobs derived for this
     model's window; `refused` says why other methods cannot be used. A field whose file is missing is None. `checked`
     says whether `info` found checksums to compare the weights with; it is None if `info` was not asked to check.
+    `tensors` are the stored tensors by kind and type.
     """
 
     folder: Path
@@ -49,6 +51,7 @@ class ModelInfo:
     checked: bool | None = None
     methods: Mapping[str, Method] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    tensors: tuple[TensorGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
         checked=checked,
         methods=methods,
         refused=refused,
+        tensors=tensor_groups(checkpoint) if checkpoint else (),
     )
 
 

@@ -175,11 +175,12 @@ def model_object(model: ModelInfo) -> dict[str, Any]:
     del config["published"], config["generation"], own["config"]
     methods = {name: knob_values(method) for name, method in model.methods.items()}
     own |= {"folder": str(model.folder), "methods": methods, "refused": dict(model.refused)}
+    own["tensors"] = [dataclasses.asdict(group) for group in model.tensors]
     return {"kind": "model", **config, **own}
 
 
 def model_lines(model: ModelInfo) -> list[str]:
-    """Return a model as text: its properties, then each method's knobs for the model's window."""
+    """Return a model as text: its properties, its tensors if they are of several types, and each method's knobs."""
     config, size = model.config, model.weight_bytes
     ours, others = "all files are as `lce quantize` wrote them", "no checksums: all weights can be read and are finite"
     sliding = f", sliding window {config.sliding_window:,}" if config.sliding_window else ""
@@ -201,7 +202,10 @@ def model_lines(model: ModelInfo) -> list[str]:
     methods = {f"  {name}": _pairs(knob_values(method)) or "(no options)" for name, method in model.methods.items()}
     refused = {f"  {name}": reason for name, reason in model.refused.items()}
     title = f"methods, with their knobs for a window of {config.window:,}"
-    return [*_table(rows), "", title, *_table(methods | refused)]
+    groups = [(f"  {x.kind}", str(x.count), x.type, size_text(x.n_bytes)) for x in model.tensors]
+    mixed = len({group.type for group in model.tensors}) > 1
+    tensors = ["", *aligned([("tensors", "count", "type", "size"), *groups])] if mixed else []
+    return [*_table(rows), *tensors, "", title, *_table(methods | refused)]
 
 
 def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:

@@ -110,6 +110,17 @@ def test_a_model_that_is_checked(tiny_model: Path, tmp_path: Path) -> None:
     assert run("info", "--check", out).exit_code == 3
 
 
+def test_tensors_of_several_types_are_listed(tiny_model: Path, tmp_path: Path) -> None:
+    out = lce.quantize(tiny_model, tmp_path / "out", "int8")
+    heads, norms, text = {"kind": "head", "type": "int8", "count": 1}, {"kind": "norms"}, rows(out)
+    head, last = info(out)["tensors"][-2:]
+    assert head | heads == head
+    assert last | norms == last
+    assert text["head"].split() == ["1", "int8", *figures.size_text(head["n_bytes"]).split()]
+    assert text["tensors"].split() == ["count", "type", "size"]
+    assert "tensors" not in rows(tiny_model)
+
+
 def test_a_folder_with_nothing_but_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     found = info(tmp_path)
