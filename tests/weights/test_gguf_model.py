@@ -1,21 +1,27 @@
 """What a GGUF file says of its model: the config and tensors of the checkpoint that it was made of, and refusals."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from transformers import Gemma3TextConfig, SmolLM3Config
 
+from lce.errors import ModelError
 from lce.models.config import Fields
 from lce.models.registry import family_of, read_config
-from lce.weights.gguf_file import read_gguf
+from lce.weights.gguf_file import GgufFile, read_gguf
 from lce.weights.gguf_model import config_of, tensors_of
 from lce.weights.safetensors_file import TensorInfo
 from lce.weights.source import Source
-from tests.gguf_models import save_gguf
+from tests.checkpoints import save_by_transformers
+from tests.gguf_files import write_gguf
+from tests.gguf_models import divisors, save_gguf
 from tests.models import test_llama, test_ministral3, test_mistral, test_qwen2, test_qwen3
-from tests.parity import save_kind
+from tests.parity import SIZES, rope, save_kind
 
 KINDS = {
     name: module.KINDS[name]
@@ -51,3 +57,147 @@ def test_config_and_tensors_of_the_published_checkpoint(name: str, tmp_path: Pat
     for key, info in tensors.items():
         rows = stored(info)
         assert (rows[orders.get(key, slice(None))] == published[key].numpy()).all(), key
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    """A Llama 3.1, with divisors of frequencies."""
+    folder = tmp_path_factory.mktemp("llama")
+    return read_gguf(save_gguf(folder / "m.gguf", save_kind(folder, KINDS["llama-3.1"]).model))
+
+
+def but(file: GgufFile, changes: Mapping[str, Any]) -> GgufFile:
+    """The file with other metadata; without a key whose value is None."""
+    metadata = {key: x for key, x in {**file.metadata, **changes}.items() if x is not None}
+    return replace(file, metadata=metadata)
+
+
+def test_wrong_metadata_is_refused_by_the_keys_name(file: GgufFile) -> None:
+    whole, number = "a whole number from 1 to 2147483647", "a number from 0 to 1e+30"
+    for key, value, message in (
+        ("general.architecture", "gemma2", "one that lce reads from GGUF: gemma3, llama, mistral3, qwen2, qwen3, smol"),
+        ("general.architecture", None, "general.architecture is missing; expected one that lce reads"),
+        ("general.architecture", ["llama"], "general.architecture is ['llama']; expected one that lce reads"),
+        ("llama.block_count", 3, "llama.block_count is 3; expected 2, the number of blocks"),
+        ("llama.block_count", 2**40, whole),
+        ("llama.embedding_length", "64", f"llama.embedding_length is '64'; expected {whole}"),
+        ("llama.attention.head_count", 0, whole),
+        ("llama.attention.head_count", True, whole),
+        ("llama.attention.head_count", [4, 4], f"llama.attention.head_count is [4, 4]; expected {whole}"),
+        ("llama.feed_forward_length", None, f"llama.feed_forward_length is missing; expected {whole}"),
+        ("llama.context_length", 64.0, whole),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), number),
+        ("llama.attention.layer_norm_rms_epsilon", None, number),
+        ("llama.rope.freq_base", float("inf"), "a number from 2 to 1e+30"),
+        ("llama.rope.dimension_count", 8, "expected 16, the size of a head's queries and keys; use another file"),
+        ("llama.attention.value_length", 8, "expected 16, the size of a head's queries and keys; use another file"),
+        ("llama.rope.scaling.type", "longrope", "expected one of none, linear, yarn; use another file"),
+        ("llama.rope.scaling.type", "linear", "expected none, because the file has rope_freqs.weight"),
+        ("llama.rope.scaling.factor", 2.0, "expected none, because the file has rope_freqs.weight"),
+        ("llama.expert_count", 8, "llama.expert_count is 8; expected no such key, because lce does not implement"),
+        ("llama.attention.clamp_kqv", 8.0, "expected no such key"),
+        ("llama.final_logit_softcapping", float("nan"), "expected no such key"),
+        ("llama.attention.causal", False, "expected true"),
+        ("tokenizer.ggml.eos_token_id", -1, "tokenizer.ggml.eos_token_id is -1; expected a whole number from 0"),
+        ("tokenizer.ggml.bos_token_id", "1", "tokenizer.ggml.bos_token_id is '1'; expected a whole number from 0"),
+    ):
+        with pytest.raises(ModelError) as raised:
+            config_of(but(file, {key: value}))
+        text = str(raised.value)
+        assert text.startswith(f"{file.path}: {key if 'rope_freqs' not in message else 'llama.rope'}"), text
+        assert message in text, text
+        assert "\n" not in text
+
+
+def test_metadata_that_changes_nothing_is_let_by(file: GgufFile) -> None:
+    plain = config_of(file)
+    for changes in (
+        {"llama.expert_count": 0, "llama.logit_scale": 0.0, "llama.rope.scaling.finetuned": True},
+        {"llama.attention.causal": True, "llama.tensor_data_layout": "Meta AI original pth", "llama.vocab_size": 7},
+        {"llama.attention.key_length": None, "llama.attention.value_length": None, "llama.rope.dimension_count": None},
+        {"general.file_type": 15, "quantize.imatrix.file": "x", "qwen2.expert_count": 8},
+    ):
+        assert config_of(but(file, changes)) == plain
+    fewer = config_of(but(file, {"llama.attention.head_count_kv": None, "tokenizer.ggml.eos_token_id": None}))
+    assert fewer == plain | {"num_key_value_heads": 4, "eos_token_id": None}
+    assert plain["rms_norm_eps"] == 1e-5 != file.metadata["llama.attention.layer_norm_rms_epsilon"]
+
+
+def test_tensors_that_are_not_the_architectures_are_refused(file: GgufFile) -> None:
+    tensors = dict(file.tensors)
+    one = tensors["blk.0.ffn_up.weight"]
+    for name, message in (
+        ("blk.0.ffn_gate_inp.weight", r"1 tensors that lce does not know in llama \('blk.0.ffn_gate_inp.weight'\)"),
+        ("blk.0.attn_q_norm.weight", "1 tensors that lce does not know"),
+        ("blk.00.attn_q.weight", "1 tensors that lce does not know"),
+        ("v.patch_embd.weight", "1 tensors that lce does not know"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            tensors_of(replace(file, tensors={**tensors, name: one}))
+    with pytest.raises(ModelError, match="block_count is 2; expected 3, the number of blocks"):
+        config_of(replace(file, tensors={**tensors, "blk.999999.ffn_up.weight": one}))
+    for wrong in ({}, {"token_embd.weight": replace(one, shape=())}, {"token_embd.weight": replace(one, shape=(300,))}):
+        rest = {name: info for name, info in tensors.items() if name != "token_embd.weight"}
+        with pytest.raises(ModelError, match=r"has no matrix token_embd.weight; expected the file of a whole model"):
+            config_of(replace(file, tensors=rest | wrong))
+
+
+def rope_of(path: Path, values: np.ndarray, dim: int, **changes: Any) -> dict[str, Any]:
+    """What is read of a Llama with these divisors of frequencies."""
+    keys = {"embedding_length": dim, "feed_forward_length": 8, "context_length": 64, "block_count": 1}
+    keys |= {"attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 500000.0}
+    tensors = {"token_embd.weight": np.ones((2, dim)), "blk.0.attn_norm.weight": np.ones(dim)}
+    metadata = {f"llama.{key}": value for key, value in keys.items()}
+    made, _ = write_gguf(path, {**tensors, "rope_freqs.weight": values}, "F16", metadata | changes)
+    rope: dict[str, Any] = config_of(read_gguf(made))["rope_parameters"]
+    return rope
+
+
+def test_divisors_of_frequencies_are_those_of_a_llama3_scaling_or_refused(tmp_path: Path) -> None:
+    """Llama 3.1's and 3.2's own, those of other windows, and wrong ones."""
+    path, low_high = tmp_path / "m.gguf", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for factor, dim, window in ((8.0, 128, 8192), (32.0, 64, 8192), (4.0, 128, 4096), (16.0, 128, 16384)):
+        published = rope("llama3", 500000.0, factor=factor, original_max_position_embeddings=window, **low_high)
+        published = published["rope_parameters"]
+        right = divisors(published, dim)
+        assert rope_of(path, right, dim) == published
+        assert rope_of(path, right * (1 + 1e-7), dim)["factor"] == pytest.approx(factor)
+        for wrong in (
+            np.concatenate([right[:20], right[20:] * 1.01]),
+            right[::-1],
+            divisors(published | {"low_freq_factor": 2.0}, dim),
+            divisors(published | {"original_max_position_embeddings": window - 300}, dim),
+        ):
+            with pytest.raises(ModelError, match=r"rope_freqs.weight is no llama3 scaling of frequencies by"):
+                rope_of(path, wrong, dim)
+        for damaged in (right[1:], right * 0, np.where(right == 1, np.nan, right), right.reshape(1, -1), -right):
+            with pytest.raises(ModelError, match=f"rope_freqs.weight is F.*; expected {dim // 2} numbers in F32"):
+                rope_of(path, damaged, dim)
+    with pytest.raises(ModelError, match=r"rope_freqs.weight is F32"):
+        rope_of(path, np.ones(0), 0 + 2)
+    assert rope_of(path, np.ones(32), 64)["factor"] == 1
+
+
+def test_a_file_that_changes_before_its_divisors_are_read_is_refused(file: GgufFile) -> None:
+    stale = {path: (stamp[0] + 1, *stamp[1:]) for path, stamp in file.stamps.items()}
+    with pytest.raises(ModelError, match="changed while it was loaded; load it again"):
+        config_of(replace(file, stamps=stale))
+
+
+def test_gemma3_and_smollm3_say_what_is_not_in_their_files(tmp_path: Path) -> None:
+    """As transformers' configs have it."""
+    sizes = {**SIZES, "num_hidden_layers": 8, "head_dim": 24, "rms_norm_eps": 1e-5}
+    gemma = Gemma3TextConfig(**sizes, sliding_window=24, query_pre_attn_scalar=24, layer_types=None)
+    smol = SmolLM3Config(**sizes, pad_token_id=0)
+    for config in (gemma, smol):
+        folder = tmp_path / config.model_type
+        file = read_gguf(save_gguf(folder / "m.gguf", save_by_transformers(folder, config)))
+        truth, found = config.to_dict(), config_of(file)
+        found.pop("norms_plus_one", None)
+        assert found.pop("architectures") == [
+            type(config).__name__.replace("TextC", "C").replace("Config", "ForCausalLM")
+        ]
+        assert {key: truth.get(key) for key in found} == found
+        tensors, _ = tensors_of(file)
+        published = load_file(folder / "model.safetensors")
+        assert tensors.keys() == published.keys()
