@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.gguf_files import write_gguf
 
-ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3"}
+ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 PERMUTED = ("llama", "mistral3", "smollm3")
 
 
@@ -100,8 +100,10 @@ def sizes(config: Any) -> dict[str, Any]:
                 found[f"rope.scaling.{stored}"] = float(rope[key])
     if config.model_type == "ministral3":
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "olmo3"):
         found["attention.sliding_window"] = config.sliding_window
+    if config.model_type == "olmo3":
+        found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
     return found
 
 

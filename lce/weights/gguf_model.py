@@ -147,6 +147,27 @@ class Llama:
             raise ModelError(f"{named(self.file.path)}: {fault}; expected those of a dense model of text; {OTHER}")
         return found, orders
 
+    def windows(self, rope: dict[str, Any], period: int, local: float) -> dict[str, Any]:
+        """Return the entries of a model in which some layers have a sliding window, and a RoPE of their own.
+
+        The last of `period` layers attends all tokens. `local` is the base of the other layers' RoPE. Both are what
+        files mean that do not say it.
+        """
+        keys, pattern = self.keys, "attention.sliding_window_pattern"
+        window = keys.integer("attention.sliding_window", 0, least=0)
+        sliding = keys.get(pattern)
+        if not isinstance(sliding, list):
+            period = keys.integer(pattern, period)
+            sliding = [(i + 1) % period != 0 for i in range(self.n_layers)]
+        if len(sliding) != self.n_layers or not all(isinstance(kind, bool) for kind in sliding):
+            raise keys.refusal(pattern, f"a whole number, or true or false for each of the {self.n_layers} layers")
+        own = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", local, least=2.0)}
+        return {
+            "sliding_window": window or None,
+            "layer_types": ["sliding_attention" if window and kind else "full_attention" for kind in sliding],
+            "rope_parameters": {"full_attention": rope, "sliding_attention": own},
+        }
+
     def _order(self, n_heads: int) -> NDArray[np.int64]:
         rows = np.arange(n_heads * self.head_dim, dtype=np.int64)
         return rows.reshape(n_heads, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
@@ -215,26 +236,28 @@ class Gemma3(Qwen3):
     }
 
     def own(self, rope: dict[str, Any]) -> dict[str, Any]:
-        keys = self.keys
-        window, pattern = keys.integer("attention.sliding_window", 0, least=0), "attention.sliding_window_pattern"
-        sliding = keys.get(pattern)
-        if not isinstance(sliding, list):
-            period = keys.integer(pattern, 6)
-            sliding = [bool((i + 1) % period) for i in range(self.n_layers)]
-        if len(sliding) != self.n_layers or not all(isinstance(kind, bool) for kind in sliding):
-            raise keys.refusal(pattern, f"a number, or true or false for each of the {self.n_layers} layers")
-        local = keys.number("rope.freq_base_swa", 10000.0)
+        whole = self.hidden_size // self.n_heads
         return {
             "hidden_activation": "gelu_pytorch_tanh",
-            "sliding_window": window or None,
-            "layer_types": ["sliding_attention" if window and kind else "full_attention" for kind in sliding],
-            "rope_parameters": {
-                "full_attention": rope,
-                "sliding_attention": {"rope_type": "default", "rope_theta": local},
-            },
-            "query_pre_attn_scalar": self.hidden_size // self.n_heads if self.n_layers == 62 else self.head_dim,
+            "query_pre_attn_scalar": whole if self.n_layers == 62 else self.head_dim,
             "norms_plus_one": True,
+            **self.windows(rope, 6, 10000.0),
         }
+
+
+class Olmo2(Qwen3):
+    """OLMo 2, and OLMo 3, which has a sliding window in most layers: norms behind attention and MLP, none before."""
+
+    family = "Olmo2ForCausalLM", "olmo2"
+    names = {name: x for name, x in Qwen3.names.items() if name not in ("attn_norm", "ffn_norm")} | {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+
+    def own(self, rope: dict[str, Any]) -> dict[str, Any]:
+        found = self.windows(rope, 4, rope["rope_theta"])
+        newer = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **found}
+        return newer if found["sliding_window"] else {}
 
 
 _ARCHITECTURES: dict[str, type[Llama]] = {
@@ -244,4 +267,5 @@ _ARCHITECTURES: dict[str, type[Llama]] = {
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "gemma3": Gemma3,
+    "olmo2": Olmo2,
 }

@@ -1,5 +1,6 @@
 """What a GGUF file says of its model: the config and tensors of the checkpoint that it was made of, and refusals."""
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from transformers import Gemma3TextConfig, SmolLM3Config
+from transformers import Gemma3TextConfig, Olmo3Config, SmolLM3Config
 
 from lce.errors import ModelError
 from lce.models.config import Fields
@@ -20,7 +21,7 @@ from lce.weights.source import Source
 from tests.checkpoints import save_by_transformers
 from tests.gguf_files import write_gguf
 from tests.gguf_models import divisors, save_gguf
-from tests.models import test_llama, test_ministral3, test_mistral, test_qwen2, test_qwen3
+from tests.models import test_llama, test_ministral3, test_mistral, test_olmo2, test_qwen2, test_qwen3
 from tests.parity import SIZES, rope, save_kind
 
 KINDS = {
@@ -34,6 +35,7 @@ KINDS = {
     )
     for name in names
 }
+KINDS |= {name: test_olmo2.KINDS[name] for name in ("olmo2", "olmo2-32b")}
 KINDS["qwen3-bias"] = test_qwen3.KINDS["attention-bias"]
 
 
@@ -75,7 +77,11 @@ def but(file: GgufFile, changes: Mapping[str, Any]) -> GgufFile:
 def test_wrong_metadata_is_refused_by_the_keys_name(file: GgufFile) -> None:
     whole, number = "a whole number from 1 to 2147483647", "a number from 0 to 1e+30"
     for key, value, message in (
-        ("general.architecture", "gemma2", "one that lce reads from GGUF: gemma3, llama, mistral3, qwen2, qwen3, smol"),
+        (
+            "general.architecture",
+            "gemma2",
+            "one that lce reads from GGUF: gemma3, llama, mistral3, olmo2, qwen2, qwen3, sm",
+        ),
         ("general.architecture", None, "general.architecture is missing; expected one that lce reads"),
         ("general.architecture", ["llama"], "general.architecture is ['llama']; expected one that lce reads"),
         ("llama.block_count", 3, "llama.block_count is 3; expected 2, the number of blocks"),
@@ -184,20 +190,47 @@ def test_a_file_that_changes_before_its_divisors_are_read_is_refused(file: GgufF
         config_of(replace(file, stamps=stale))
 
 
-def test_gemma3_and_smollm3_say_what_is_not_in_their_files(tmp_path: Path) -> None:
-    """As transformers' configs have it."""
-    sizes = {**SIZES, "num_hidden_layers": 8, "head_dim": 24, "rms_norm_eps": 1e-5}
-    gemma = Gemma3TextConfig(**sizes, sliding_window=24, query_pre_attn_scalar=24, layer_types=None)
-    smol = SmolLM3Config(**sizes, pad_token_id=0)
-    for config in (gemma, smol):
-        folder = tmp_path / config.model_type
+def test_what_files_of_layers_of_several_kinds_do_not_say(tmp_path: Path) -> None:
+    """Is in the config as in that of transformers, which the files were made of."""
+    sizes = {**SIZES, "num_hidden_layers": 8, "rms_norm_eps": 1e-5, "pad_token_id": 0}
+    yarn = rope("yarn", 5e5, factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
+    scaled = {"rope_parameters": {"full_attention": rope("linear", 1e6, factor=8.0)["rope_parameters"]}}
+    for config in (
+        Gemma3TextConfig(**sizes, head_dim=24, sliding_window=24, query_pre_attn_scalar=24),
+        Gemma3TextConfig(**sizes, head_dim=24, sliding_window=24, query_pre_attn_scalar=24, **scaled),
+        Gemma3TextConfig(**sizes | {"num_hidden_layers": 62, "hidden_size": 8}, head_dim=4, query_pre_attn_scalar=2),
+        SmolLM3Config(**sizes),
+        Olmo3Config(**sizes, sliding_window=24, rope_scaling=yarn["rope_parameters"], rope_theta=5e5),
+    ):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
         file = read_gguf(save_gguf(folder / "m.gguf", save_by_transformers(folder, config)))
-        truth, found = config.to_dict(), config_of(file)
-        found.pop("norms_plus_one", None)
+        found, truth = config_of(file), config.to_dict()
+        if config.model_type == "gemma3_text":
+            assert found.pop("norms_plus_one")
         assert found.pop("architectures") == [
-            type(config).__name__.replace("TextC", "C").replace("Config", "ForCausalLM")
+            type(config).__name__.removesuffix("Config").replace("Text", "") + "ForCausalLM"
         ]
-        assert {key: truth.get(key) for key in found} == found
-        tensors, _ = tensors_of(file)
-        published = load_file(folder / "model.safetensors")
-        assert tensors.keys() == published.keys()
+        truth = {"head_dim": 16, **truth, "dtype": "float32"}
+        assert {key: truth.get(key, "none") for key in found} == found
+        assert tensors_of(file)[0].keys() == load_file(folder / "model.safetensors").keys()
+        if "sliding_window" in found:
+            prefix = file.metadata["general.architecture"]
+            for wrong in ([True] * 9, [1] * 8, 0, "x", [True] * 7):
+                with pytest.raises(ModelError, match=r"attention.sliding_window_pattern is .*expected a whole number"):
+                    config_of(but(file, {f"{prefix}.attention.sliding_window_pattern": wrong}))
+
+
+def test_a_file_with_a_pattern_of_layers_of_its_own(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 8}, head_dim=24, sliding_window=24)
+    file = read_gguf(save_gguf(tmp_path / "m.gguf", save_by_transformers(tmp_path, config)))
+    own = "gemma3.attention.sliding_window_pattern"
+    for changes, sliding in (
+        ({own: 3, "gemma3.rope.freq_base_swa": 500.0}, [1, 1, 0, 1, 1, 0, 1, 1]),
+        ({own: 1}, [0] * 8),
+        ({own: [True, False] * 4}, [1, 0] * 4),
+        ({"gemma3.attention.sliding_window": None}, [0] * 8),
+    ):
+        found = config_of(but(file, changes))
+        assert [kind == "sliding_attention" for kind in found["layer_types"]] == [bool(x) for x in sliding]
+        theta = changes.get("gemma3.rope.freq_base_swa", 10000.0)
+        assert found["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": theta}
