@@ -40,7 +40,7 @@ class Exploded:
         """Return the weights `[n, size]`, in `out` if it is given."""
         out = np.empty(self.codes.shape, np.float32) if out is None else out
         scales, low = self._products(self.d, self.sub), self._products(self.dmin, self.submin)
-        found = out.reshape(*scales.shape, -1)
+        found = out.reshape(*scales.shape, out.shape[1] // scales.shape[1])
         found[:] = self.codes.reshape(found.shape)
         with np.errstate(invalid="ignore", over="ignore"):
             found *= scales[..., None]
@@ -131,7 +131,7 @@ def _fields(packed: NDArray[np.uint8], bits: int, up: int = 0) -> NDArray[np.uin
         moved = words >> shift if shift > 0 else words << -shift
         moved &= mask
         found[:, index] = moved.view(f"V{run}")
-    return found.view(np.uint8).reshape(n, -1)
+    return found.view(np.uint8).reshape(n, runs * run * 8 // bits)
 
 
 def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.int8]:
@@ -141,7 +141,7 @@ def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.
     found = np.empty((n * runs, 2), f"V{run}")
     for half, index in enumerate((byte & 15, byte >> 4)):
         found[:, half] = np.frombuffer(data.translate(values[index].tobytes()), f"V{run}")
-    return found.view(np.int8).reshape(n, -1)
+    return found.view(np.int8).reshape(n, runs * run * 2)
 
 
 def _k_scales(x: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -46,6 +46,7 @@ def test_weights_equal_the_packages_to_the_bit(kind):
     raw = blocks(kind)
     expected, got = quants.dequantize(raw, Type(kind.number)).reshape(-1, kind.size), kind.dequantise(raw)
     assert got.dtype == np.float32
+    assert kind.dequantise(raw[:0]).shape == (0, kind.size)
     numbers = ~np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(got), ~numbers)
     np.testing.assert_array_equal(got[numbers].view(np.uint32), expected[numbers].view(np.uint32))
@@ -58,6 +59,7 @@ def test_codes_and_scales_make_the_weights_without_rounding_but_of_the_sum(kind)
         exact = formula(exploded)
         np.testing.assert_array_equal(exploded.weights(), exact.astype(np.float32))
     assert exploded.codes.dtype == np.int8
+    assert kind.explode(np.empty((0, kind.n_bytes), np.uint8)).weights().shape == (0, kind.size)
     assert (exploded.codes.min(), exploded.codes.max()) == kind.codes
     most = 1 if exploded.sub is None else np.abs(exploded.sub.astype(int)).max()
     assert (2**11 - 1) * most * max(map(abs, kind.codes)) < 2**24  # so that every product is exact in float32
