@@ -230,8 +230,7 @@ class _Header:
 
     def strings(self, count: int, label: str) -> list[str]:
         """Read `count` strings. `label` says what they are in an error."""
-        if count * 8 > self.file_size - self.position:
-            raise Damaged(self.path, f"{label} has {count} strings, more than the file has room for")
+        self.need(8 * count)  # the least that they take
         found, raw, at, number_of = [], self.raw, self.at, int.from_bytes
         try:
             for _ in range(count):
