@@ -169,8 +169,11 @@ def test_types_that_are_not_read_are_named(tmp_path: Path, kind: Type) -> None:
         read_gguf(tmp_path / "a.gguf")
 
 
-@pytest.mark.parametrize(("version", "alignment"), [(2, 8), (2, 32), (3, 64), (3, 1 << 20)])
-def test_files_are_read_as_they_were_written(tmp_path: Path, version: int, alignment: int) -> None:
+@pytest.mark.parametrize(("version", "alignment", "piece"), [(2, 8, 1), (2, 32, 64), (3, 64, 1), (3, 1 << 20, 1 << 20)])
+def test_files_are_read_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, alignment: int, piece: int
+) -> None:
+    monkeypatch.setattr(gguf_file, "PIECE", piece)
     path, values = write_gguf(tmp_path / "a.gguf", WEIGHTS, KINDS, METADATA | {"general.alignment": alignment})
     raw = bytearray(path.read_bytes())
     raw[4] = version
@@ -358,6 +361,12 @@ def test_shards_that_do_not_belong_together(tmp_path: Path, kind: str) -> None:
     assert str(caught.value).isprintable()
 
 
+def test_shards_of_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "MOST_TENSORS", 4)
+    with pytest.raises(ModelError, match="the shards have more than 4 tensors"):
+        read_gguf(split(tmp_path)[0])
+
+
 def test_a_shard_by_another_name(tmp_path: Path) -> None:
     shards = split(tmp_path)
     for name in ("m.gguf", "m-00002-of-00004.gguf", "m-2-of-3.gguf", "\n"):
@@ -368,9 +377,8 @@ def test_a_shard_by_another_name(tmp_path: Path) -> None:
 
 
 def test_files_that_were_merged_or_never_split_stand_alone(tmp_path: Path) -> None:
-    for name in ("a.gguf", "a-00001-of-00003.gguf"):
-        metadata = {"split.no": np.uint16(0), "split.count": np.uint16(0), "split.tensors.count": np.int32(1)}
-        path, _ = write_gguf(tmp_path / name, {"w": np.ones(8)}, "F32", metadata)
+    for count, name in enumerate(("a.gguf", "a-00001-of-00003.gguf")):
+        path, _ = write_gguf(tmp_path / name, {"w": np.ones(8)}, "F32", {"split.count": np.uint16(count)})
         assert list(read_gguf(path).stamps) == [path]
 
 
