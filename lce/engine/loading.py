@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -85,13 +85,13 @@ def load(
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     kind = dtype_of(dtype, checkpoint.dtype)
     borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
-    made = _sizes(facts, method, kind, devices, scheme, checkpoint.shapes, block, budgets, kv_dtype, borders)
+    made = _sizes(facts, method, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
     layout, backend = made.layout, Attention.choose(attention)
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
     if sharing is not None:
         _check_same(sharing, config, checkpoint, layout, scheme)
         return Engine(sharing.model, tokenizer, checkpoint, *options)
-    if layout.dtype != checkpoint.dtype():
+    if layout.dtype != checkpoint.dtype() or (checkpoint.quantised and not checkpoint.manifest):
         uses_threads()  # converting weights may start threads
     family = model_class(config)
     wanted = family.weights(config, checkpoint.shapes)
@@ -215,17 +215,24 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Pl
     scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
     budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
     devices = devices_of(options.get("device"))
-    return _sizes(facts, method, kind, devices, scheme, (), block, budgets, options.get("kv_dtype"))
+    return _sizes(facts, method, kind, devices, scheme, None, block, budgets, options.get("kv_dtype"))
 
 
 def _sizes(
     facts: ModelFacts, method: str | Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
-    stored: Collection[str], block: int | None, budgets: Budgets, kv_dtype: object, borders: Borders | None = None,
+    checkpoint: Checkpoint | None, block: int | None, budgets: Budgets, kv_dtype: object,
+    borders: Borders | None = None,
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes. `stored` has the stored weights' names. If `borders` is None, see `borders_of`."""
+    """Return an engine's sizes; those of weights are as stored, if a checkpoint is given that is stored quantised.
+
+    If `borders` is None, see `borders_of`.
+    """
     config, chosen = facts.config, fitted(method, facts)
     family = model_class(config)
+    stored = checkpoint.shapes if checkpoint else ()
     schemes = family.schemes(config, scheme, stored) if scheme else {}
+    if checkpoint and devices[0].type == "cpu":
+        schemes = {**schemes, **checkpoint.schemes}
     sizes = {
         name: schemes[published].n_bytes(shape) if published in schemes else dtype.itemsize * math.prod(shape)
         for name, (published, shape) in family.weights(config, stored).items()
@@ -242,14 +249,13 @@ def _sizes(
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
     """Return the weights' quantisation scheme: the user's or the checkpoint's. Raises `UsageError` if they differ."""
-    scheme, manifest = scheme_of(weights), checkpoint.manifest
-    own = all_schemes()[manifest.weights] if manifest else None
-    if own and scheme and scheme != own:
+    scheme, own = scheme_of(weights), checkpoint.quantised
+    if scheme and own not in (None, scheme.name):
         raise UsageError(
-            f"the weights of {named(checkpoint.folder)} are stored as {own.name}; leave weights={scheme.name!r} out, "
+            f"the weights of {named(checkpoint.folder)} are stored as {own}; leave weights={scheme.name!r} out, "
             "or load the checkpoint that they were made of"
         )
-    found = own or scheme
+    found = all_schemes()[checkpoint.manifest.weights] if checkpoint.manifest else scheme
     if found and device.type != "cpu":
         raise UsageError(
             f"weights in {found.name} are computed with on the CPU alone, and the device is {device}; "

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,14 +21,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lce import system
 from lce.errors import CapacityError, ModelError, shown
 from lce.files import named, open_regular, read_file
+from lce.progress import notice
 from lce.sizes import size_text
-from lce.weights import safetensors_file
+from lce.weights import gguf_packed, safetensors_file
+from lce.weights.gguf_packed import Blocks, fill_blocks
+from lce.weights.gguf_types import BY_NAME
 from lce.weights.packed import LARGEST, METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
 from lce.weights.safetensors_file import DTYPES, STORED, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
 
@@ -66,11 +72,16 @@ class _Target:
         """The bytes of a matrix before loading quantises it; 0 for a target that loading does not quantise."""
         return math.prod(self.shape) * self.dtype.itemsize if self.scheme and self.dtype else 0
 
-    def split(self, whole: Tensor, part: str = "") -> dict[str, Tensor]:
-        """Split a part into views, one per stored tensor, by name. A quantised part has a row per `ROW_BLOCK` rows."""
-        block = ROW_BLOCK if part else 1
-        rows = whole.split([-(-shape[0] // block) for shape in self.shapes])
-        return {f"{name}.{part}" if part else name: stored for name, stored in zip(self.names, rows, strict=True)}
+    def split(self, parts: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Split parts into views, by stored tensor and by part. A quantised part has a row per `ROW_BLOCK` rows."""
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self.names}
+        for part, whole in parts.items():
+            block = ROW_BLOCK if part else 1
+            for name, rows in zip(
+                self.names, whole.split([-(-shape[0] // block) for shape in self.shapes]), strict=True
+            ):
+                found[name][part] = rows
+        return found
 
     def value(self) -> Tensor | PackedMatrix:
         """Return the loaded tensor or quantised matrix. Only for use when all parts are filled."""
@@ -79,16 +90,18 @@ class _Target:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors in the weight files of a checkpoint folder; they are not loaded yet.
+    """The tensors in the weight files of a checkpoint, a folder or a GGUF file; they are not loaded yet.
 
     A file that was changed after its header was read no longer matches its stamp in `stamps`: size, inode and times.
-    `manifest` describes quantised weights; it is None for other checkpoints.
+    `manifest` describes weights that lce quantised; it is None for other checkpoints. Row i of a tensor is row
+    `orders[name][i]` of the stored tensor; most tensors have no order.
     """
 
     folder: Path
     tensors: Mapping[str, TensorInfo]
     stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict, repr=False)
     manifest: Manifest | None = field(default=None, repr=False)
+    orders: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -106,6 +119,25 @@ class Checkpoint:
         if manifest:
             tensors = {name: replace(info, checks=tuple(manifest.checks[name])) for name, info in tensors.items()}
         return cls(folder, tensors, {file: stamp}, manifest)
+
+    @cached_property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """The scheme of each matrix that is stored quantised, and stays so in memory on a CPU, by name."""
+        if self.manifest:
+            return self.manifest.schemes
+        known, matrices = gguf_packed.SCHEMES, (item for item in self.tensors.items() if len(item[1].shape) == 2)
+        return {name: known[info.dtype] for name, info in matrices if info.dtype in known}
+
+    @property
+    def quantised(self) -> str | None:
+        """What the weights are quantised to: lce's scheme, or the GGUF type of most bytes. None for plain weights."""
+        if self.manifest:
+            return self.manifest.weights
+        sizes = Counter[str]()
+        for info in self.tensors.values():
+            if info.dtype in BY_NAME and info.dtype not in DTYPES:
+                sizes[info.dtype] += info.stop - info.start
+        return max(sizes, key=sizes.__getitem__, default=None)
 
     def load(
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
@@ -129,7 +161,9 @@ class Checkpoint:
         """
         shapes = dict(wanted.values())
         self.check(shapes, ignore)
-        schemes = self.manifest.schemes if self.manifest else schemes or {}
+        places = {key: device if isinstance(device, torch.device) else device(key) for key in wanted}
+        stored = self._kept(wanted, places, dtype)
+        schemes = stored or schemes or {}
         groups: dict[str, Sequence[str]] = {key: [name] for key, (name, _) in wanted.items()}
         stacked: dict[str, Sequence[str]] = {}
         names: Sequence[str]
@@ -142,18 +176,38 @@ class Checkpoint:
                 stacked[key] = parts
         targets = {}
         for key, names in groups.items():
-            place = device if isinstance(device, torch.device) else device(key)
+            place = places[key] if key in places else places[(joined or {})[key][0]]
             scheme, kind = schemes.get(names[0]), None
-            if not (scheme and self.manifest):
-                widest = functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
-                kind = widest if scheme or dtype is None else dtype
+            if names[0] not in stored:
+                kind = dtype
+                if scheme or dtype is None:
+                    kind = functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
             targets[key] = _Target(names, [shapes[name] for name in names], scheme, kind, place)
         self._allocate(targets.values())
         with self._opened() as files:
-            self._read(files, targets.values())
+            self._read(files, targets.values(), dtype)
             self.fingerprint()  # computed now, while the bytes that it samples are in the system's page cache
         found: dict[str, Any] = {key: target.value() for key, target in targets.items()}
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
+
+    def _kept(
+        self, wanted: Mapping[str, tuple[str, Any]], places: Mapping[str, torch.device], dtype: torch.dtype | None
+    ) -> dict[str, Scheme]:
+        """Return the schemes of the matrices that stay quantised; say once which others are unpacked, and the cost."""
+        kept, unpacked, more = {}, Counter[str](), 0
+        for key, (name, shape) in wanted.items():
+            if name in self.schemes and (self.manifest or places[key].type == "cpu"):
+                kept[name] = self.schemes[name]
+            elif (info := self.tensors[name]).dtype not in DTYPES and len(shape) > 1:
+                unpacked[info.dtype] += 1
+                more += math.prod(shape) * (dtype or torch.float32).itemsize - (info.stop - info.start)
+        if unpacked:
+            n = unpacked.total()
+            what = f"{n} {'matrix' if n == 1 else 'matrices'} of {', '.join(unpacked)} {'is' if n == 1 else 'are'}"
+            kind, where = str(dtype or torch.float32).removeprefix("torch."), {str(place) for place in places.values()}
+            why = f"lce has no product for {'it' if n == 1 else 'them'} on {', '.join(sorted(where))}"
+            notice(f"{what} unpacked to {kind}, which takes {size_text(more)} more memory: {why}")
+        return kept
 
     def _allocate(self, targets: Collection[_Target]) -> None:
         """Allocate the parts of all targets. Raises `CapacityError` if they need more than the free memory."""
@@ -172,21 +226,33 @@ class Checkpoint:
             for target in own:
                 target.parts = {part: next(memory) for part in target.sizes}
 
-    def _read(self, files: Mapping[Path, int], targets: Collection[_Target]) -> None:
+    def _read(self, files: Mapping[Path, int], targets: Collection[_Target], dtype: torch.dtype | None) -> None:
         """Read all targets. Matrices to quantise come last: each is read into one buffer and quantised from there."""
-        outs: dict[str, Tensor] = {}
-        for target in targets:
-            for part, whole in {} if target.staged else target.parts.items():
-                outs |= target.split(whole, part)
-        fill(outs, self.tensors, files)
+        outs = [target.split(target.parts) for target in targets if not target.staged]
+        self._fill(dict(each for split in outs for each in split.items()), files, dtype)
         rounded = [target for target in targets if target.staged]
         (stage,) = allocate([((max((target.staged for target in rounded), default=0),), torch.uint8)], _CPU)
         for target in rounded:
             assert target.scheme is not None
             assert target.dtype is not None
             weight = stage[: target.staged].view(target.dtype).view(target.shape)
-            fill(target.split(weight), self.tensors, files)
+            self._fill(target.split({"": weight}), files, dtype)
             target.scheme.pack(weight, target.parts)
+
+    def _fill(
+        self, outs: Mapping[str, Mapping[str, Tensor]], files: Mapping[Path, int], dtype: torch.dtype | None
+    ) -> None:
+        """Read tensors into `outs`, by name and by part: as they lie in a file, or from blocks and rows in an order."""
+        as_stored, blocks = dict[str, Tensor](), []
+        for name, parts in outs.items():
+            info, order = self.tensors.get(name), self.orders.get(name)
+            if info and (info.dtype not in DTYPES or order is not None):
+                kind = parts[""].dtype if "" in parts else dtype or torch.float32
+                blocks.append(Blocks(name, info, order, parts, kind))
+            else:
+                as_stored |= {f"{name}.{part}" if part else name: out for part, out in parts.items()}
+        fill(as_stored, self.tensors, files)
+        fill_blocks(blocks, files)
 
     @contextmanager
     def _opened(self) -> Iterator[dict[Path, int]]:
@@ -211,10 +277,17 @@ class Checkpoint:
             yield files
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that most bytes are stored in; for quantised weights, the dtype before quantisation."""
+        """Return the dtype that most bytes are stored in.
+
+        For weights that lce quantised, it is the dtype before quantisation. Quantised GGUF types count as bfloat16.
+        """
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
-        sizes = {kind: sum(x.stop - x.start for x in self.tensors.values() if x.dtype == kind) for kind in DTYPES}
+        sizes = dict.fromkeys(DTYPES, 0)
+        for info in self.tensors.values():
+            kind = info.dtype if info.dtype in DTYPES or info.dtype not in BY_NAME else "BF16"
+            if kind in sizes:
+                sizes[kind] += info.stop - info.start
         if not any(sizes.values()):
             known = ", ".join(DTYPES)
             raise ModelError(f"{named(self.folder)} has no weights in {known}; use a checkpoint in one of these")
@@ -256,10 +329,13 @@ class Checkpoint:
         done, total = 0, sum(info.stop - info.start for info in self.tensors.values())
         with self._opened() as files:
             for name, info in self.tensors.items():
-                kind = info.dtype if info.dtype in STORED else "U8"
                 size = info.stop - info.start
-                (out,) = allocate([((size // STORED[kind].itemsize,), STORED[kind])], _CPU)
-                fill({name: out}, {name: replace(info, dtype=kind)}, files)
+                if info.dtype in BY_NAME and info.dtype not in DTYPES:
+                    fill_blocks([Blocks(name, info, None, {}, torch.float32)], files)
+                else:
+                    kind = info.dtype if info.dtype in STORED else "U8"
+                    (out,) = allocate([((size // STORED[kind].itemsize,), STORED[kind])], _CPU)
+                    fill({name: out}, {name: replace(info, dtype=kind)}, files)
                 done += size
                 progress(done, total)
         return self.manifest is not None
@@ -290,7 +366,7 @@ class Checkpoint:
             fault = f"{len(wrong)} wrong shapes: {first}"
             raise ModelError(f"{where}: {fault}; check that config.json belongs to these weights")
         infos = {name: self.tensors[name] for name in sorted(wanted) if name in self.tensors}
-        unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in DTYPES]
+        unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in BY_NAME]
         if unread:
             expected = f"expected weights in {', '.join(DTYPES)}"
             raise ModelError(f"{where}: {expected}, got {few(unread)}; use an unquantized checkpoint")

@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu.quantised import RoundedMatrix, parts
+from lce.kernels.cpu.quantised import INT4, INT8, Layout, QuantisedMatrix
 from lce.weights.packed import PackedMatrix, Scheme, register
 
 
 @dataclass(frozen=True)
 class Rounded(Scheme):
-    """A scheme that quantises weights to `bits` bits by rounding."""
+    """A scheme that quantises weights to a layout by rounding."""
 
     name: str
-    bits: int
+    layout: Layout
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return dict(parts(self.bits, *shape))
+        return self.layout.parts(*shape)
 
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
-        return RoundedMatrix(shape, parts)
+        return QuantisedMatrix(self.layout, shape, parts)
 
     def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
-        RoundedMatrix(weight.shape, parts).pack(weight)
+        QuantisedMatrix(self.layout, weight.shape, parts).pack(weight)
 
 
-register(Rounded("int8", 8))
-register(Rounded("int4", 4))
+register(Rounded("int8", INT8))
+register(Rounded("int4", INT4))

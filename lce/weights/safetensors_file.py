@@ -211,13 +211,13 @@ def parse_object(raw: bytes, path: Path) -> dict[str, object]:
 
 
 def pread(descriptor: int, count: int, offset: int, path: Path) -> bytes:
-    """Read `count` bytes of an open file. Raises ModelError as `_read_into` does."""
+    """Read `count` bytes of an open file. Raises ModelError as `read_into` does."""
     found = bytearray(count)
-    _read_into(memoryview(found), descriptor, offset, path)
+    read_into(memoryview(found), descriptor, offset, path)
     return bytes(found)
 
 
-def _read_into(out: memoryview, descriptor: int, offset: int, path: Path) -> None:
+def read_into(out: memoryview, descriptor: int, offset: int, path: Path) -> None:
     """Fill `out` from an open file. Raises ModelError for a file that ends too early or cannot be read."""
     try:
         while out:
@@ -341,7 +341,7 @@ def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descript
     largest positive float, and the largest unsigned integer is that of the negative float of largest magnitude.
     """
     array = raw.view(torch.uint8).numpy()
-    _read_into(memoryview(array), descriptor, info.start + number * PIECE, info.file)  # type: ignore[arg-type]
+    read_into(memoryview(array), descriptor, info.start + number * PIECE, info.file)  # type: ignore[arg-type]
     if info.checks and [info.checks[number]] != checksums(array):
         raise Damaged(info.file, f"tensor {shown(name)} disagrees with its checksum", AGAIN)
     if info.dtype not in DTYPES:
@@ -349,8 +349,18 @@ def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descript
     bits, limit = 8 * raw.itemsize, _TOO_LARGE[info.dtype, dtype]
     if array.view(f"i{bits // 8}").max() < limit and array.view(f"u{bits // 8}").max() < limit + (1 << bits - 1):
         return
+    raise unfit(info, name, dtype, limit != _TOO_LARGE[info.dtype, torch.float32])
+
+
+def unfit(info: TensorInfo, name: str, dtype: torch.dtype, too_large: bool) -> ModelError:
+    """Return the error for a tensor with NaN or infinite numbers, or with `too_large`, numbers that `dtype` lacks."""
     fault, remedy = "has NaN or infinite numbers", "the checkpoint is damaged: download it again"
-    if limit != _TOO_LARGE[info.dtype, torch.float32]:
+    if too_large:
         wanted = str(dtype).removeprefix("torch.")
         fault, remedy = f"has NaN, or numbers too large for {wanted}", "use another dtype, such as float32"
-    raise ModelError(f"{named(info.file)}: tensor {shown(name)} {fault}; {remedy}")
+    return ModelError(f"{named(info.file)}: tensor {shown(name)} {fault}; {remedy}")
+
+
+def too_large(dtype: torch.dtype) -> float:
+    """Return the least positive float32 number that is infinite in a dtype."""
+    return float(np.uint32(_TOO_LARGE["F32", dtype]).view(np.float32))

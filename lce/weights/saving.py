@@ -27,7 +27,7 @@ def save_quantised(
     the contents of the files beside the weights, by name. The file appears whole or not at all, with checksums of its
     tensors and of `files`. `progress` is called with the bytes read so far and with the bytes of all tensors.
     """
-    if checkpoint.manifest:
+    if checkpoint.quantised:
         raise ModelError(f"{named(checkpoint.folder)} is quantised already; give the checkpoint that it was made of")
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, shape in sorted(shapes.items()):

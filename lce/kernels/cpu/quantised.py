@@ -1,16 +1,16 @@
-"""Weight matrices quantised to 8 or 4 bits: packing, unpacking, and products of a few rows with them.
+"""Weight matrices of 8-bit or 4-bit codes: packing, unpacking, and products of a few rows with them.
 
 A matrix `[out, in]` is stored in blocks of 16 rows. A code is a weight as an integer. Codes are stored as vectors of 64
 bytes: 16 words, one for each row of a block. A word has the codes of 4 (8 bits) or 8 (4 bits) neighbouring inputs of a
-row. A group is 128 (8 bits) or 32 (4 bits) neighbouring inputs, which share a scale. The stored tensors are:
+row. A group is some neighbouring inputs of a row, which share a scale. A `Layout` says how large groups are, and what
+stands beside the codes. Rows and inputs are padded with zeros to whole blocks and groups. The stored tensors are:
 
-    codes   [blocks, in / 4, 64]   int8, with 8 bits: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
-            [blocks, in / 8, 64]   uint8, with 4 bits: nibbles n of a word's halfwords are inputs 2·n, 2·n + 1
-    scales  [blocks, groups, 16]   bfloat16, one for each group and row
-    zeros   [blocks, groups, 16]   uint8, in sixteenths of a code; only with 4 bits
-
-A weight is `scale * code` with 8 bits and `scale * (code - zero / 16)` with 4 bits. Rows and inputs are padded with
-zeros to whole blocks and groups.
+    codes   [blocks, in / 4, 64]     int8, with 8 bits: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
+            [blocks, in / 8, 64]     uint8, with 4 bits: nibbles n of a word's halfwords are inputs 2·n, 2·n + 1
+    scales  [blocks, groups, 16]     one for each group and row
+    zeros   [blocks, groups, 16]     uint8, in sixteenths of a code
+    mins    [blocks, groups, 16]     what is added to each weight of a group
+    supers  [blocks, in / 256, n, 16]  float16: what scales, and mins if n is 2, are multiplied with
 
 Products multiply integers. Each group of an input row x is scaled so that its largest number uses all of 16 bits, and
 is rounded to 16-bit integers, called halfwords. Products of codes and halfwords are added in pairs of inputs, without
@@ -20,12 +20,14 @@ error. If x is float32, a second halfword holds the next 16 bits of each number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.kernels.cpu.compiling import ByDtype, Kernel, by_dtype, features, inner, intrinsic_of, number_of
@@ -44,47 +46,79 @@ from lce.kernels.cpu.numbers import (
 from lce.kernels.cpu.products import around_product
 from lce.kernels.cpu.vectors import LANES, call_llvm, i64, loop, multiply_add, splat, transposed
 
-GROUPS = {8: 128, 4: 32}  # for each number of bits, the number of inputs in a group, which share a scale
+SUPER = 256  # inputs that share the numbers in `supers`
 
 _TASK = 4  # blocks that a thread takes at a time
 _ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
-_STEP = 4  # vectors of codes in one step of the innermost loop
+_STEP = 4  # the most vectors of codes in one step of the innermost loop
 _CHAINS = 4  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 _VECTOR = 4 * LANES  # bytes of a vector
+_ARRANGED = 64  # words of each of 16 rows that `arrange` writes at a time: 4 KiB, which stay in the cache
 _PLANES = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}  # number of planes: halfwords per number
 _MULTIPLIES_PAIRS = "avx512bw" in features()  # whether one instruction does 32 products and adds them in pairs
 _SHRINKS = 4  # ranges of weights that 4-bit quantisation tries for each group
 _SHRINK = np.float32(0.06)  # each range tried is narrower than the last by this part of the group's whole range
 _FITS = 2  # least-squares corrections of a group's scale and zero for each range tried
 
-_F32, _I8, _I16, _I32 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
-_FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I8, _I16, _I32))
+_F16, _F32, _I8, _I16, _I32 = ir.HalfType(), ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
+_HALF_FLOATS, _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F16, _F32, _I8, _I16, _I32))
 _PAIRED = ir.VectorType(_I16, 2 * LANES)
 
 
-def parts(bits: int, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
-    """Return the shape and dtype of each stored tensor of a matrix `[n_out, n_in]`."""
-    blocks, groups = -(-n_out // LANES), -(-n_in // GROUPS[bits])
-    codes = (blocks, groups * GROUPS[bits] * bits // 32, _VECTOR), torch.int8 if bits == 8 else torch.uint8
-    scales = (blocks, groups, LANES), torch.bfloat16
-    return {"codes": codes, "scales": scales} | ({"zeros": (scales[0], torch.uint8)} if bits == 4 else {})
+@dataclass(frozen=True)
+class Layout:
+    """A way to store a matrix: codes of `bits` bits, groups of `group` inputs, and scales of the dtype `scale`.
+
+    `low` names what a group has beside its scale: "zeros", "mins" or nothing. A weight is `scale * (code - offset)`,
+    `scale * (code - zero / 16)` or `scale * code + min`. Scales of 8-bit integers are multiplied with a number in
+    `supers`; mins are then uint8 and are multiplied with another one, minus dmin. Otherwise mins are float16.
+    """
+
+    bits: int
+    group: int
+    scale: torch.dtype
+    low: str = ""
+    offset: int = 0
+
+    @property
+    def nested(self) -> bool:
+        return self.scale.itemsize == 1
+
+    def parts(self, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each stored tensor of a matrix `[n_out, n_in]`."""
+        blocks, groups = -(-n_out // LANES), -(-n_in // self.group)
+        codes = (blocks, groups * self.group * self.bits // 32, _VECTOR)
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "codes": (codes, torch.int8 if self.bits == 8 else torch.uint8),
+            "scales": ((blocks, groups, LANES), self.scale),
+        }
+        if self.low:
+            narrow = self.nested or self.low == "zeros"
+            found[self.low] = (blocks, groups, LANES), torch.uint8 if narrow else torch.float16
+        if self.nested:
+            found["supers"] = (blocks, -(-n_in // SUPER), 2 if self.low else 1, LANES), torch.float16
+        return found
 
 
-class RoundedMatrix:
-    """A quantised matrix `[out, in]`; the tensors in `parts` are its codes, scales and, with 4 bits, zeros."""
+INT8, INT4 = Layout(8, 128, torch.bfloat16), Layout(4, 32, torch.bfloat16, "zeros")
 
-    def __init__(self, shape: tuple[int, ...], stored: Mapping[str, Tensor]) -> None:
+
+class QuantisedMatrix:
+    """A quantised matrix `[out, in]`; the tensors in `parts` are those that its layout names."""
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], stored: Mapping[str, Tensor]) -> None:
+        self.layout = layout
         self.shape = shape[0], shape[1]
         self.parts = stored
-        self.bits = 4 if "zeros" in stored else 8
-        for name, expected in parts(self.bits, *self.shape).items():
+        for name, expected in layout.parts(*self.shape).items():
             assert (stored[name].shape, stored[name].dtype) == expected, (name, stored[name].shape, expected)
             assert stored[name].is_contiguous(), name
-        zeros_at = stored["zeros"].data_ptr() if "zeros" in stored else 0
-        self._addresses = stored["codes"].data_ptr(), stored["scales"].data_ptr(), zeros_at
+        assert not layout.nested or self.shape[1] % SUPER == 0, self.shape
+        at = {name: stored[name].data_ptr() for name in stored}
+        self._addresses = at["codes"], at["scales"], at.get(layout.low, 0), at.get("supers", 0)
 
     def pack(self, weight: Tensor) -> None:
-        """Quantise `weight [out, in]`, contiguous, into the tensors of this matrix.
+        """Quantise `weight [out, in]`, contiguous, into the tensors of this matrix; only for `INT8` and `INT4`.
 
         With 4 bits, the scale and zero of each group are fitted to its weights by least squares. Time per weight on one
         thread: about 0.3 ns with 8 bits, 4 ns with 4 bits.
@@ -92,7 +126,7 @@ class RoundedMatrix:
         assert weight.shape == self.shape, weight.shape
         assert weight.is_contiguous()
         n_blocks = -(-self.shape[0] // LANES)
-        _pack[self.bits, weight.dtype](n_blocks, weight.data_ptr(), *self._addresses, *self.shape)
+        _pack[self.layout, weight.dtype](n_blocks, weight.data_ptr(), *self._addresses[:3], *self.shape)
 
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply `x [T, in]` with the matrix transposed; options are those of `lce.kernels.cpu.products.product`.
@@ -104,7 +138,7 @@ class RoundedMatrix:
         """
         dtype, out, n_out, given = around_product(x, *self.shape, bias, **around)
         assert not around.get("gate") or n_out % LANES == 0, self.shape
-        n_tasks, kernel = -(-n_out // (_TASK * LANES)), _product[self.bits, dtype]
+        n_tasks, kernel = -(-n_out // (_TASK * LANES)), _product[self.layout, dtype]
         kernel(n_tasks, x.data_ptr(), *self._addresses, *given)
         return out
 
@@ -114,7 +148,7 @@ class RoundedMatrix:
         fits = first % LANES == 0 and first + n_rows <= -(-self.shape[0] // LANES) * LANES and n_in == self.shape[1]
         assert fits, (first, out.shape, self.shape)
         assert out.is_contiguous()
-        _unpack[self.bits, out.dtype](-(-n_rows // LANES), *self._addresses, out.data_ptr(), first, n_rows, n_in)
+        _unpack[self.layout, out.dtype](-(-n_rows // LANES), *self._addresses, out.data_ptr(), first, n_rows, n_in)
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,7 +158,7 @@ class RoundedMatrix:
         assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < self.shape[0]), self.shape
         out = torch.empty(len(ids), self.shape[1], dtype=dtype)
         addresses = ids.data_ptr(), *self._addresses, out.data_ptr()
-        _rows_of[self.bits, dtype](len(ids), *addresses, self.shape[1], least=LANES)
+        _rows_of[self.layout, dtype](len(ids), *addresses, self.shape[1], least=LANES)
         return out
 
 
@@ -137,12 +171,12 @@ def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
     return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
 
 
-def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
+def _codes(builder: Any, bits: int, offset: int, words: Any) -> list[tuple[Any, int]]:
     """Emit the extraction of the codes from a vector of 16 words, one word for each row of a block.
 
-    Returns, for each input of a word in order, the 16 rows' codes times `2^exponent` as float32, and the exponent. To
-    save shifts, a 4-bit code is masked at its place in the word, except the highest, which is shifted down. An 8-bit
-    code is moved to the highest byte of its word, for its sign.
+    Returns, for each input of a word in order, the 16 rows' codes minus `offset`, times `2^exponent`, as float32, and
+    the exponent. To save shifts, a 4-bit code is masked at its place in the word, except the highest, which is shifted
+    down. An 8-bit code is moved to the highest byte of its word, for its sign.
     """
     found = []
     for n in range(32 // bits):
@@ -154,6 +188,8 @@ def _codes(builder: Any, bits: int, words: Any) -> list[tuple[Any, int]]:
             code, exponent = builder.lshr(words, _const(_WORDS, place)), 0
         else:
             code, exponent = builder.and_(words, _const(_WORDS, 15 << place)), place
+        if offset:
+            code = builder.sub(code, _const(_WORDS, offset << exponent))
         found.append((builder.sitofp(code, _FLOATS), exponent))
     return found
 
@@ -179,14 +215,38 @@ def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
     return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
 
 
-def _scale(builder: Any, scales: Any, group: Any) -> Any:
-    words = builder.zext(_load(builder, scales, group, _HALVES), _WORDS)
-    return builder.bitcast(builder.shl(words, _const(_WORDS, 16)), _FLOATS)
+def _group_numbers(builder: Any, layout: Layout, beside: list[Any], group: Any) -> tuple[Any, Any]:
+    """Emit loads of a group's scales and of its zeros or mins, one for each of 16 rows, as float32; None for no low.
 
+    `beside` are the addresses of a block's scales, of its zeros or mins, and of its supers. A min has the sign with
+    which it is added. No product is rounded.
+    """
+    scales, lows, supers = beside
+    n_supers = 2 if layout.low else 1
 
-def _zero(builder: Any, zeros: Any, group: Any) -> Any:
-    """Emit a load of a group's 16 zeros (one per row, in sixteenths of a code) as float32."""
-    return builder.sitofp(builder.zext(_load(builder, zeros, group, _BYTES), _WORDS), _FLOATS)
+    def whole(address: Any, signed: bool) -> Any:
+        extend = builder.sext if signed else builder.zext
+        return builder.sitofp(extend(_load(builder, address, group, _BYTES), _WORDS), _FLOATS)
+
+    def half(address: Any, index: Any) -> Any:
+        return builder.fpext(_load(builder, address, index, _HALF_FLOATS), _FLOATS)
+
+    def superior(number: int) -> Any:
+        first = builder.mul(builder.udiv(group, i64(SUPER // layout.group)), i64(n_supers))
+        return half(supers, builder.add(first, i64(number)))
+
+    if layout.nested:
+        scale = builder.fmul(whole(scales, layout.scale is torch.int8), superior(0))
+    elif layout.scale is torch.float16:
+        scale = half(scales, group)
+    else:
+        words = builder.zext(_load(builder, scales, group, _HALVES), _WORDS)
+        scale = builder.bitcast(builder.shl(words, _const(_WORDS, 16)), _FLOATS)
+    if layout.low == "zeros":
+        return scale, whole(lows, False)
+    if layout.low and layout.nested:
+        return scale, builder.fneg(builder.fmul(whole(lows, False), superior(1)))
+    return scale, half(lows, group) if layout.low else None
 
 
 def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
@@ -196,23 +256,25 @@ def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
     )
 
 
-def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
-    """Return the intrinsic `(x, factors, codes, scales, zeros, n_groups, out)`: `rows` rows of x times one block.
+def _dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
+    """Return the intrinsic `(x, factors, codes, scales, lows, supers, n_groups, out)`: some rows of x times one block.
 
     All arguments but `n_groups` are addresses: of x as integers `[planes, rows, inputs]` (int16, a plane for each
-    halfword of a number), of `factors [2, rows, n_groups]`, of the block's codes, scales and zeros, and of the result
-    `out [rows, 16]`; numbers other than x and the block are float32. For each row and group of x, `factors[0]` is the
-    number that the integer 1 stands for, and `factors[1]` is the sum of the integers times -1/16, which is multiplied
-    with the zeros. Instructions per 64 bytes of codes: 3 to extract the codes with 8 bits or 6 with 4 bits, and for
-    each row and plane of x, 2 with 8 bits or 4 with 4 bits.
+    halfword of a number), of `factors [2, rows, n_groups]`, of the block's codes, scales, zeros or mins, and supers,
+    and of the result `out [rows, 16]`; numbers other than x and the block are float32. For each row and group of x,
+    `factors[0]` is the number that the integer 1 stands for, and `factors[1]` is the sum of the integers times
+    `_of_sum(layout)`, which is multiplied with the zeros or mins. Instructions per 64 bytes of codes: 3 to extract the
+    codes with 8 bits or 6 with 4 bits, and for each row and plane of x, 2 with 8 bits or 4 with 4 bits.
     """
-    size = GROUPS[bits]
+    size, bits = layout.group, layout.bits
     n_vectors, n_pairs = size * bits // 32, 16 // bits  # vectors of a group; pairs of inputs in a vector
+    n_unrolled = min(_STEP, n_vectors)
     n_chains = max(1, _CHAINS // rows)
     cells = [(plane, t) for plane in range(planes) for t in range(rows)]
     no_sums = {(*cell, chain): _const(_WORDS, 0) for cell in cells for chain in range(n_chains)}
 
-    def emit(builder: Any, x: Any, factors: Any, codes: Any, scales: Any, zeros: Any, n_groups: Any, out: Any) -> None:
+    def emit(builder: Any, x: Any, factors: Any, codes: Any, *others: Any) -> None:
+        *beside, n_groups, out = others
         row_pairs = builder.mul(n_groups, i64(size // 2))
 
         def add_group(group: Any, totals: Any) -> Any:
@@ -220,9 +282,9 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
             starts = {cell: builder.add(builder.mul(row_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
 
             def add_vectors(step: Any, before: Any) -> Any:
-                sums, vector = dict(before), builder.mul(step, i64(_STEP))
+                sums, vector = dict(before), builder.mul(step, i64(n_unrolled))
                 number = builder.mul(vector, i64(n_pairs))
-                for j in range(_STEP):
+                for j in range(n_unrolled):
                     words = _load(builder, codes, builder.add(first, builder.add(vector, i64(j))), _WORDS)
                     for n, weights in enumerate(_pairs(builder, bits, words), j * n_pairs):
                         for cell in cells:
@@ -232,9 +294,8 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
                             sums[chain] = _add_products(builder, sums[chain], weights, numbers)
                 return sums
 
-            sums = loop(builder, i64(n_vectors // _STEP), no_sums, add_vectors)
-            scale = _scale(builder, scales, group)
-            zero = _zero(builder, zeros, group) if bits == 4 else None
+            sums = loop(builder, i64(n_vectors // n_unrolled), no_sums, add_vectors)
+            scale, low = _group_numbers(builder, layout, beside, group)
             after = {}
             for t in range(rows):
                 dots = []
@@ -247,11 +308,19 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
                 if planes == 2:
                     dot = multiply_add(builder, False, dots[1], _const(_FLOATS, 2.0**-15), dot)
                 at = builder.add(builder.mul(n_groups, i64(t)), group)
-                if bits == 4:
+                factor = _load_splat(builder, factors, at, _FLOATS)
+                if layout.low or layout.offset:
                     sum_at = builder.add(at, builder.mul(n_groups, i64(rows)))
-                    dot = multiply_add(builder, False, zero, _load_splat(builder, factors, sum_at, _FLOATS), dot)
-                factor = builder.fmul(scale, _load_splat(builder, factors, at, _FLOATS))
-                after[t] = multiply_add(builder, False, factor, dot, totals[t])
+                    of_sum = _load_splat(builder, factors, sum_at, _FLOATS)
+                    if layout.low == "zeros":
+                        dot = multiply_add(builder, False, low, of_sum, dot)
+                    elif layout.low:
+                        total = multiply_add(builder, False, builder.fmul(low, of_sum), factor, totals[t])
+                        after[t] = multiply_add(builder, False, builder.fmul(scale, factor), dot, total)
+                        continue
+                    else:
+                        dot = builder.fadd(dot, of_sum)
+                after[t] = multiply_add(builder, False, builder.fmul(scale, factor), dot, totals[t])
             return after
 
         totals = loop(builder, n_groups, dict.fromkeys(range(rows), _const(_FLOATS, 0.0)), add_group)
@@ -259,31 +328,45 @@ def _dot(bits: int, rows: int, planes: int) -> Callable[..., Any]:
         for t in range(rows):
             builder.store(totals[t], builder.gep(place, [i64(t)]), align=4)
 
-    return intrinsic_of(f"dot {bits} {rows} {planes}", types.void(*[types.intp] * 7), emit)
+    return intrinsic_of(f"dot {layout} {rows} {planes}", types.void(*[types.intp] * 8), emit)
 
 
-def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the intrinsic `(codes, scales, zeros, n, out, stride)`, which unpacks 32 inputs of a block's 16 rows.
+def _of_sum(layout: Layout) -> np.float32:
+    """Return the number with which `_as_integers` multiplies the sums of a group's integers."""
+    return np.float32(-1 / 16 if layout.low == "zeros" else 1 if layout.low else -layout.offset)
 
-    It writes the weights of inputs `32·n .. 32·n + 31` to `out [16, 32]` as `dtype`. `codes`, `scales`, `zeros` and
-    `out` are addresses: of the block's parts and of the result. `stride` is the number of bytes between rows of `out`.
+
+def _rows(layout: Layout, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the intrinsic `(codes, scales, lows, supers, n, out, stride)`: unpacks 32 inputs of a block's 16 rows.
+
+    It writes the weights of inputs `32·n .. 32·n + 31` to `out [16, 32]` as `dtype`. `codes`, `scales`, `lows` (zeros
+    or mins), `supers` and `out` are addresses: of the block's parts and of the result. `stride` is the number of bytes
+    between rows of `out`. Nothing but the sum of a product and a min is rounded before the conversion to `dtype`.
     Two-byte numbers are joined in pairs to words; 16 words of each of 16 rows are transposed in registers.
     Instructions: about 0.4 per weight.
     """
 
-    def emit(builder: Any, codes: Any, scales: Any, zeros: Any, n: Any, out: Any, stride: Any) -> None:
-        group = builder.lshr(n, i64({128: 2, 32: 0}[GROUPS[bits]]))
-        scale = _scale(builder, scales, group)
-        first = builder.mul(n, i64(bits))
-        words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits)]
-        exponents = {24} if bits == 8 else set(range(0, 28, 4))
-        factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
-        in_order = [code for each in words for code in _codes(builder, bits, each)]
-        if bits == 8:
-            weights = [builder.fmul(code, factors[e]) for code, e in in_order]
-        else:  # none of these products and sums is rounded
-            offset = builder.fmul(builder.fmul(_zero(builder, zeros, group), _const(_FLOATS, -1 / 16)), scale)
-            weights = [multiply_add(builder, False, code, factors[e], offset) for code, e in in_order]
+    bits, n_groups = layout.bits, max(1, 32 // layout.group)
+
+    def emit(builder: Any, codes: Any, *others: Any) -> None:
+        *beside, n, out, stride = others
+        weights = []
+        for part in range(n_groups):
+            group = builder.add(builder.mul(n, i64(n_groups)), i64(part))
+            if layout.group > 32:
+                group = builder.udiv(n, i64(layout.group // 32))
+            scale, low = _group_numbers(builder, layout, beside, group)
+            first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
+            words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits // n_groups)]
+            exponents = {24} if bits == 8 else set(range(0, 28, 4))
+            factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
+            in_order = [code for each in words for code in _codes(builder, bits, layout.offset, each)]
+            if layout.low == "zeros":  # none of these products and sums is rounded
+                low = builder.fmul(builder.fmul(low, _const(_FLOATS, -1 / 16)), scale)
+            if layout.low:
+                weights += [multiply_add(builder, False, code, factors[e], low) for code, e in in_order]
+            else:
+                weights += [builder.fmul(code, factors[e]) for code, e in in_order]
         if dtype == torch.float32:
             words = [builder.bitcast(each, _WORDS) for each in weights]
         else:
@@ -293,7 +376,7 @@ def _rows(bits: int, dtype: torch.dtype) -> Callable[..., Any]:
                 at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
                 builder.store(row, builder.inttoptr(at, ir.PointerType(_WORDS)), align=1)
 
-    return intrinsic_of(f"rows {bits} {dtype}", types.void(*[types.intp] * 6), emit)
+    return intrinsic_of(f"rows {layout} {dtype}", types.void(*[types.intp] * 7), emit)
 
 
 def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
@@ -309,9 +392,13 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: torch.dtype) -> Any:
     return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
 
-# Values and functions for each kind of kernel, `(bits, dtype)`: the bits of a code, and the dtype of x or the output.
-_bits = ByDtype(lambda kind: kind[0])
-_size = ByDtype(lambda kind: GROUPS[kind[0]])
+# Values and functions for each kind of kernel, `(layout, dtype)`: a matrix's layout, and the dtype of x or the output.
+_bits = ByDtype(lambda kind: kind[0].bits)
+_size = ByDtype(lambda kind: kind[0].group)
+_scale_bytes = ByDtype(lambda kind: kind[0].scale.itemsize)
+_low_bytes = ByDtype(lambda kind: 2 if kind[0].low == "mins" and not kind[0].nested else 1)
+_super_bytes = ByDtype(lambda kind: (4 if kind[0].low else 2) * LANES if kind[0].nested else 0)  # for 256 inputs
+_sum_factor = ByDtype(lambda kind: _of_sum(kind[0]))
 _planes = ByDtype(lambda kind: _PLANES[kind[1]])
 _stored = ByDtype(lambda kind: STORED[kind[1]])
 _read = ByDtype(lambda kind: read[kind[1]])
@@ -327,7 +414,24 @@ _read_scale, _write_scale = read[torch.bfloat16], write[torch.bfloat16]
 
 @by_dtype(Kernel)
 def _product(
-    begin, end, x_at, codes, scales, zeros, bias_at, norm_at, out_at, n, n_out, n_in, gate, adds, wide_x, wide_out, eps
+    begin,
+    end,
+    x_at,
+    codes,
+    scales,
+    lows,
+    supers,
+    bias_at,
+    norm_at,
+    out_at,
+    n,
+    n_out,
+    n_in,
+    gate,
+    adds,
+    wide_x,
+    wide_out,
+    eps,
 ):
     n_parts = 2 if gate else 1
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
@@ -345,15 +449,17 @@ def _product(
     _as_integers(x_at, wide_x, norm_at, number_of(eps), integers_at, factors_at, wide_at, rows, n_tiles, n, n_in)
     for first in range(begin * _TASK, min(n_blocks, end * _TASK)):
         for part in range(n_parts):
-            group = (part * n_blocks + first) * n_groups * LANES
-            codes_at, scales_at = codes + group * _size * _bits // 8, scales + 2 * group
+            block = part * n_blocks + first
+            group = block * n_groups * LANES
+            codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
+            lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
             for tile in range(n_tiles):
                 numbers_at = integers_at + 2 * _planes * tile * tile_size * _size
                 of_tile, to = factors_at + 8 * tile * tile_size, dots[part, tile * rows].ctypes.data
                 if rows == 1:
-                    _dot_1(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+                    _dot_1(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
                 else:
-                    _dot_4(numbers_at, of_tile, codes_at, scales_at, zeros + group, n_groups, to)
+                    _dot_4(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
         row = first * LANES
         bias = carray(pointer(bias_at + row * _itemsize, _stored), (LANES,))
         other_bias = carray(pointer(bias_at + (n_out + row) * _itemsize, _stored), (LANES,))
@@ -423,40 +529,86 @@ def _as_integers(x_at, wide_x, norm_at, eps, integers_at, factors_at, wide_at, r
                     total += low * np.float32(1 / 32768)
             down = float_of_bits((exponent - uint32(14)) << uint32(23))
             factors[tile, 0, row, g] = down if finite else np.float32(np.nan)
-            factors[tile, 1, row, g] = total * np.float32(-0.0625)
+            factors[tile, 1, row, g] = total * _sum_factor
 
 
 @by_dtype(Kernel)
-def _unpack(begin, end, codes, scales, zeros, out_at, first, n_rows, n_in):
+def _unpack(begin, end, codes, scales, lows, supers, out_at, first, n_rows, n_in):
     n_groups = (n_in + _size - 1) // _size
     out, edge = carray(pointer(out_at, _stored), (n_rows, n_in)), np.empty((LANES, 32), _numpy)
     for task in range(begin, end):
-        group = (first // LANES + task) * n_groups * LANES
-        codes_at, scales_at, zeros_at = codes + group * _size * _bits // 8, scales + 2 * group, zeros + group
+        block = first // LANES + task
+        group = block * n_groups * LANES
+        codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
+        lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
         height = min(LANES, n_rows - task * LANES)
         n_whole = n_in // 32 if height == LANES else 0
         for n in range(n_whole):
             at = out_at + (task * LANES * n_in + n * 32) * _itemsize
-            _unpacked(codes_at, scales_at, zeros_at, n, at, n_in * _itemsize)
+            _unpacked(codes_at, scales_at, lows_at, supers_at, n, at, n_in * _itemsize)
         for n in range(n_whole, (n_in + 32 - 1) // 32):
-            _unpacked(codes_at, scales_at, zeros_at, n, edge.ctypes.data, 32 * _itemsize)
+            _unpacked(codes_at, scales_at, lows_at, supers_at, n, edge.ctypes.data, 32 * _itemsize)
             for i in range(height):
                 for j in range(min(32, n_in - n * 32)):
                     out[task * LANES + i, n * 32 + j] = edge[i, j]
 
 
 @by_dtype(Kernel)
-def _rows_of(begin, end, ids_at, codes, scales, zeros, out_at, n_in):
+def _rows_of(begin, end, ids_at, codes, scales, lows, supers, out_at, n_in):
     n_groups = (n_in + _size - 1) // _size
     ids = carray(pointer(ids_at, types.int64), (end,))
     out, rows = carray(pointer(out_at, _stored), (end, n_in)), np.empty((LANES, 32), _numpy)
     for i in range(begin, end):
-        group = ids[i] // LANES * n_groups * LANES
-        codes_at, scales_at, zeros_at = codes + group * _size * _bits // 8, scales + 2 * group, zeros + group
+        block = ids[i] // LANES
+        group = block * n_groups * LANES
+        codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
+        lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
         for n in range((n_in + 31) // 32):
-            _unpacked(codes_at, scales_at, zeros_at, n, rows.ctypes.data, 32 * _itemsize)
+            _unpacked(codes_at, scales_at, lows_at, supers_at, n, rows.ctypes.data, 32 * _itemsize)
             for j in range(min(32, n_in - n * 32)):
                 out[i, n * 32 + j] = rows[ids[i] % LANES, j]
+
+
+def arrange(layout: Layout, codes: NDArray[np.int8], out: Tensor) -> None:
+    """Write codes `[rows, in]` to the blocks `out`, a part of a matrix's `codes`; absent rows get codes of 0.
+
+    Codes of 4 bits are from `-offset` to `15 - offset`. This function runs on the caller's thread. Time per weight:
+    about 0.3 ns.
+    """
+    n_rows, n_in = codes.shape
+    assert out.shape == layout.parts(n_rows, n_in)["codes"][0], (out.shape, codes.shape)
+    assert n_in % 8 == 0, n_in
+    assert codes.flags.c_contiguous
+    _arrange(len(out), codes.ctypes.data, out.data_ptr(), layout.bits, layout.offset, n_rows, n_in, least=len(out))
+
+
+@Kernel
+def _arrange(begin, end, codes_at, out_at, bits, offset, n_rows, n_in):
+    n_words = n_in * bits // 32
+    codes = carray(pointer(codes_at, uint32), (n_rows, n_in // 4))
+    out = carray(pointer(out_at, uint32), (end, n_words, LANES))
+    low, add = uint32(0x0F0F_0F0F), uint32(offset * 0x0101_0101)
+    for block in range(begin, end):
+        for start in range(0, n_words, _ARRANGED):
+            stop = min(n_words, start + _ARRANGED)
+            for lane in range(LANES):
+                row = block * LANES + lane
+                if row >= n_rows:
+                    for n in range(start, stop):
+                        out[block, n, lane] = uint32(0)
+                elif bits == 8:  # bytes 1 and 2 change places
+                    for n in range(start, stop):
+                        word = codes[row, n]
+                        middle = ((word >> uint32(8)) & uint32(0xFF00)) | ((word & uint32(0xFF00)) << uint32(8))
+                        out[block, n, lane] = (word & uint32(0xFF0000FF)) | middle
+                else:
+                    for n in range(start, stop):
+                        one, two = codes[row, 2 * n], codes[row, 2 * n + 1]
+                        one, two = ((one & low) + add) & low, ((two & low) + add) & low
+                        one, two = one | (one >> uint32(12)), two | (two >> uint32(12))
+                        one = (one & uint32(0xFF)) | ((one & uint32(0xFF00)) << uint32(8))
+                        two = ((two & uint32(0xFF)) << uint32(8)) | ((two & uint32(0xFF00)) << uint32(16))
+                        out[block, n, lane] = one | two
 
 
 @by_dtype(Kernel)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lce.kernels.cpu.compiling import MOST_ROWS
 from lce.kernels.cpu.numbers import Gate
-from lce.kernels.cpu.quantised import RoundedMatrix, parts
+from lce.kernels.cpu.quantised import INT4, INT8, QuantisedMatrix
 from tests.kernels import truth
 from tests.kernels.truth import EPS
 
@@ -15,9 +15,10 @@ each_bits = pytest.mark.parametrize("bits", ERRORS)
 each_gate = pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 
 
-def packed(weight: Tensor, bits: int) -> RoundedMatrix:
-    stored = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in parts(bits, *weight.shape).items()}
-    matrix = RoundedMatrix(weight.shape, stored)
+def packed(weight: Tensor, bits: int) -> QuantisedMatrix:
+    layout = INT4 if bits == 4 else INT8
+    stored = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.parts(*weight.shape).items()}
+    matrix = QuantisedMatrix(layout, weight.shape, stored)
     matrix.pack(weight)
     return matrix
 

@@ -1,0 +1,175 @@
+"""Quantised GGUF tensors in memory: each type's layout, and how blocks are read and repacked without loss.
+
+Every weight keeps its value. Codes of 2 to 4 bits take 4 bits in memory, larger ones 8 bits, so that products need not
+join bits of several places. MXFP4 has no layout: its scales are powers of two that float16 cannot hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lce.kernels.cpu.quantised import Layout, QuantisedMatrix, arrange
+from lce.system import executor
+from lce.weights.gguf_types import BY_NAME, Exploded
+from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme
+from lce.weights.safetensors_file import READERS, TensorInfo, read_into, too_large, unfit
+
+_READ = 1 << 20  # the bytes that are read at once, at least `ROW_BLOCK` rows
+_REPACKED = 1 << 17  # the weights that are repacked at once: what is made of them fits a core's cache
+
+
+@dataclass(frozen=True)
+class Packed(Scheme):
+    """The scheme of GGUF tensors that have one layout. The matrices are stored quantised; it quantises nothing."""
+
+    layout: Layout
+    name: str = field(default="gguf", init=False)
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self.layout.parts(*shape)
+
+    def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
+        return QuantisedMatrix(self.layout, shape, parts)
+
+    def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def put(self, exploded: Exploded, n_rows: int, parts: Mapping[str, Tensor]) -> None:
+        """Write the blocks of some rows to `parts`, which are those rows' parts of a matrix."""
+        arrange(self.layout, exploded.codes.reshape(n_rows, -1), parts["codes"])
+        numbers: dict[str, NDArray[Any] | None] = {"scales": exploded.d, "mins": exploded.dmin}
+        if self.layout.nested:
+            numbers = {"scales": exploded.sub, "mins": exploded.submin}
+            supers = [exploded.d] if exploded.dmin is None else [exploded.d, exploded.dmin]
+            for n, of_super in enumerate(supers):
+                _put(of_super, n_rows, parts["supers"][:, :, n])
+        for part, each in numbers.items():
+            if each is not None:
+                _put(each, n_rows, parts[part])
+
+
+def _put(numbers: NDArray[np.generic], n_rows: int, part: Tensor) -> None:
+    """Write the numbers of some rows to `part [blocks, groups, 16]`, whose other rows are zeros."""
+    out, numbers, whole = part.numpy(), numbers.reshape(n_rows, -1), n_rows // ROW_BLOCK
+    out[:whole] = numbers[: whole * ROW_BLOCK].reshape(whole, ROW_BLOCK, -1).swapaxes(1, 2)
+    if rest := n_rows % ROW_BLOCK:
+        out[whole, :, :rest] = numbers[-rest:].T
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "Q4_0": Packed(Layout(4, 32, torch.float16, offset=8)),
+    "Q4_1": Packed(Layout(4, 32, torch.float16, "mins")),
+    "Q2_K": Packed(Layout(4, 16, torch.uint8, "mins")),
+    "Q3_K": Packed(Layout(4, 16, torch.int8, offset=4)),
+    "Q4_K": Packed(Layout(4, 32, torch.uint8, "mins")),
+    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL"), Packed(Layout(8, 32, torch.float16))),
+    "Q5_1": Packed(Layout(8, 32, torch.float16, "mins")),
+    "Q5_K": Packed(Layout(8, 32, torch.uint8, "mins")),
+    "Q6_K": Packed(Layout(8, 16, torch.int8)),
+    "IQ4_XS": Packed(Layout(8, 32, torch.int8)),
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor of a GGUF file that is not read as it lies: quantised, or of another order of rows.
+
+    Row i of the tensor is row `order[i]` in the file. `parts` are the parts of a packed matrix, or under "" a plain
+    tensor; without any, the tensor is only checked. `dtype` is the dtype in which a packed matrix is computed with.
+    """
+
+    name: str
+    info: TensorInfo
+    order: NDArray[np.int64] | None
+    parts: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows and the width; a vector is one row."""
+        return math.prod(self.info.shape[:-1]), self.info.shape[-1]
+
+    @property
+    def row_bytes(self) -> int:
+        kind = BY_NAME[self.info.dtype]
+        return self.shape[1] // kind.size * kind.n_bytes
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Return the first row, and the row after the last, of each piece to read."""
+        step = max(ROW_BLOCK, _READ // max(1, self.row_bytes) // ROW_BLOCK * ROW_BLOCK)
+        return ((first, min(first + step, self.shape[0])) for first in range(0, self.shape[0], step))
+
+    def read(self, descriptor: int, first: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Read rows `first..stop-1` from an open file. Write them to the parts of a packed matrix.
+
+        For a plain tensor, return pairs of a place in it and the weights to copy there. Raises ModelError for a file
+        that ends too early or cannot be read, and for weights that are not finite, or not in the matrix's dtype.
+        """
+        order = self.order if len(self.info.shape) > 1 else None
+        rows = np.arange(first, stop) if order is None else order[first:stop]
+        lowest = int(rows.min())
+        raw = np.empty((int(rows.max()) + 1 - lowest, self.row_bytes), np.uint8)
+        read_into(memoryview(raw.reshape(-1)), descriptor, self.info.start + lowest * self.row_bytes, self.info.file)  # type: ignore[arg-type]
+        step, found = max(ROW_BLOCK, _REPACKED // self.shape[1] // ROW_BLOCK * ROW_BLOCK), []
+        for start in range(first, stop, step):
+            chosen = rows[start - first : start - first + step] - lowest
+            piece = raw[start - first : start - first + step] if order is None else raw[chosen]
+            found += self._deliver(piece, start, start + len(chosen))
+        return found
+
+    def _deliver(self, raw: NDArray[np.uint8], first: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        kind, scheme = BY_NAME[self.info.dtype], SCHEMES.get(self.info.dtype)
+        blocks, limit = raw.reshape(-1, kind.n_bytes), too_large(self.dtype)
+        if "" not in self.parts and isinstance(scheme, Packed):
+            exploded = kind.explode(blocks)
+            largest = kind.largest(exploded).max()
+            if not largest < limit and not (largest := np.abs(exploded.weights()).max()) < limit:
+                raise unfit(self.info, self.name, self.dtype, bool(np.isfinite(largest)))
+            if self.parts:
+                place = slice(first // ROW_BLOCK, -(-stop // ROW_BLOCK))
+                scheme.put(exploded, stop - first, {name: part[place] for name, part in self.parts.items()})
+            return []
+        weights = kind.dequantise(blocks)
+        largest = np.abs(weights).max()
+        if not largest < limit:
+            raise unfit(self.info, self.name, self.dtype, bool(np.isfinite(largest)))
+        if not self.parts:
+            return []
+        if len(self.info.shape) == 1:
+            flat = weights.reshape(-1)
+            return [(self.parts[""], torch.from_numpy(flat if self.order is None else flat[self.order]))]
+        return [(self.parts[""][first:stop], torch.from_numpy(weights.reshape(stop - first, *self.info.shape[1:])))]
+
+
+def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:
+    """Read tensors from open files, in the order of the files, as `Blocks.read` does.
+
+    Peak memory beside the tensors is some 30 MiB, and four times as much if tensors are converted to plain ones.
+    """
+    pool, reading = executor(READERS, "lce-weights"), deque[Future[list[tuple[Tensor, Tensor]]]]()
+
+    def deliver() -> None:
+        for place, weights in reading.popleft().result():
+            place.copy_(weights)
+
+    try:
+        for each in sorted(blocks, key=lambda each: (each.info.file, each.info.start)):
+            for first, stop in each.pieces():
+                reading.append(pool.submit(each.read, files[each.info.file], first, stop))
+                if len(reading) == 2 * READERS:
+                    deliver()
+        while reading:
+            deliver()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,172 @@
+"""GGUF tensors in memory: the weights of the gguf package to the bit, products with them, and what is refused."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lce.errors import ModelError
+from lce.models.products import linear
+from lce.weights.checkpoint import Checkpoint
+from lce.weights.gguf_file import read_gguf
+from lce.weights.gguf_packed import SCHEMES
+from lce.weights.packed import PackedMatrix, Stacked, all_schemes
+from tests.gguf_files import write_gguf
+
+CPU = torch.device("cpu")
+QUICK = ("Q4_K", "Q6_K")  # kernels of a layout compile for some seconds
+each_type = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in SCHEMES]
+)
+each_dtype = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
+
+
+def array(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def opened(path: Path, orders: Mapping[str, NDArray[np.int64]] | None = None) -> Checkpoint:
+    file = read_gguf(path)
+    return Checkpoint(path, file.tensors, file.stamps, orders=orders or {})
+
+
+def loaded(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Any]:
+    wanted = {name: (name, shape) for name, shape in checkpoint.shapes.items()}
+    return checkpoint.load(wanted, dtype=dtype, device=CPU, **options)
+
+
+def unpacked(matrix: PackedMatrix) -> Tensor:
+    return matrix.unpacked(0, torch.empty(matrix.shape))
+
+
+def same_bits(got: Tensor, expected: NDArray[np.float32]) -> bool:
+    return bool(np.array_equal(got.numpy().view(np.uint32), expected.view(np.uint32)))
+
+
+@each_type
+@each_dtype
+@pytest.mark.parametrize("shape", [(40, 512), (21, 576), (300, 768)])
+def test_weights_are_those_of_the_file_and_products_use_them(
+    tmp_path: Path, kind: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Rows in an order of their own, too, and a number of rows that is no whole number of blocks."""
+    path, values = write_gguf(tmp_path / "a.gguf", {"w": array(*shape)}, kind)
+    order = np.random.default_rng(1).permutation(shape[0])
+    for orders in ({}, {"w": order}):
+        checkpoint = opened(path, orders)
+        if checkpoint.tensors["w"].dtype not in SCHEMES:
+            pytest.skip("the type does not fit these rows")
+        matrix = loaded(checkpoint, dtype)["w"]
+        expected = values["w"][order] if orders else values["w"]
+        assert same_bits(unpacked(matrix), expected)
+    truth = torch.from_numpy(expected)
+    ids = torch.tensor([shape[0] - 1, 3, 3, 0])
+    assert torch.equal(matrix.rows(ids, torch.float32), truth[ids])
+    assert torch.equal(matrix.unpacked(16, torch.empty(4, shape[1], dtype=dtype)), truth[16:20].to(dtype))
+    for n in (1, 3, 40):
+        x = torch.from_numpy(array(n, shape[1], seed=2)).to(dtype)
+        exact = x.double() @ truth.double().T
+        got = linear(x, matrix)
+        few = 1 if n < 40 else 2  # many rows are multiplied with weights that are rounded to the dtype
+        assert (got.double() - exact).norm() < few * 4 * torch.finfo(dtype).eps * exact.norm()
+        if n == 3:
+            assert torch.equal(linear(x[:1], matrix), got[:1])
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_the_bytes_of_a_matrix_are_as_planned(tmp_path: Path, kind: str) -> None:
+    path, _ = write_gguf(tmp_path / "a.gguf", {"w": array(32, 512)}, kind)
+    checkpoint = opened(path)
+    scheme, parts = checkpoint.schemes["w"], loaded(checkpoint)["w"].parts
+    assert scheme.n_bytes((32, 512)) == sum(part.nbytes for part in parts.values())
+    if kind in ("Q4_0", "Q4_1", "Q8_0"):
+        assert scheme.n_bytes((32, 512)) == checkpoint.tensors["w"].stop - checkpoint.tensors["w"].start
+    assert checkpoint.quantised == kind
+    assert checkpoint.dtype() == torch.bfloat16
+
+
+def test_tensors_of_one_layout_are_joined_and_others_stacked(tmp_path: Path) -> None:
+    types = {"q": "Q8_0", "k": "Q5_0", "v": "Q4_1"}
+    path, values = write_gguf(tmp_path / "a.gguf", {name: array(32, 64) for name in types}, types)
+    order = np.random.default_rng(1).permutation(32)
+    checkpoint = opened(path, {"k": order})
+    found = loaded(checkpoint, joined={"qk": ("q", "k")})
+    assert same_bits(unpacked(found["qk"]), np.concatenate([values["q"], values["k"][order]]))
+    qkv = loaded(checkpoint, joined={"qkv": ("q", "k", "v")})["qkv"]
+    assert isinstance(qkv, Stacked)
+    assert same_bits(unpacked(qkv.parts[2]), values["v"])
+
+
+def test_plain_tensors_and_vectors_get_the_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {"norm": array(64), "half": array(32, 64), "bias": array(32), "w": array(16, 64)}
+    path, values = write_gguf(tmp_path / "a.gguf", tensors, {"half": "F16", "w": "MXFP4"})
+    order = np.arange(32)[::-1].copy()
+    found = loaded(opened(path, {"half": order, "bias": order}), torch.float32)
+    assert same_bits(found["norm"], values["norm"])
+    assert same_bits(found["half"], values["half"][order])
+    assert same_bits(found["bias"], values["bias"][order])
+    assert same_bits(found["w"], values["w"])  # a type without products of its own is unpacked
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "1 matrix of MXFP4 is unpacked to float32" in said
+
+
+def test_plain_weights_in_an_order_are_quantised_as_they_are_loaded(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path / "a.gguf", {"w": array(32, 64)}, "F16")
+    order, schemes = np.random.default_rng(1).permutation(32), {"w": all_schemes()["int8"]}
+    straight = loaded(opened(path), schemes=schemes)["w"]
+    turned = loaded(opened(path, {"w": order}), schemes=schemes)["w"]
+    assert opened(path).quantised is None
+    assert opened(path).dtype() == torch.float16
+    assert torch.equal(unpacked(turned), unpacked(straight)[torch.from_numpy(order)])
+
+
+def changed(path: Path, name: str, at: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(read_gguf(path).tensors[name].start + at)
+        file.write(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"), [("Q8_0", 34 * 5), ("Q4_1", 20 * 3 + 2), ("Q4_K", 144 + 2), ("Q6_K", 210 + 208), ("F16", 50)]
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path, kind: str, at: int, value: float) -> None:
+    path, _ = write_gguf(tmp_path / "a.gguf", {"good": array(32, 64), "w": array(32, 256)}, {"w": kind})
+    changed(path, "w", at, np.float16(value).tobytes())
+    steps: list[Callable[[Checkpoint], object]] = [
+        loaded,
+        lambda checkpoint: checkpoint.verify(lambda done, total: None),
+    ]
+    for step in steps:
+        with pytest.raises(ModelError, match="tensor 'w' has NaN or infinite numbers; the checkpoint is damaged"):
+            step(opened(path))
+
+
+def test_weights_beyond_float16_are_refused_in_float16_alone(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path / "a.gguf", {"w": array(32, 64)}, "Q8_0")
+    changed(path, "w", 0, np.float16(60000).tobytes() + bytes([0] * 32))
+    loaded(opened(path), torch.float16)  # the scale alone is large
+    changed(path, "w", 2, bytes([2]))
+    loaded(opened(path), torch.bfloat16)
+    with pytest.raises(ModelError, match="numbers too large for float16; use another dtype"):
+        loaded(opened(path), torch.float16)
+
+
+def test_a_file_that_changed_since_its_header_was_read_is_refused(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path / "a.gguf", {"w": array(64, 64)}, "Q8_0")
+    checkpoint = opened(path)
+    changed(path, "w", 2, b"x")
+    with pytest.raises(ModelError, match="changed while it was loaded"):
+        loaded(checkpoint)
+    checkpoint, whole = opened(path), path.read_bytes()
+    path.write_bytes(whole[:-500])
+    with pytest.raises(ModelError, match=r"changed while it was loaded|cut short"):
+        loaded(checkpoint)
