@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must not take the cores of other tests
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; those of `tests.hub` have one on this machine
 
 import torch
 

@@ -17,7 +17,8 @@ from tests.command import PROMPT, assert_error, output, run, spawn
 
 @pytest.mark.parametrize("args", ["--help", "--version", "generate --help", "eval passkey --help", "explain --help"])
 def test_help_imports_nothing_heavy(args: str) -> None:
-    check = "import atexit; atexit.register(lambda: {'torch', 'matplotlib'} & {*sys.modules} and os._exit(99))"
+    heavy = {"torch", "matplotlib", "huggingface_hub"}
+    check = f"import atexit; atexit.register(lambda: {heavy} & {{*sys.modules}} and os._exit(99))"
     process = spawn(check, *args.split())
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")

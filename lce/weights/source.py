@@ -80,7 +80,7 @@ class Source:
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:
         """Read the tokenizer of a model whose embedding has `vocab_size` rows."""
-        return Tokenizer.from_folder(self.path, vocab_size)
+        return Tokenizer.from_files(self.read, self.path, vocab_size)
 
     def read(self, name: str, most: int = MAX_FILE_BYTES) -> bytes | None:
         """Return the bytes of the model's small file `name`, of at most `most` bytes; None if there is no such file."""

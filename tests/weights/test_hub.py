@@ -1,0 +1,227 @@
+"""Models of the hub: from its cache, and downloaded into it from a stand-in for the hub on this machine."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, snapshot_download
+from safetensors.torch import load_file
+
+import lce
+from lce.errors import ModelError
+from tests.command import assert_error, run, start
+from tests.hub import Hub, serving
+
+NAME = "owner/tiny-model"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """An empty hub that answers, and an empty cache."""
+    with serving() as found:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", found.address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield found
+
+
+def snapshot(hub: Hub, name: str = NAME) -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots" / hub.commit(name)
+
+
+def test_only_what_is_needed_is_downloaded_and_only_once(hub: Hub, tiny_model: Path) -> None:
+    hub.add(NAME, tiny_model)
+    others = ("modeling.py", "pytorch_model.bin", "model.onnx", "picture.png", ".gitattributes", "../../out.json")
+    hub.models[NAME] |= dict.fromkeys((*others, "onnx/config.json", "tokenizer.model"), b"x")
+    engine = lce.load(NAME)
+    assert sorted(hub.fetched()) == sorted(x.name for x in tiny_model.iterdir())
+    assert sorted(x.name for x in snapshot(hub).iterdir()) == sorted(x.name for x in tiny_model.iterdir())
+    assert (snapshot(hub) / "config.json").is_symlink()
+    n_asked = len(hub.asked)
+    assert lce.load(NAME).fingerprint == engine.fingerprint == lce.load(tiny_model).fingerprint
+    found, there = lce.info(NAME), lce.info(snapshot(hub))
+    assert isinstance(found, lce.ModelInfo)
+    assert isinstance(there, lce.ModelInfo)
+    assert (found.folder, found.identity) == (there.folder, there.identity)
+    assert len(hub.asked) == n_asked
+    hub.models[NAME]["config.json"] += b" "  # another commit: what is here is taken all the same
+    assert lce.load(NAME).fingerprint == engine.fingerprint
+    assert len(hub.asked) == n_asked
+
+
+def test_shards_are_those_of_the_index(hub: Hub, tiny_model: Path) -> None:
+    hub.add(NAME, tiny_model)
+    whole = hub.models[NAME].pop("model.safetensors")
+    hub.models[NAME] |= {
+        "model-00001-of-00001.safetensors": whole,
+        "other.safetensors": b"x",
+        "adapter.safetensors": b"x",
+    }
+    index = {
+        "weight_map": dict.fromkeys(load_file(tiny_model / "model.safetensors"), "model-00001-of-00001.safetensors")
+    }
+    hub.models[NAME]["model.safetensors.index.json"] = json.dumps(index).encode()
+    assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+    assert hub.fetched()[-2:] == ["model.safetensors.index.json", "model-00001-of-00001.safetensors"]
+    n_asked = len(hub.asked)
+    lce.load(NAME)
+    assert len(hub.asked) == n_asked
+
+
+def test_plan_and_info_download_no_weights(hub: Hub, tiny_model: Path) -> None:
+    hub.add(NAME, tiny_model)
+    found = lce.info(NAME)
+    assert isinstance(found, lce.ModelInfo)
+    assert (found.dtype, found.weight_bytes, found.fingerprint) == (None, None, None)
+    assert "download it by `hf download owner/tiny-model`" in found.refused["esa"]
+    assert lce.plan(NAME, tokens=9) == lce.plan(tiny_model, tokens=9)
+    assert "model.safetensors" not in hub.fetched()
+    lce.load(NAME)
+    assert hub.fetched().count("config.json") == 1
+    whole = lce.info(NAME)
+    assert isinstance(whole, lce.ModelInfo)
+    assert whole.fingerprint == lce.load(tiny_model).fingerprint
+
+
+def test_a_cache_that_another_tool_left_is_enough(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(NAME, tiny_model)
+    snapshot_download(NAME, cache_dir=constants.HF_HUB_CACHE, endpoint=hub.address, revision="v1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    n_asked = len(hub.asked)
+    for name in (f"{NAME}@v1", f"{NAME}@{hub.commit(NAME)}", f"{NAME}@v1/"):
+        assert lce.load(name).fingerprint == lce.load(tiny_model).fingerprint
+    assert len(hub.asked) == n_asked
+    with pytest.raises(
+        ModelError, match=f"{NAME} is no file or folder, and is not in the hub's cache, .*HF_HUB_OFFLINE"
+    ):
+        lce.load(NAME)  # nobody said what `main` is
+
+
+def test_what_the_cache_lacks_is_fetched_or_named(
+    hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add(NAME, tiny_model)
+    lce.load(NAME)
+    (snapshot(hub) / "tokenizer_config.json").unlink()
+    (snapshot(hub) / "model.safetensors").unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    lce.plan(NAME, tokens=1)
+    assert "files of the tokenizer of owner/tiny-model may be missing, and HF_HUB_OFFLINE" in capsys.readouterr().err
+    with pytest.raises(ModelError, match=r"is in the hub's cache, .*, without its weights, and HF_HUB_OFFLINE forbids"):
+        lce.load(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.models["owner/other"] = {}
+    lce.load(NAME)
+    assert (snapshot(hub) / "tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "refused", "words"),
+    [
+        ("owner/tiny-modle", 3, {}, "has no such model, or hides it; did you mean 'owner/tiny-model'? check the name"),
+        ("meta/gated", 3, {"meta/gated": "GatedRepo"}, "is gated: accept its terms at http://"),
+        (f"{NAME}@v7", 3, {}, "has no revision 'v7'; give a branch, tag or commit of http://"),
+        ("meta/gated", 3, {"meta/gated": "Down"}, "it cannot be downloaded from http://"),
+        ("meta/pickle", 3, {}, "has weights only as 'pytorch_model.bin'; lce reads safetensors and GGUF"),
+        ("meta/none", 3, {}, "has no config.json with safetensors and no GGUF file"),
+        (
+            "meta/large",
+            3,
+            {},
+            "config.json has 1.0 TiB, which no such file has; use a checkpoint from a source you trust",
+        ),
+        ("meta/huge", 4, {}, "the download takes 8192.0 TiB, and "),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(
+    hub: Hub, tiny_model: Path, name: str, code: int, refused: dict[str, str], words: str
+) -> None:
+    hub.add(NAME, tiny_model)
+    for other in ("gated", "large", "huge", "pickle"):
+        hub.add(f"meta/{other}", tiny_model)
+    hub.models["meta/none"] = {"README.md": b"x"}
+    hub.models["meta/pickle"]["pytorch_model.bin"] = hub.models["meta/pickle"].pop("model.safetensors")
+    hub.sizes = {"meta/large": {"config.json": 1 << 40}, "meta/huge": {"model.safetensors": 1 << 53}}
+    hub.refused = refused
+    lce.plan(NAME, tokens=1)  # so that the cache knows one name
+    result = run("generate", "-m", name, "-p", "x", "-n", "1", "--quiet")
+    assert_error(result, code, words)
+
+
+def test_a_download_that_breaks_off_goes_on(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    hub.add(NAME, tiny_model)
+    hub.broken = {"model.safetensors"}
+    assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+    assert hub.fetched().count("model.safetensors") == 2
+
+
+def test_an_address_that_nobody_answers_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        ModelError, match=r"and it cannot be downloaded from http://127.0.0.1:9: .*refused.*; try again"
+    ) as error:
+        lce.load(NAME)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_outside_the_cache_is_read_or_written(hub: Hub, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_model / "model.safetensors", tmp_path / "secret.safetensors")
+    shards = ("../../../../../secret.safetensors", "/etc/passwd", ".hidden.safetensors")
+    for number, shard in enumerate(shards):
+        hub.add(f"bad/model{number}", tiny_model)
+        files = hub.models[f"bad/model{number}"]
+        index = {"weight_map": dict.fromkeys(load_file(tiny_model / "model.safetensors"), shard)}
+        files |= {"model.safetensors.index.json": json.dumps(index).encode(), shard: files.pop("model.safetensors")}
+        with pytest.raises(ModelError, match=r"is not a plain \*.safetensors name|lacks .* on the hub"):
+            lce.load(f"bad/model{number}")
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "secret.safetensors"}
+    hub.add(NAME, tiny_model)
+    lce.load(NAME)
+    (snapshot(hub) / "model.safetensors").unlink()
+    (snapshot(hub) / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    with pytest.raises(
+        ModelError, match=r"is a link to .*secret.safetensors, outside the hub's cache; remove the link"
+    ):
+        lce.load(NAME)
+
+
+def test_another_host_gets_no_token(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.add(NAME, tiny_model)
+    with serving() as other:
+        other.add(NAME, tiny_model)
+        hub.elsewhere = other.address.replace("127.0.0.1", "localhost")
+        assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+        assert other.fetched()
+        assert {token for *_, token in other.asked} == {None}
+        assert {token for *_, token in hub.asked} == {"Bearer hf_secret"}
+
+
+def test_what_is_here_is_no_hub_id(hub: Hub, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, tmp_path / NAME)
+    assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+    (tmp_path / "owner" / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"has no config.json; expected a checkpoint's folder"):
+        lce.load("owner/empty")
+    assert hub.asked == []
+
+
+def test_the_command_asks_where_hf_endpoint_says(hub: Hub, tiny_model: Path, tmp_path: Path) -> None:
+    hub.add(NAME, tiny_model)
+    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    process = start(
+        "from lce.cli import main; main()", "generate", "-m", NAME, "-p", "fox", "-n", "2", env=os.environ | own
+    )
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert f"lce: downloading model.safetensors of {NAME}, 393.3 KiB" in err
+    assert out
+    assert (tmp_path / "home" / "hub" / "models--owner--tiny-model" / "refs" / "main").read_text() == hub.commit(NAME)
