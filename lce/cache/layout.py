@@ -121,10 +121,10 @@ class CacheLayout:
         """The layers of this layout, numbered over all layers of the model."""
         return range(self.first_layer, self.first_layer + self.n_layers)
 
-    @property
-    def n_acting(self) -> int:
-        """The number of layers in which the method acts."""
-        return self.n_layers - len(self.sliding_layers.intersection(self.layers))
+    @cached_property
+    def acting_layers(self) -> tuple[int, ...]:
+        """The layers of this layout in which the method acts."""
+        return tuple(layer for layer in self.layers if layer not in self.sliding_layers)
 
     def state_of(self, layer: int) -> Mapping[str, MethodState]:
         """Return a layer's empty method state."""
@@ -176,7 +176,7 @@ class CacheLayout:
     def state_bytes(self, n_tokens: int) -> int:
         """Return the most bytes that the method's state can take after `n_tokens` tokens, over all layers."""
         states = self.make_state(self).values()
-        return self.n_acting * sum(state.most_bytes(n_tokens, self.block) for state in states)
+        return len(self.acting_layers) * sum(state.most_bytes(n_tokens, self.block) for state in states)
 
     # Pages, the units that move between tiers
 
@@ -260,7 +260,7 @@ class CacheLayout:
     @property
     def least_pool_bytes(self) -> int:
         """The bytes of the smallest device pool: all pinned chunks, and one more chunk of one layer."""
-        chunks = self.pinned_chunks * self.n_acting + 1
+        chunks = self.pinned_chunks * len(self.acting_layers) + 1
         return chunks * self.chunk_size * self.token_bytes // self.n_layers
 
     @property

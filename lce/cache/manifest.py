@@ -263,8 +263,7 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
         if not possible or not state.agrees(tensor, number, n_tokens):
             raise contradiction(path)
         kept[layer][name] = tensor
-    acting = [layer for layer in layout.layers if layer not in layout.sliding_layers]
-    if n_tokens and not all(layout.could_keep(layer, kept[layer], layout, n_tokens) for layer in acting):
+    if n_tokens and not all(layout.could_keep(x, kept[x], layout, n_tokens) for x in layout.acting_layers):
         raise contradiction(path)
 
 

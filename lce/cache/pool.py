@@ -64,8 +64,8 @@ class Pool(Tier):
         super().__init__(layout, below)
         self.max_slots = max_slots
         self.pinned_chunks = pinned_chunks
-        slides = [layer in layout.sliding_layers for layer in layout.layers]
-        self._pins = np.repeat(np.invert(slides), layout.n_groups)  # for each head group, whether its chunks are pinned
+        acts = [layer in layout.acting_layers for layer in layout.layers]
+        self._pins = np.repeat(acts, layout.n_groups)  # for each head group, whether its first chunks are pinned
         self.clock = 0  # the number of requests so far
         self._queue = np.zeros((2, 0), np.int64)  # the slots to fill next, and when each was last used (-1: free)
         self.slots = Slots((), *np.zeros((3, 0), np.int64))  # replaced in one assignment when the pool grows
@@ -84,7 +84,7 @@ class Pool(Tier):
     @property
     def capacity(self) -> int:
         """The largest number of pages in the pool at once, pinned pages not counted."""
-        return self.max_slots - self.pinned_chunks * self.layout.n_acting * self.layout.n_groups
+        return self.max_slots - self.pinned_chunks * len(self.layout.acting_layers) * self.layout.n_groups
 
     @property
     def n_bytes(self) -> int:

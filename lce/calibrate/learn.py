@@ -140,7 +140,7 @@ class Calibrator:
         assert isinstance(engine.method, CollectingFull)
         assert engine.method.far is not None, "resolved"
         config = engine.model.config
-        self.n_layers, self.n_heads, self.n_kv_heads = config.n_layers, config.n_heads, config.n_kv_heads
+        self.layers, self.n_heads, self.n_kv_heads = config.acting_layers, config.n_heads, config.n_kv_heads
         widths = (self.n_heads + self.n_kv_heads) * config.head_dim
         self.held_out = range(HELD_OUT - 1, len(pieces), HELD_OUT)
         self.learned_from = [index for index in range(len(pieces)) if index not in self.held_out]
@@ -153,19 +153,20 @@ class Calibrator:
         a_piece = size * widths * engine.dtype.itemsize
         largest = max(a_piece, 4 * (widths + 2) * self.low_dim)
         self.learned_for, self.work = learned_for, WorkFolder(path_of(f"{out}.work"), plan, largest, note)
-        self.work.begin(len(pieces) * a_piece * self.n_layers)
+        self.work.begin(len(pieces) * a_piece * len(self.layers))
 
     def run(self) -> list[Recall]:
         """Read all pieces of the text, learn all layers' maps, write the map file, and return each layer's recall."""
         for index in range(len(self.pieces)):
-            missing = [layer for layer in range(self.n_layers) if not self.work.has(_piece(index, layer))]
+            missing = [layer for layer in self.layers if not self.work.has(_piece(index, layer))]
             if missing:
                 self.read_piece(index, missing)
             self.progress("reading", index + 1, len(self.pieces))
-        learned = [self.layer(layer) for layer in range(self.n_layers)]
-        save_maps(LowDimMaps([maps for maps, _ in learned]), self.out, self.learned_for)
+        learned = {layer: self.layer(layer) for layer in self.layers}
+        maps = {layer: maps for layer, (maps, _) in learned.items()}
+        save_maps(LowDimMaps(maps), self.out, self.learned_for)
         self.work.remove()
-        return [recall for _, recall in learned]
+        return [recall for _, recall in learned.values()]
 
     def read_piece(self, index: int, layers: Sequence[int]) -> dict[int, dict[str, Tensor]]:
         """Prefill piece `index`. Write the queries and keys of `layers` to the work folder; return them by layer."""
@@ -237,8 +238,8 @@ class Calibrator:
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-                done = layer * options.epochs + epoch + 1
-                self.progress("learning", done, self.n_layers * options.epochs)
+                done = self.layers.index(layer) * options.epochs + epoch + 1
+                self.progress("learning", done, len(self.layers) * options.epochs)
         query, key, query_bias, key_bias = (x.detach() for x in trained.tensors().values())
         return LowDimMap(query, key, query_bias, key_bias - mean @ key)
 

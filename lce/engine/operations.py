@@ -19,6 +19,7 @@ from lce.methods.base import Method
 from lce.methods.costs import UNCOUNTED, Cost, PaperFigure, QueryBlock, total
 from lce.methods.own_window import method_of
 from lce.methods.selective import ChunkSelection
+from lce.models.config import ModelConfig
 from lce.models.registry import model_class
 from lce.sizes import count
 
@@ -106,7 +107,7 @@ def operations(
         raise UsageError(f"tokens is {n_tokens:,}; operations are counted block by block, of {LONGEST:,} or fewer")
     block, config = made.layout.block, made.config
     steps = made.layout.chunk_size if isinstance(made.method, ChunkSelection) else 1
-    sizes = QueryBlock(n_tokens - 1, n_tokens, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
+    sizes = _block(config, n_tokens - 1, n_tokens)
     return Operations(
         n_tokens,
         made.method.label,
@@ -118,15 +119,30 @@ def operations(
     )
 
 
+def _block(config: ModelConfig, start: int, stop: int) -> QueryBlock:
+    """Return the queries of tokens `start..stop-1` in layer 0."""
+    acting = config.acting_layers
+    return QueryBlock(
+        start,
+        stop,
+        config.n_heads,
+        config.n_kv_heads,
+        config.head_dim,
+        n_layers=len(acting),
+        sliding_window=config.sliding_window,
+        first_layer=min(acting, default=0),
+    )
+
+
 def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
     """Count the work of blocks `(start, stop)`, each of the tokens `start` to `stop - 1`."""
     config, size, n = made.config, made.layout.dtype.itemsize, sum(stop - start for start, stop in blocks)
     cost, causal, methods = Cost(0), 0, {kind: method_of(made.method, kind) for kind in {*config.kinds}}
     for start, stop in blocks:
-        first = QueryBlock(start, stop, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
+        first = _block(config, start, stop)
         causal += config.n_layers * (first.causal.attention or 0)
         for index, kind in enumerate(config.kinds):
-            layer, method = replace(first, layer=index, sliding_window=config.sliding_window), methods[kind]
+            layer, method = replace(first, layer=index), methods[kind]
             cost += (method.counted and method.cost(layer)) or UNCOUNTED
     products = {"projections": 0, "mlp": 0, "head": 0}  # the multiply-adds of one token
     weights = model_class(config).weights(config)

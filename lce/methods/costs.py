@@ -65,9 +65,10 @@ class QueryBlock:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    n_layers: int = 1
+    n_layers: int = 1  # the number of layers in which the method acts
     layer: int = 0
     sliding_window: int | None = None  # the checkpoint's sliding window in tokens, if any
+    first_layer: int = 0  # the first layer in which the method acts
 
     def __len__(self) -> int:
         return self.stop - self.start

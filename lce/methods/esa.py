@@ -92,13 +92,13 @@ class ESA(JointSelection):
         if isinstance(self.maps, LowDimMaps):
             if self.maps.learned_for is not None:
                 wanted.check(self.maps.learned_for, self.maps.source, model.source.path)
-            self.maps.check_shapes(model.config.n_layers, *sizes)
+            self.maps.check_shapes(model.config.acting_layers, *sizes)
             return self
         path = model.source.maps_file if self.maps is None else path_of(self.maps, "maps")
         if self.maps is None and not path.exists():
             raise missing(self.name, wanted.command(model.source.path))
         shapes = LowDimMap.shapes(*sizes, self.low_dim)
-        return replace(self, maps=open_maps(path, wanted, shapes, model.config.n_layers, model.source.path))
+        return replace(self, maps=open_maps(path, wanted, shapes, model.config.acting_layers, model.source.path))
 
     def sized(self, window: int) -> Self:
         """Return this method with all knobs filled in; the maps are not checked."""
@@ -135,7 +135,7 @@ class ESA(JointSelection):
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
-            self.maps.check_shapes(layout.n_layers, layout.n_heads, layout.n_kv_heads, layout.head_dim)
+            self.maps.check_shapes(layout.acting_layers, layout.n_heads, layout.n_kv_heads, layout.head_dim)
         kept = dict(super().state(layout))
         if self.compress != "none":
             kept[LOW_DIM_KEYS] = TokenRows(self.low_dim * layout.dtype.itemsize)

@@ -100,7 +100,7 @@ class LongHeads(SelectiveMethod):
         size = self.size
         n_complete = block.stop // size - block.start // size
         summaries = 2 * block.n_heads * n_complete * (size + 1) * size * block.head_dim  # Eq. 1: L queries; Eq. 2: one
-        choosers = 0 if self.fix_layer and block.layer else 1 if self.fix_head else block.n_heads
+        choosers = 0 if self.fix_layer and block.layer > block.first_layer else 1 if self.fix_head else block.n_heads
         return self.selection_cost(
             block, vectors_read=choosers, summaries=summaries, choosers=choosers,
             together=self.share != "head" or self.fix_head,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -108,16 +108,21 @@ class LearnedFor:
 
 
 class LowDimMaps:
-    """The linear maps of a model to low-dim queries and keys: one `LowDimMap` per layer, all with the same R.
+    """The linear maps of a model to low-dim queries and keys: a `LowDimMap` of each layer, all with the same R.
 
+    `layers` is a sequence, or a mapping from the index of each layer in which methods act.
     `source` is the path of the file that the maps were read from. `learned_for` is the setting that the file states.
     Maps that were computed in memory have None, and are used with any setting.
     """
 
     def __init__(
-        self, layers: Sequence[LowDimMap], source: str = "memory", learned_for: LearnedFor | None = None
+        self,
+        layers: Sequence[LowDimMap] | Mapping[int, LowDimMap],
+        source: str = "memory",
+        learned_for: LearnedFor | None = None,
     ) -> None:
-        self.layers, self.source, self.learned_for = tuple(layers), source, learned_for
+        self.layers = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
+        self.source, self.learned_for = source, learned_for
         if not self.layers:
             raise UsageError("low-dim maps of no layer; expected a LowDimMap for each layer of the model")
         self._cast: dict[tuple[int, torch.dtype, torch.device], LowDimMap] = {}
@@ -128,13 +133,15 @@ class LowDimMaps:
     @functools.cached_property
     def digest(self) -> str:
         """Eight hexadecimal digits of a hash over all numbers in the maps."""
-        numbers = (x.float().numpy(force=True).tobytes() for maps in self.layers for x in maps.tensors().values())
+        numbers = (
+            x.float().numpy(force=True).tobytes() for maps in self.layers.values() for x in maps.tensors().values()
+        )
         return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
 
     @property
     def low_dim(self) -> int:
         """The number R of dimensions of low-dim keys."""
-        return self.layers[0].key.shape[1]
+        return next(iter(self.layers.values())).key.shape[1]
 
     def layer(self, index: int, like: Tensor) -> LowDimMap:
         """Return a layer's maps in the dtype and on the device of `like`."""
@@ -143,13 +150,15 @@ class LowDimMaps:
             self._cast[kind] = LowDimMap(**{name: x.to(like) for name, x in self.layers[index].tensors().items()})
         return self._cast[kind]
 
-    def check_shapes(self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-        """Raise `UsageError` unless the maps fit a model of `n_layers` layers of these sizes."""
+    def check_shapes(self, layers: Collection[int], n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        """Raise `UsageError` unless the maps fit these layers of a model of these sizes."""
         wanted = LowDimMap.shapes(n_heads, n_kv_heads, head_dim, self.low_dim)
-        fit = all({name: tuple(x.shape) for name, x in maps.tensors().items()} == wanted for maps in self.layers)
-        if not fit or len(self.layers) < n_layers:
+        fit = all(
+            {name: tuple(x.shape) for name, x in maps.tensors().items()} == wanted for maps in self.layers.values()
+        )
+        if not fit or not {*layers} <= self.layers.keys():
             sizes = ", ".join(f"{name} {list(shape)}" for name, shape in wanted.items())
-            raise UsageError(f"{self!r} does not fit this model: expected maps of {n_layers} layers, each {sizes}")
+            raise UsageError(f"{self!r} does not fit this model: expected maps of {len(layers)} layers, each {sizes}")
 
 
 def missing(method: str, command: str) -> UsageError:

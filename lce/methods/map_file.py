@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -72,21 +72,25 @@ def save_maps(maps: LowDimMaps, path: Path, learned_for: LearnedFor) -> None:
     """Write maps and the setting that they were learned for; the file appears whole or not at all."""
     tensors = {
         f"layers.{index}.{name}": x.to("cpu", float32).contiguous()
-        for index, layer in enumerate(maps.layers)
+        for index, layer in maps.layers.items()
         for name, x in layer.tensors().items()
     }
     write_whole(path, sealed(tensors, {"format": FORMAT, "learned_for": json.dumps(asdict(learned_for))}))
 
 
 def open_maps(
-    path: Path, learned_for: LearnedFor, shapes: Mapping[str, tuple[int, ...]], n_layers: int, model: object = "M"
+    path: Path,
+    learned_for: LearnedFor,
+    shapes: Mapping[str, tuple[int, ...]],
+    layers: Collection[int],
+    model: object = "M",
 ) -> LowDimMaps:
-    """Read a map file for the model `model` of `n_layers` layers; a layer's tensors must have the shapes `shapes`.
+    """Read a map file for these layers of the model `model`; a layer's tensors must have the shapes `shapes`.
 
     The header is checked before the data is read. Raises `UsageError` for maps that were learned for other options,
     `DataError` for maps of another model and for a file that cannot be trusted.
     """
-    wanted = {f"layers.{index}.{name}": (float32, shape) for index in range(n_layers) for name, shape in shapes.items()}
+    wanted = {f"layers.{index}.{name}": (float32, shape) for index in layers for name, shape in shapes.items()}
     with open(open_regular(path), "rb") as file:
         try:
             raw = file.read(8)
@@ -97,7 +101,7 @@ def open_maps(
                 raise ValueError("it is cut short, or too long")
             tensors, _ = unsealed(raw + file.read(rest))
             if {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()} != wanted:
-                raise ValueError(f"its tensors are not those of {n_layers} layers of this model")
+                raise ValueError(f"its tensors are not those of {len(layers)} layers of this model")
             if not all(bool(x.isfinite().all()) for x in tensors.values()):
                 raise ValueError("some numbers are not finite")
         except UsageError:  # the maps are sound, and were learned for other options
@@ -105,8 +109,8 @@ def open_maps(
         except (OSError, ValueError) as error:
             remedy = f"make it anew by `{learned_for.command(model)}`"
             raise DataError(f"{named(path)} holds no maps that can be used: {error}; {remedy}") from None
-    layers = [LowDimMap(**{name: tensors[f"layers.{index}.{name}"] for name in shapes}) for index in range(n_layers)]
-    return LowDimMaps(layers, str(path), learned_for)
+    maps = {index: LowDimMap(**{name: tensors[f"layers.{index}.{name}"] for name in shapes}) for index in layers}
+    return LowDimMaps(maps, str(path), learned_for)
 
 
 def _learned_for(header: bytes) -> LearnedFor:

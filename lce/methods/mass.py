@@ -19,6 +19,7 @@ from lce.attention import SCORES_AT_ONCE, Turn, rotate
 from lce.cache.layer import LayerCache
 from lce.methods.base import Method, resolved
 from lce.methods.costs import QueryBlock
+from lce.methods.own_window import OwnWindow
 from lce.methods.step import Step
 
 Judge = Literal["true", "constant"]
@@ -31,11 +32,14 @@ class TrueMass:
 
     Arithmetic is float32, over pieces of the keys whose sizes do not depend on memory budgets, so that no budget
     changes the bits of a result. Time: O(H · T · N · D) per call. Memory: the result, and the scores of one slice.
+
+    In a layer with a sliding window of its own, both judges are the attention of that window.
     """
 
     def __init__(self, method: Method, cache: LayerCache, step: Step, judge: Judge) -> None:
         self.method, self.cache, self.step = method, cache, step
-        self.cap = None if judge == "true" else max(1, step.window // 2)
+        self.reach = method.size if isinstance(method, OwnWindow) else None
+        self.cap = None if judge == "true" or self.reach else max(1, step.window // 2)
 
     def slices(self, n_queries: int, n_heads: int) -> Iterator[slice]:
         """Yield slices of the block's queries, small enough to bound the memory for the scores of all keys."""
@@ -95,6 +99,8 @@ class TrueMass:
         scores = _products(*placed) if near else self._far(q, k)
         if near and self.cap is not None and most >= self.cap:
             scores = torch.where(positions[:, None] - index < self.cap, scores, self._far(q, k))
+        if self.reach is not None:
+            scores.masked_fill_(positions[:, None] - index >= self.reach, -torch.inf)
         return scores.masked_fill_(positions[:, None] < index, -torch.inf) if least < 0 else scores
 
     def _unrotated(self, start: int, stop: int) -> Tensor:

@@ -246,6 +246,11 @@ class ModelConfig:
         """The layers with a sliding window of their own, in which no method acts."""
         return frozenset(layer for layer, kind in enumerate(self.layer_kinds) if kind.sliding_window is not None)
 
+    @property
+    def acting_layers(self) -> tuple[int, ...]:
+        """The layers in which methods act: all but the sliding ones."""
+        return tuple(layer for layer in range(self.n_layers) if layer not in self.sliding_layers)
+
     def dual_chunk(self, path: object) -> tuple[int, int] | None:
         """Return the chunk size of Dual Chunk Attention, and the position of a query for keys of older chunks.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lce.cache.tier import Traffic
     from lce.calibrate import Recall
     from lce.lab.study.explain import Explanation
+    from lce.models.config import LayerKind
 
 
 def generation_line(stats: Stats) -> str:
@@ -187,7 +189,7 @@ def model_lines(model: ModelInfo) -> list[str]:
     rows = {
         "model": named(model.folder),
         "family": f"{model.family} ({config.architecture})",
-        "layers": f"{config.n_layers}, hidden size {config.hidden_size:,}",
+        "layers": f"{config.n_layers}, hidden size {config.hidden_size:,}{_kinds(config.kinds)}",
         "heads": f"{config.n_heads} over {config.n_kv_heads} of keys and values, dimension {config.head_dim}",
         "window": f"{config.window:,} tokens{sliding}",
         "rope": _rope(config.rope.kind, config.rope.factor, f", theta {config.rope.theta:,.0f}"),
@@ -246,6 +248,20 @@ def _word(text: str) -> str:
 
 def _rope(kind: str, factor: float, more: str = "") -> str:
     return f"{kind}{'' if kind == 'none' else f', factor {factor:g}'}{more}"
+
+
+def _kinds(kinds: Sequence[LayerKind]) -> str:
+    """Return how many layers differ from plain ones, and how: `; 5 with a sliding window of 512 and theta 10,000`."""
+    found = []
+    for kind, n in Counter(kinds).items():
+        own = [] if kind.sliding_window is None else [f"with a sliding window of {kind.sliding_window:,}"]
+        if not kind.rotated:
+            own.append("without rotation")
+        elif kind.rope is not None:
+            scaling = "" if kind.rope.kind == "none" else f", rope {_rope(kind.rope.kind, kind.rope.factor)}"
+            own.append(f"with theta {kind.rope.theta:,.0f}{scaling}")
+        found += [f"; {n} {' '.join(own)}"] if own else []
+    return "".join(found)
 
 
 def _pairs(knobs: Mapping[str, Any]) -> str:

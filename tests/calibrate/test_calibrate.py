@@ -37,7 +37,7 @@ def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
     assert engine.generate(TEXT[:400], max_tokens=4).token_ids
     assert engine.method.maps.learned_for == LearnedFor(engine.fingerprint, 8, 8, 64, engine.rope)
     layers = engine.method.maps.layers
-    assert all(bool(maps.query_bias.any()) and bool(maps.key_bias.any()) for maps in layers)
+    assert all(bool(maps.query_bias.any()) and bool(maps.key_bias.any()) for maps in layers.values())
 
 
 def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:

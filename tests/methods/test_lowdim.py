@@ -34,10 +34,10 @@ def test_maps_of_no_layer_are_refused() -> None:
 
 @pytest.mark.parametrize("layers", [[layer()], [layer(), layer(8)], [layer(), layer(4, 1)], [layer(), layer(4, 2, 2)]])
 def test_maps_of_other_sizes_are_refused(layers: list[LowDimMap]) -> None:
-    LowDimMaps([layer(), layer()]).check_shapes(2, 4, 2, 4)
-    LowDimMaps([layer(), layer()]).check_shapes(1, 4, 2, 4)
+    LowDimMaps([layer(), layer()]).check_shapes(range(2), 4, 2, 4)
+    LowDimMaps([layer(), layer()]).check_shapes(range(1), 4, 2, 4)
     with pytest.raises(UsageError, match=r"expected maps of 2 layers"):
-        LowDimMaps(layers).check_shapes(2, 4, 2, 4)
+        LowDimMaps(layers).check_shapes(range(2), 4, 2, 4)
 
 
 def test_principal_directions_are_those_of_the_largest_variance() -> None:

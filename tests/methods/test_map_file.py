@@ -33,7 +33,7 @@ def maps(n_layers: int = 2) -> LowDimMaps:
 
 
 def opened(file: Path, here: LearnedFor = HERE, n_layers: int = 2) -> LowDimMaps:
-    return open_maps(file, here, SHAPES, n_layers)
+    return open_maps(file, here, SHAPES, range(n_layers))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match="cannot write"):
         save_maps(made, tmp_path / "none" / "maps.safetensors", HERE)
     assert (found.low_dim, found.learned_for, found.digest) == (3, HERE, made.digest)
-    for ours, theirs in zip(made.layers, found.layers, strict=True):
+    for ours, theirs in zip(made.layers.values(), found.layers.values(), strict=True):
         assert all(torch.equal(x, theirs.tensors()[name]) for name, x in ours.tensors().items())
     assert found.layer(1, torch.zeros(1, dtype=torch.bfloat16)).key_bias.dtype == torch.bfloat16
 

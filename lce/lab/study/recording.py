@@ -135,7 +135,8 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int) -
     """
     assert isinstance(engine.method, Observed)
     method, c, n = engine.method.inner, engine.model.config, n_tokens + request.max_tokens
-    block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, c.n_layers, c.n_layers - 1)
+    n_acting = len(c.acting_layers)
+    block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, n_acting, c.n_layers - 1)
     n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
     k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
     if isinstance(method, lce.SelectiveMethod):
@@ -144,7 +145,8 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int) -
         choosers = min(choosers, 1)
     look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
     n_looks = len(request.looked(n_tokens)) + request.max_tokens
-    return c.n_layers * (n_looks * look + n * choosers * k * 2 * 4 // 3)  # 4 / 3: base64
+    sliding = (c.n_layers - n_acting) * n_looks * c.n_heads * 200  # layers that choose nothing
+    return n_acting * (n_looks * look + n * choosers * k * 2 * 4 // 3) + sliding  # 4 / 3: base64
 
 
 def _run(
