@@ -1,6 +1,6 @@
-"""A made model whose layers are of several kinds: sliding windows with a RoPE of their own, no rotation, and global."""
+"""A made model whose layers are of several kinds: sliding windows with a RoPE of their own, no rotation, and plain."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,13 @@ KINDS = (
     LayerKind(rotated=False),
     LayerKind(2 * SLIDING),
 )
-GLOBAL = (1, 3)
+ACTING = (1, 3)  # the layers in which a method acts
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "dca": {"chunk_size": 10},
+    "longheads": {"chunk_size": 4, "chunks": 5},
+    "esa": {"sinks": 4, "local": 12, "top_k": 9, "compress": "none"},
+}
 
 
 @contextmanager
@@ -37,6 +43,7 @@ def of_kinds(kinds: Sequence[LayerKind] = KINDS) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Llama, "configure", classmethod(configure))
+        patch.setattr(Llama, "implements", ("layer_types",))
         yield
 
 
@@ -46,21 +53,33 @@ def save_made(folder: Path, **changes: Any) -> Path:
     return save_tiny(folder, **sizes | changes)
 
 
-def true_logits(engine: lce.Engine, ids: Sequence[int], name: str, knobs: Mapping[str, Any], block: int) -> Tensor:
-    """The logits of a text by explicit masks and distances, layer by layer, without a cache: `[N, vocab]`."""
-    config, indices = engine.model.config, torch.arange(len(ids))
-    blocks = cut(len(ids), block)
+def load(folder: Path, name: str, **options: Any) -> lce.Engine:
+    return lce.load(folder, lce.methods.make(name, METHODS[name]), **options)
+
+
+def true_logits(engine: lce.Engine, ids: Sequence[int], name: str, block: int, stretch: float = 1.0) -> Tensor:
+    """The logits `[N, vocab]` of a text by explicit masks and distances, layer by layer, without a cache.
+
+    Rotated layers without a sliding window have positions divided by `stretch`.
+    """
+    config = engine.model.config
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kind, dim = config.layer_kinds[layer], q.shape[-1]
+        slides = kind.sliding_window is not None
         theta = THETA if kind.rope is None else kind.rope.theta
-        frequencies = torch.tensor([theta ** (-2 * i / dim) if kind.rotated else 0.0 for i in range(dim // 2)])
-        setting = oracle.Setting(WINDOW, blocks, frequencies=frequencies, sliding_window=kind.sliding_window)
-        if kind.sliding_window is None:
-            tables = oracle.DEFINITIONS[name](q, k, v, setting, **knobs)
-        else:
-            tables = oracle.full(q, k, v, setting)
-        return oracle.attention(q, k, v, tables, setting).to(q.dtype)
+        frequencies = torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+        frequencies *= (1 if slides else 1 / stretch) * kind.rotated
+        setting = oracle.Setting(
+            WINDOW, cut(len(ids), block), frequencies=frequencies, sliding_window=kind.sliding_window
+        )
+        definition, knobs = (oracle.full, {}) if slides else (oracle.DEFINITIONS[name], METHODS[name])
+        return oracle.attention(q, k, v, definition(q, k, v, setting, **knobs), setting).to(q.dtype)
 
     with torch.inference_mode():
-        return engine.model.logits(engine.model(torch.tensor(ids), indices, attend))
+        return engine.model.logits(engine.model(torch.tensor(ids), torch.arange(len(ids)), attend))
+
+
+def attended(n: int, size: int) -> int:
+    """The query-key pairs of n queries, each of which sees `size` tokens at most."""
+    return sum(min(i + 1, size) for i in range(n))

@@ -40,7 +40,7 @@ class Wrapped(Method):
 
 for _name in (
     "attend", "attend_chosen", "attend_spans", "choice_cost", "cost", "could_keep", "keep", "keep_queries",
-    "key_positions", "layer_kind", "limit", "paper_figures", "parts_of", "query_scale", "state",
+    "in_sliding_layer", "key_positions", "layer_kind", "limit", "paper_figures", "parts_of", "query_scale", "state",
 ):  # fmt: skip
     setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
 for _name in (
@@ -137,7 +137,7 @@ class Observed(Wrapped):
     observer: Observer = field(repr=False, compare=False)
 
     def in_sliding_layer(self, own: Method) -> Method:
-        return replace(self, inner=own)
+        return replace(self, inner=self.inner.in_sliding_layer(own))
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         some = self.observer.rows(step)
