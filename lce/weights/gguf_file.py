@@ -7,9 +7,8 @@ of the padded sizes of the tensors before it, so tensors neither overlap nor lea
 last one. Other bytes there would mean that the count of tensors is wrong, and with it the place of the data.
 
 The header is read in pieces of `PIECE` bytes. `LARGEST_HEADER` and `MOST_VALUES` limit what is built of it, whatever
-size the file claims by holes: reading takes at most 0.4 GB. 100,000 strings take some 50 ms: the vocabulary of SmolLM2,
-49,152 tokens and 48,900 merges, takes 0.05 s, and one of 256,000 tokens and 500,000 merges 0.4 s. No file is
-memory-mapped.
+size the file claims by holes: reading takes at most 0.4 GB and a second. The header of SmolLM2, with 49,152 tokens and
+48,900 merges, takes 0.05 s; one with 256,000 tokens and 500,000 merges takes 0.3 s. No file is memory-mapped.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lce.files import named, open_regular
 from lce.weights.gguf_types import TYPES, UNREAD
 from lce.weights.safetensors_file import MOST_TENSORS, Damaged, TensorInfo, few, pread, stamp_of
 
-LARGEST_HEADER = 64 << 20  # The most bytes of a header. Those of the largest vocabularies have 20 MB.
+LARGEST_HEADER = 64 << 20  # The most bytes of the headers of a model. Those of the largest vocabularies have 20 MB.
 MOST_VALUES = 1 << 21  # The most elements of all arrays of a header: a vocabulary of 256k takes about 1.3 million.
 MOST_KEYS = 10_000  # The most keys of a file. Published files have below 100.
 PIECE = 1 << 20  # The bytes of one read.
@@ -71,7 +70,7 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises ModelError if a header is wrong or does not fit its file, and for shards that are missing or do not match.
     """
-    file = _read_file(path)
+    file, header_bytes = _read_file(path)
     count = file.metadata.get("split.count", 0)  # 0 in a file that was merged of shards
     if count < 2:
         return file
@@ -87,7 +86,7 @@ def read_gguf(path: Path) -> GgufFile:
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, tuple[int, ...]] = {}
     for number, shard in enumerate(shards):
-        found = file if shard == path else _read_file(shard)
+        found, header_bytes = (file, header_bytes) if shard == path else _read_file(shard, header_bytes)
         first = first if number else found
         _check_shard(found, first, number)
         twice = [name for name in found.tensors if name in tensors]
@@ -117,11 +116,11 @@ def _check_shard(shard: GgufFile, first: GgufFile, number: int) -> None:
             raise Damaged(shard.path, f"{shown(key)} is not as in the first shard, so it is of another model")
 
 
-def _read_file(path: Path) -> GgufFile:
-    """Read and check the header of one file."""
+def _read_file(path: Path, before: int = 0) -> tuple[GgufFile, int]:
+    """Read and check the header of one file. Return it, and its bytes plus the `before` bytes of other headers."""
     with open(open_regular(path, ModelError), "rb") as file:
         stamp = stamp_of(file.fileno())  # taken first: a later change is noticed when the tensors are read
-        header = _Header(path, file.fileno(), stamp[0])
+        header = _Header(path, file.fileno(), stamp[0], LARGEST_HEADER - before)
         n_tensors, n_keys = header.counts()
         metadata = header.metadata(n_keys)
         described = [header.tensor(number) for number in range(n_tensors)]
@@ -146,18 +145,18 @@ def _read_file(path: Path) -> GgufFile:
     if not end <= stamp[0] <= end + -end % alignment:
         fault = "is cut short" if end > stamp[0] else "has bytes that belong to no tensor"
         raise Damaged(path, f"the file {fault}: {stamp[0]} bytes, expected {end}")
-    return GgufFile(path, metadata, tensors, {path: stamp})
+    return GgufFile(path, metadata, tensors, {path: stamp}), before + header.position
 
 
 class _Header:
-    """The header of an open file of `file_size` bytes, read from the front to the back.
+    """The header of an open file of `file_size` bytes, read from the front to the back, and `most` bytes at most.
 
     `raw` has some bytes of the file, from `base` on. `at` is the place in `raw` of the next byte to read. `n_values` is
     the number of array elements so far.
     """
 
-    def __init__(self, path: Path, descriptor: int, file_size: int) -> None:
-        self.path, self.descriptor, self.file_size = path, descriptor, file_size
+    def __init__(self, path: Path, descriptor: int, file_size: int, most: int) -> None:
+        self.path, self.descriptor, self.file_size, self.most = path, descriptor, file_size, most
         self.raw, self.base, self.at, self.n_values = b"", 0, 0, 0
 
     @property
@@ -172,9 +171,9 @@ class _Header:
             return
         if count > self.file_size - start:
             raise Damaged(self.path, f"the header has {count} bytes at {start}, but the file has {self.file_size}")
-        if start + count > LARGEST_HEADER:
-            raise Damaged(self.path, f"the header has more than {LARGEST_HEADER} bytes")
-        more = min(max(count - left, PIECE), self.file_size - start - left)
+        if start + count > self.most:
+            raise Damaged(self.path, f"the model's headers have more than {LARGEST_HEADER} bytes")
+        more = min(max(count - left, PIECE), min(self.file_size, self.most) - start - left)
         self.raw, self.base = self.raw[self.at :] + pread(self.descriptor, more, start + left, self.path), start
         self.at = 0
 

@@ -223,7 +223,7 @@ SPARSE: dict[str, tuple[bytes, str]] = {
     "empty strings": (made([array(STRING, 1 << 27)]), "more than 2097152 elements"),
     "bytes": (made([array(U8, 1_000_000_000)]), "more than 2097152 elements"),
     "several arrays": (made([array(U8, 800_000, bytes(800_000), x) for x in "abc"]), "key 'c': more than 2097152 elem"),
-    "one string": (keyed(STRING, pack("<Q", 1 << 30)), "the header has more than 67108864 bytes"),
+    "one string": (keyed(STRING, pack("<Q", 1 << 30)), "headers have more than 67108864 bytes"),
     "keys": (made(n_keys=MOST_KEYS), "key 0 has a name of 0 characters"),
     "tensors": (made(n_tensors=MOST_TENSORS), "tensor '' has a name of 0 characters"),
     "an alignment": (aligned(1 << 20), "has bytes that belong to no tensor"),
@@ -361,9 +361,18 @@ def test_shards_that_do_not_belong_together(tmp_path: Path, kind: str) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_shards_of_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_file, "MOST_TENSORS", 4)
-    with pytest.raises(ModelError, match="the shards have more than 4 tensors"):
+@pytest.mark.parametrize(
+    ("limit", "most", "message"),
+    [
+        ("MOST_TENSORS", 4, "the shards have more than 4 tensors"),
+        ("LARGEST_HEADER", 600, "headers have more than 600 bytes"),
+    ],
+)
+def test_shards_that_are_too_large_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
+) -> None:
+    monkeypatch.setattr(gguf_file, limit, most)
+    with pytest.raises(ModelError, match=message):
         read_gguf(split(tmp_path)[0])
 
 
