@@ -125,7 +125,7 @@ class Calibrator:
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
         method = CollectingFull(options.far, lambda name, x: self.seen[name].append(concat_heads(x).cpu()))
         engine = self.engine = load(model, method, **loading)
-        if engine.rope.kind == "dynamic":
+        if engine.rope.follows_length:
             raise UsageError(
                 "under dynamic RoPE scaling queries rotate by the length of each text, and maps are learned for one "
                 "rotation; give --rope ntk --rope-factor F"

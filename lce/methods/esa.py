@@ -81,7 +81,7 @@ class ESA(JointSelection):
             return self
         if model.plan_only:
             return replace(self, compress="pca", maps=None)  # `pca` needs no maps; its low-dim keys have the same size
-        if model.rope.kind == "dynamic":
+        if model.rope.follows_length:
             raise UsageError(
                 f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
                 "learned for one rotation; give --rope ntk --rope-factor F, -o compress=pca or -o compress=none"

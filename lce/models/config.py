@@ -34,7 +34,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("no_rope_layers", "cross_attention_layers"), ([],)),
     **dict.fromkeys(("no_rope_layer_interval", "attn_temperature_tuning", "use_qk_norm", "qk_norm"), (0,)),
     **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "attn_output_gate", "use_mrope"), (0,)),
-    **dict.fromkeys(("use_bidirectional_attention", "norm_offset"), (0,)),
+    **dict.fromkeys(("use_bidirectional_attention", "norms_plus_one"), (0,)),
 }
 # The least and the largest value of each number in config.json. No published model comes near these limits: a value
 # beyond them means that the file is damaged or hostile.
@@ -155,6 +155,23 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies depend on the length that is announced for a context."""
+        return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class LongRope(RopeConfig):
+    """LongRoPE (Ding et al., 2024): a divisor for each frequency, `long_factor` for texts longer than `original_window`.
+
+    `short_factor` has the divisors for other texts. The first `rotary_dim` channels of a head are rotated.
+    """
+
+    rotary_dim: int = 0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

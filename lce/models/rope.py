@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import Turn
-from lce.models.config import LayerKind, RopeConfig
+from lce.models.config import LayerKind, LongRope, RopeConfig
 from lce.models.products import turns
 
 NO_ROTATION = RopeConfig("linear", factor=math.inf)  # all frequencies are 0, and every rotation is by 0
@@ -21,7 +21,7 @@ NO_ROTATION = RopeConfig("linear", factor=math.inf)  # all frequencies are 0, an
 class Rope:
     """RoPE's frequencies for one context, and the factor by which YaRN multiplies rotated vectors.
 
-    Only `dynamic` scaling depends on `length`, the context's final length. A user announces `length` when the
+    Scalings that follow the length depend on `length`, the context's final length. A user announces `length` when the
     context starts. `length` never changes, because cached keys are rotated with frequencies that depend on `length`.
     """
 
@@ -31,7 +31,7 @@ class Rope:
         self.window, self.length = window, length
         self._kinds: dict[LayerKind, Rope] = {}
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
-        self.scale = _yarn_scale(config)
+        self.scale = _scale(config)
         # Copies of `inv_freq` on other devices. Each is made once, because a copy waits for the device.
         self._uploaded: dict[torch.device, Tensor] = {}
 
@@ -54,6 +54,10 @@ class Rope:
 
 def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:
     """Return the frequencies `[D/2]`, float64, of a model that was trained on `trained` positions."""
+    if isinstance(config, LongRope):
+        divisors = torch.tensor(config.long_factor if length > trained else config.short_factor, dtype=torch.float64)
+        exponents = -torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
+        return torch.cat((config.theta**exponents / divisors, divisors.new_zeros((head_dim - config.rotary_dim) // 2)))
     exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     base: Tensor = config.theta**exponents
     match config.kind:
@@ -94,16 +98,18 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
     return ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
 
 
-def _yarn_scale(config: RopeConfig) -> float:
-    """Return the factor by which YaRN multiplies rotated queries and keys; 1 for other kinds of scaling."""
+def _scale(config: RopeConfig) -> float:
+    """Return the factor by which YaRN and LongRoPE multiply rotated queries and keys; 1 for other scalings."""
 
     def mscale(weight: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
 
+    if config.attention_factor is not None and config.kind in ("yarn", "longrope"):
+        return config.attention_factor
+    if config.kind == "longrope" and config.factor > 1:
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_window or math.inf))
     if config.kind != "yarn":
         return 1.0
-    if config.attention_factor is not None:
-        return config.attention_factor
     if config.mscale and config.mscale_all_dim:
         return mscale(config.mscale) / mscale(config.mscale_all_dim)
     return mscale(1.0)

@@ -31,7 +31,7 @@ def read_all(
     lengths = [len(text) for text in texts] if lengths is None else lengths
     order = sorted(range(len(texts)), key=lambda number: (texts[number], -lengths[number]))
     following = [*order[1:], None]
-    alone = engine.rope.kind == "dynamic"
+    alone = engine.rope.follows_length
     reader = _Reader(engine, lengths[order[0]] if alone else max(lengths))
     try:
         for number, after in zip(order, following, strict=True):

@@ -213,7 +213,7 @@ class _Run:
         """Return the path of the file for a document, this engine and, with the RoPE scaling `dynamic`, this length."""
         if self.asking.contexts is None:
             return None
-        facts = [self.engine.identity.facts, length if self.engine.rope.kind == "dynamic" else None, document]
+        facts = [self.engine.identity.facts, length if self.engine.rope.follows_length else None, document]
         identity = f"{json.dumps(facts, sort_keys=True, default=str)}\n{self.engine.block}"
         return Path(self.asking.contexts) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.lce"
 

@@ -1,0 +1,90 @@
+"""Gemma 3 (Gemma Team, 2025), text: five of six layers have a sliding window, with a RoPE of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lce.models.config import Fields, ModelConfig
+from lce.models.kinds import KEYS, sliding_kinds
+from lce.models.layers import Attend
+from lce.models.llama import Llama
+from lce.models.products import merge_heads, rms_norm
+from lce.models.qwen3 import Qwen3, Qwen3Layer
+from lce.models.registry import family
+
+
+class Gemma3Layer(Qwen3Layer):
+    """A decoder layer: attention, then an MLP with a GELU gate. Norms stand before and behind both."""
+
+    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
+        out = self.project("o", merge_heads(self.attention(x, attend)))
+        x += rms_norm(out, self.w["after_attention_norm"], self.eps)
+        out = self.project("down", self.project("gate_up", x, norm="mlp_norm", gate="gelu_tanh"))
+        x += rms_norm(out, self.w["after_mlp_norm"], self.eps)
+        return x
+
+
+@family("gemma3_text", "Gemma3ForCausalLM")
+class Gemma3Text(Llama):
+    """A model with layers of two kinds, norms of queries and keys, and an embedding that is multiplied by √hidden.
+
+    A norm multiplies by 1 plus the stored weight, or by the stored weight if the config says `norms_plus_one`, as for
+    GGUF files. The sum is rounded once, to the model's dtype. Queries are divided by √`query_pre_attn_scalar` in place
+    of √D: the weight of their norm makes up the difference.
+    """
+
+    defaults = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+    }
+    implements = (
+        *KEYS,
+        *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
+        "norms_plus_one",
+    )
+    activation = "gelu_pytorch_tanh"
+    layer = Gemma3Layer
+    layer_weights = Qwen3.layer_weights | {
+        "after_attention_norm": ("post_attention_layernorm.weight", "hidden"),
+        "mlp_norm": ("pre_feedforward_layernorm.weight", "hidden"),
+        "after_mlp_norm": ("post_feedforward_layernorm.weight", "hidden"),
+    }
+
+    @classmethod
+    def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
+        older = "_sliding_window_pattern" if "_sliding_window_pattern" in fields.values else "sliding_window_pattern"
+        interval = fields.integer(older, within=(1, 1024))
+        extra = {
+            "norm_offset": 0.0 if fields.flag("norms_plus_one") else 1.0,
+            "query_scalar": fields.number("query_pre_attn_scalar", within=(1e-6, 1e6)),
+        }
+        kinds = sliding_kinds(fields, config, interval, theta=fields.number("rope_local_base_freq"))
+        biases = ("q", "k", "v", "o") if fields.flag("attention_bias") else ()
+        return replace(config, biases=biases, layer_kinds=kinds, extra=extra)
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
+        offset, to_query = config.extra["norm_offset"], math.sqrt(config.head_dim / config.extra["query_scalar"])
+        norms = {name: w.float() + offset for name, w in weights.items() if name.endswith("norm")}
+        norms |= {name: w * to_query for name, w in norms.items() if name.endswith("q_norm")}
+        super().__init__(config, {**weights, **{name: w.to(weights[name].dtype) for name, w in norms.items()}})
+        self.embedding_scale = float(torch.tensor(math.sqrt(config.hidden_size), dtype=self.final_norm.dtype))
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return super().embedded(ids).mul_(self.embedding_scale)
