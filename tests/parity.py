@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 import lce
+from lce.errors import ModelError
+from lce.models.registry import read_config
+from lce.weights.source import Source
 from tests import oracle
-from tests.checkpoints import VOCAB, save_by_transformers
+from tests.checkpoints import TINY, VOCAB, save_by_transformers
 from tests.running import cut
 
 N = 150  # tokens, well beyond the window of 64
@@ -68,6 +71,17 @@ def save_kind(folder: Path, kind: Kind) -> Saved:
     model = save_by_transformers(folder, kind.build())
     ids = torch.randint(2, VOCAB, (N,), generator=torch.Generator().manual_seed(1)).tolist()
     return Saved(kind, folder, ids, model)
+
+
+def refusal(folder: Path, family: str, change: Mapping[str, Any]) -> str:
+    """The error for a tiny config of the family called `family`, with `change`; the config alone is read."""
+    names = {"model_type": family, "architectures": None, "hidden_act": None}
+    (folder / "config.json").write_text(json.dumps(TINY | names))
+    read_config(Source(folder))
+    (folder / "config.json").write_text(json.dumps(TINY | names | change))
+    with pytest.raises(ModelError) as error:
+        read_config(Source(folder))
+    return str(error.value)
 
 
 def edited(folder: Path, to: Path, changes: Mapping[str, Any]) -> Path:
@@ -171,11 +185,16 @@ class FamilyTests:
 def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:
     """The engine's logits in its blocks, beside those of its model with the oracle's definition behind the hook."""
     scaled = engine.rope_of(len(ids))
-    blocks = cut(len(ids), engine.block)
-    setting = oracle.Setting(engine.window, blocks, frequencies=scaled.inv_freq, factor=scaled.scale)
+    blocks, kinds = cut(len(ids), engine.block), engine.model.config.kinds
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tables = oracle.DEFINITIONS[engine.method.name](q, k, v, setting, **knobs)
+        rope, sliding = scaled.of(kinds[layer]), kinds[layer].sliding_window
+        rotation = {"frequencies": rope.inv_freq, "factor": rope.scale}
+        setting = oracle.Setting(engine.window, blocks, sliding_window=sliding, **rotation)
+        if sliding is None:
+            tables = oracle.DEFINITIONS[engine.method.name](q, k, v, setting, **knobs)
+        else:
+            tables = oracle.full(q, k, v, setting)
         return oracle.attention(q, k, v, tables, setting).to(q.dtype)
 
     with torch.inference_mode():

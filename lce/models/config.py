@@ -27,7 +27,7 @@ _SCALING_NUMBERS = {  # keys of the numbers that only one kind of RoPE scaling h
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), (0,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
-    **dict.fromkeys(("rope_local_base_freq", "_sliding_window_pattern"), ()),
+    "rope_local_base_freq": (),
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier"), (1,)),
     **dict.fromkeys(("residual_multiplier", "scale_emb"), (1,)),
     **dict.fromkeys(("attention_multiplier", "scale_depth", "attention_chunk_size", "sliding_window_pattern"), ()),
@@ -164,9 +164,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LongRope(RopeConfig):
-    """LongRoPE (Ding et al., 2024): a divisor for each frequency, `long_factor` for texts longer than `original_window`.
+    """LongRoPE (Ding et al., 2024): a divisor for each frequency.
 
-    `short_factor` has the divisors for other texts. The first `rotary_dim` channels of a head are rotated.
+    `long_factor` has the divisors for texts longer than `original_window`, `short_factor` those for other texts. The
+    first `rotary_dim` channels of a head are rotated.
     """
 
     rotary_dim: int = 0
@@ -320,7 +321,7 @@ def check_layer_types(fields: Fields, config: ModelConfig) -> None:
     windows = [kind.sliding_window for kind in config.layer_kinds] or [config.sliding_window] * config.n_layers
     own = [LAYER_TYPES[window is not None] for window in windows]
     kinds = layer_types(fields, own)
-    if len(set(kinds)) > 1 and "layer_types" not in fields.implements:
+    if len(set(kinds)) > len(set(own)):
         expected = f"one kind of attention in all layers, {' or '.join(LAYER_TYPES)}"
         raise fields.refusal("layer_types", expected, "use another checkpoint")
     if kinds != own:

@@ -56,8 +56,7 @@ class Gemma3Text(Llama):
     }
     implements = (
         *KEYS,
-        *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
-        "norms_plus_one",
+        *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern", "norms_plus_one"),
     )
     activation = "gelu_pytorch_tanh"
     layer = Gemma3Layer
@@ -69,8 +68,7 @@ class Gemma3Text(Llama):
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
-        older = "_sliding_window_pattern" if "_sliding_window_pattern" in fields.values else "sliding_window_pattern"
-        interval = fields.integer(older, within=(1, 1024))
+        interval = fields.integer("sliding_window_pattern", within=(1, 1024))
         extra = {
             "norm_offset": 0.0 if fields.flag("norms_plus_one") else 1.0,
             "query_scalar": fields.number("query_pre_attn_scalar", within=(1e-6, 1e6)),

@@ -1,4 +1,4 @@
-"""Models with layers of two types: some with a sliding window and a RoPE of their own, the others with full attention."""
+"""Models with layers of two types: full attention, and a sliding window with a RoPE of its own."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ def _rotated(fields: Fields, n_layers: int) -> list[bool]:
     if listed is None:
         interval = fields.integer("no_rope_layer_interval", within=(1, 1024))
         return [(i + 1) % interval != 0 for i in range(n_layers)]
-    if not isinstance(listed, list) or len(listed) < n_layers or not all(type(x) is int and x in (0, 1) for x in listed):
+    found = listed[:n_layers] if isinstance(listed, list) else []
+    if len(found) < n_layers or not all(type(rotates) is int and rotates in (0, 1) for rotates in found):
         raise fields.refusal("no_rope_layers", f"a 0 or a 1 for each of the {n_layers} layers")
-    return [rotates == 1 for rotates in listed[:n_layers]]
+    return [rotates == 1 for rotates in found]
