@@ -166,7 +166,7 @@ def plan(
     """Plan a context of `tokens` tokens: the bytes that each tier must hold, and the longest context that fits.
 
     Takes these options of `load`: `device`, `dtype`, `block`, `window`, `rope`, `rope_factor`, `kv_device_budget`,
-    `kv_host_budget`, `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone; weights' bytes follow from shapes.
+    `kv_host_budget`, `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone, or a GGUF file's header.
     The `dtype` "auto" is the one in config.json, else float32. A method that needs a file of learned maps is planned
     without one.
     """
@@ -203,19 +203,20 @@ class Planned:
 
 
 def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:
-    """Compute an engine's sizes from config.json alone; see `plan`."""
+    """Compute an engine's sizes from config.json alone, or from a GGUF file's header; see `plan`."""
     check_names(options, SizeOptions.__annotations__, "option")
     source = source_of(model, metadata_only=True)
     block, window = sized(options.get("block"), "block", 1), sized(options.get("window"), "window", 2)
     config = read_config(source)
     rope = scaled(config.rope, options.get("rope"), options.get("rope_factor"))
     facts = ModelFacts(source, config, window or config.window, rope, plan_only=True)
-    kind = dtype_of(options.get("dtype"), partial(DTYPES.__getitem__, config.dtype or "float32"))
+    named_dtype, headers = partial(DTYPES.__getitem__, config.dtype or "float32"), source.headers
+    kind = dtype_of(options.get("dtype"), headers.dtype if headers else named_dtype)
     own = config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
     budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
     devices = devices_of(options.get("device"))
-    return _sizes(facts, method, kind, devices, scheme, None, block, budgets, options.get("kv_dtype"))
+    return _sizes(facts, method, kind, devices, scheme, headers, block, budgets, options.get("kv_dtype"))
 
 
 def _sizes(

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from lce.errors import ModelError
 from lce.files import MAX_FILE_BYTES, named, open_regular
@@ -21,9 +16,6 @@ from lce.tokenizer.gguf import end_ids, tokenizer_files
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.gguf_file import GgufFile, read_gguf
 from lce.weights.gguf_model import config_of, tensors_of
-from lce.weights.gguf_types import TYPES
-from lce.weights.packed import Scheme
-from lce.weights.safetensors_file import DTYPES, pread
 from lce.weights.source import CONFIG, GENERATION, VOCABULARIES, Source
 
 SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
@@ -46,7 +38,7 @@ class GgufSource(Source):
     def checkpoint(self) -> Checkpoint:
         """The weights, with checked headers."""
         tensors, orders = tensors_of(self._file)
-        return _Unpacked(self._file.path, tensors, self._file.stamps, orders=orders)
+        return Checkpoint(self._file.path, tensors, self._file.stamps, orders=orders)
 
     @cached_property
     def _file(self) -> GgufFile:
@@ -55,6 +47,10 @@ class GgufSource(Source):
     @cached_property
     def _tokenizer_files(self) -> Mapping[str, bytes]:
         return tokenizer_files(self._file.metadata, self._file.path)
+
+    @property
+    def headers(self) -> Checkpoint:
+        return self.checkpoint
 
     @property
     def is_model(self) -> bool:
@@ -91,35 +87,3 @@ def is_gguf(path: Path) -> bool:
         return False
     with open(open_regular(path), "rb") as file:
         return file.read(4) == b"GGUF"
-
-
-@dataclass(frozen=True)
-class _Unpacked(Checkpoint):
-    """A checkpoint whose tensors are loaded as plain numbers: provisional, until packed blocks are multiplied."""
-
-    orders: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False)
-
-    def load(
-        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
-        device: torch.device | Callable[[str], torch.device],
-        ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
-        schemes: Mapping[str, Scheme] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        self.check(dict(wanted.values()), ignore)
-        found: dict[str, Tensor] = {}
-        with self._opened() as files:
-            for key, (name, _) in wanted.items():
-                info, place = self.tensors[name], device if isinstance(device, torch.device) else device(key)
-                kind = next(kind for kind in TYPES.values() if kind.name == info.dtype)
-                raw = np.frombuffer(pread(files[info.file], info.stop - info.start, info.start, info.file), np.uint8)
-                if kind.codes is None:
-                    made = torch.from_numpy(raw.copy()).view(DTYPES[info.dtype]).reshape(info.shape)
-                else:
-                    made = torch.from_numpy(kind.dequantise(raw.reshape(-1, kind.n_bytes))).reshape(info.shape)
-                made = made[torch.from_numpy(self.orders[name])] if name in self.orders else made
-                found[key] = made.to(place, dtype)
-        return found | {key: torch.cat([found.pop(part) for part in parts]) for key, parts in (joined or {}).items()}
-
-    def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
-        plain = {name: replace(info, dtype="F32") for name, info in self.tensors.items()}
-        Checkpoint(self.folder, plain).check(wanted, ignore)

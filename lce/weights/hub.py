@@ -239,6 +239,10 @@ class HubSource(Source):
         return self._find(self.id.revision, weights=False)
 
     @property
+    def headers(self) -> Checkpoint | None:
+        return self._described[1].headers
+
+    @property
     def is_model(self) -> bool:
         return True
 

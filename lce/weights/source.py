@@ -54,6 +54,11 @@ class Source:
         return Checkpoint.open(self.path)
 
     @property
+    def headers(self) -> Checkpoint | None:
+        """The checkpoint, if only its headers say in which types matrices are stored; None where config.json does."""
+        return None
+
+    @property
     def is_model(self) -> bool:
         """Whether a model can be here. A context file, for example, is none."""
         return self.path.is_dir()

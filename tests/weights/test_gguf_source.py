@@ -1,0 +1,133 @@
+"""A GGUF file is a model as a folder is one: for commands, contexts, maps, plans and quantisation."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lce
+from lce.errors import DataError, UsageError
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
+from lce.methods.map_file import save_maps
+from tests.checkpoints import TINY, tokens
+from tests.command import PROMPT, assert_error, run
+from tests.gguf_files import write_gguf
+from tests.gguf_models import save_gguf, sizes, tensors, vocabulary
+
+IDS = tokens(40)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> SimpleNamespace:
+    """The tiny checkpoint as `tests.gguf_models` takes models."""
+    rope = {"rope_type": "default", "rope_theta": TINY["rope_theta"]}
+    weights = load_file(tiny_model / "model.safetensors")
+    return SimpleNamespace(config=SimpleNamespace(**TINY, rope_parameters=rope), state_dict=lambda: weights)
+
+
+@pytest.fixture(scope="module")
+def gguf(model: SimpleNamespace, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `tiny-F32.gguf` and `tiny-Q8_0.gguf`."""
+    folder = tmp_path_factory.mktemp("gguf")
+    shutil.copy(tiny_model / "tokenizer.json", folder)
+    for types in ("F32", "Q8_0"):
+        save_gguf(folder / f"tiny-{types}.gguf", model, types)
+    (folder / "tokenizer.json").unlink()
+    return folder
+
+
+def test_a_file_answers_as_its_folder_does(tiny_model: Path, gguf: Path) -> None:
+    engine, expected = lce.load(gguf / "tiny-F32.gguf"), lce.load(tiny_model)
+    assert torch.equal(engine.logits(IDS), expected.logits(IDS))
+    assert engine.tokenizer.encode(PROMPT) == expected.tokenizer.encode(PROMPT)
+    assert engine.generate(PROMPT, max_tokens=9).text == expected.generate(PROMPT, max_tokens=9).text
+
+
+def test_plans_count_weights_as_they_are_stored(tiny_model: Path, gguf: Path) -> None:
+    plain, expected, packed = (
+        lce.plan(path, tokens=50) for path in (gguf / "tiny-F32.gguf", tiny_model, gguf / "tiny-Q8_0.gguf")
+    )
+    assert replace(plain.tiers["device"], available=0) == replace(expected.tiers["device"], available=0)
+    stored = lce.info(gguf / "tiny-Q8_0.gguf")
+    assert isinstance(stored, lce.ModelInfo)
+    assert stored.weight_bytes
+    assert stored.weight_bytes * 0.99 < packed.tiers["device"].weights < stored.weight_bytes * 1.05
+    assert lce.load(gguf / "tiny-Q8_0.gguf").dtype == torch.bfloat16
+
+
+def test_a_folder_stands_for_its_only_file_and_any_shard_for_all(
+    model: SimpleNamespace, tiny_model: Path, gguf: Path, tmp_path: Path
+) -> None:
+    expected = lce.load(gguf / "tiny-F32.gguf").fingerprint
+    (tmp_path / "one").mkdir()
+    shutil.copy(gguf / "tiny-F32.gguf", tmp_path / "one")
+    shutil.copy(gguf / "tiny-F32.gguf", tmp_path / "sha256-0123")  # as Ollama calls its files
+    metadata = {"general.architecture": "llama"} | {f"llama.{key}": x for key, x in sizes(model.config).items()}
+    (tmp_path / "split").mkdir()
+    first, _ = write_gguf(
+        tmp_path / "split" / "x.gguf", tensors(model, "llama"), "F32", metadata | vocabulary(tiny_model), per_file=8
+    )
+    shards = sorted(first.parent.iterdir())
+    assert len(shards) == 3
+    for path in (tmp_path / "one", tmp_path / "sha256-0123", first.parent, *shards):
+        assert lce.load(path).fingerprint == expected
+    shards[1].unlink()
+    assert_error(run("info", shards[2]), 3, "1 of 3 shards are missing")
+
+
+def test_contexts_know_their_file_by_what_it_holds(tiny_model: Path, gguf: Path, tmp_path: Path) -> None:
+    lce.load(gguf / "tiny-F32.gguf").prefill(IDS).save(tmp_path / "c.lce")
+    moved = shutil.copy(gguf / "tiny-F32.gguf", tmp_path / "moved.gguf")
+    assert lce.load(moved).open_context(tmp_path / "c.lce").token_ids == IDS
+    for other in (gguf / "tiny-Q8_0.gguf", tiny_model):
+        with pytest.raises(DataError, match="was made with another model"):
+            lce.load(other, dtype="float32").open_context(tmp_path / "c.lce")
+    found = lce.info(tmp_path / "c.lce")
+    assert isinstance(found, lce.ContextInfo)
+    assert found.model == lce.info(moved).identity
+
+
+def test_plain_weights_can_be_quantised_and_blocks_cannot(gguf: Path, tmp_path: Path) -> None:
+    out = lce.quantize(gguf / "tiny-F32.gguf", tmp_path / "out", "int8")
+    saved, rounded = lce.load(out), lce.load(gguf / "tiny-F32.gguf", weights="int8")
+    assert torch.equal(saved.logits(IDS), rounded.logits(IDS))
+    assert saved.tokenizer.encode(PROMPT) == rounded.tokenizer.encode(PROMPT)
+    rounded.prefill(IDS).save(tmp_path / "c.lce")
+    assert saved.open_context(tmp_path / "c.lce").token_ids == IDS
+    assert_error(
+        run("quantize", "-m", gguf / "tiny-Q8_0.gguf", "--out", tmp_path / "again"),
+        3,
+        "tiny-Q8_0.gguf is quantised already",
+    )
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(UsageError, match=r"tiny-Q8_0.gguf are stored as Q8_0; leave weights='int4' out"):
+        lce.load(gguf / "tiny-Q8_0.gguf", weights="int4")
+
+
+def test_maps_beside_a_file_are_its_own(gguf: Path, tmp_path: Path) -> None:
+    for name in ("tiny-F32.gguf", "tiny-Q8_0.gguf"):
+        shutil.copy(gguf / name, tmp_path)
+    engine = lce.load(tmp_path / "tiny-F32.gguf")
+    layers = [LowDimMap.unbiased(torch.randn(64, 8), torch.randn(32, 8)) for _ in range(2)]
+    learned_for = LearnedFor(engine.fingerprint, 8, 32, engine.window, engine.rope)
+    save_maps(LowDimMaps(layers), tmp_path / "tiny-F32.esa_maps.safetensors", learned_for)
+    assert lce.load(tmp_path / "tiny-F32.gguf", lce.methods.ESA(low_dim=8)).generate(IDS, max_tokens=2).token_ids
+    with pytest.raises(UsageError, match="this model has no calibrated maps"):
+        lce.load(tmp_path / "tiny-Q8_0.gguf", lce.methods.ESA(low_dim=8))
+    shutil.copy(tmp_path / "tiny-F32.esa_maps.safetensors", tmp_path / "tiny-Q8_0.esa_maps.safetensors")
+    with pytest.raises(DataError, match="another model"):
+        lce.load(tmp_path / "tiny-Q8_0.gguf", lce.methods.ESA(low_dim=8))
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.pre", "general.architecture"])
+def test_what_lce_does_not_know_is_one_line(model: SimpleNamespace, tiny_model: Path, tmp_path: Path, key: str) -> None:
+    shutil.copy(tiny_model / "tokenizer.json", tmp_path)
+    if key == "tokenizer.ggml.pre":
+        save_gguf(tmp_path / "x.gguf", model, **{key: "martian"})
+    else:
+        write_gguf(tmp_path / "x.gguf", tensors(model, "llama"), "F32", {key: "martian"})
+    assert_error(run("generate", "-m", tmp_path / "x.gguf", "-p", "x"), 3, "martian", "x.gguf")
