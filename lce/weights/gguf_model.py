@@ -173,11 +173,11 @@ class Llama:
         return rows.reshape(n_heads, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def _dtype(self) -> str:
-        """Return the dtype that most bytes are stored in; bfloat16 for quantised weights."""
+        """Return the dtype that most bytes are stored in; quantised types count as bfloat16."""
         sizes = Counter[str]()
         for info in self.file.tensors.values():
-            sizes[info.dtype] += info.stop - info.start
-        return _DTYPES.get(sizes.most_common(1)[0][0], "bfloat16")
+            sizes[_DTYPES.get(info.dtype, "bfloat16")] += info.stop - info.start
+        return max(sizes, key=sizes.__getitem__)
 
 
 class Mistral3(Llama):

