@@ -46,10 +46,11 @@ def stored(info: TensorInfo) -> np.ndarray:
     return np.frombuffer(info.file.read_bytes()[info.start : info.stop], "<f4").reshape(info.shape)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "small-3"])
 def test_config_and_tensors_of_the_published_checkpoint(name: str, tmp_path: Path) -> None:
-    saved = save_kind(tmp_path, KINDS[name])
-    file = read_gguf(save_gguf(tmp_path / "model.gguf", saved.model))
+    saved = save_kind(tmp_path, KINDS["nemo" if name == "small-3" else name])
+    arch = "mistral3" if name == "small-3" else ""
+    file = read_gguf(save_gguf(tmp_path / "model.gguf", saved.model, arch=arch))
     fields = Fields("model.gguf", config_of(file))
     read, truth = family_of(fields).read(fields, Fields("none", {})), read_config(Source(tmp_path))
     if file.metadata["general.architecture"] == "llama":  # Mistral's name is not in the file
@@ -126,6 +127,14 @@ def test_metadata_that_changes_nothing_is_let_by(file: GgufFile) -> None:
         {"general.file_type": 15, "quantize.imatrix.file": "x", "qwen2.expert_count": 8},
     ):
         assert config_of(but(file, changes)) == plain
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    unscaled = replace(file, tensors={name: x for name, x in file.tensors.items() if name != "rope_freqs.weight"})
+    rope = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0}
+    for factor in (1.0, -1.0):
+        changed = but(unscaled, yarn | {"llama.rope.scaling.yarn_ext_factor": factor})
+        assert config_of(changed)["rope_parameters"] == rope
+    with pytest.raises(ModelError, match=r"yarn_ext_factor is 0.5; expected 1; use another file"):
+        config_of(but(unscaled, yarn | {"llama.rope.scaling.yarn_ext_factor": 0.5}))
     fewer = config_of(but(file, {"llama.attention.head_count_kv": None, "tokenizer.ggml.eos_token_id": None}))
     assert fewer == plain | {"num_key_value_heads": 4, "eos_token_id": None}
     assert plain["rms_norm_eps"] == 1e-5 != file.metadata["llama.attention.layer_norm_rms_epsilon"]
@@ -142,8 +151,14 @@ def test_tensors_that_are_not_the_architectures_are_refused(file: GgufFile) -> N
     ):
         with pytest.raises(ModelError, match=message):
             tensors_of(replace(file, tensors={**tensors, name: one}))
-    with pytest.raises(ModelError, match="block_count is 2; expected 3, the number of blocks"):
-        config_of(replace(file, tensors={**tensors, "blk.999999.ffn_up.weight": one}))
+    gap = {name.replace("blk.1", "blk.999999"): info for name, info in tensors.items()}
+    for more, count in (({**tensors, "blk.999999.ffn_up.weight": one}, 3), (gap, 2)):
+        with pytest.raises(ModelError, match=f"block_count is 2; expected {count}, the number of blocks"):
+            config_of(replace(file, tensors=more))
+    with pytest.raises(ModelError, match=r"rope_freqs.weight is F16 \[8\]; expected 8 numbers in F32"):
+        config_of(
+            replace(file, tensors=tensors | {"rope_freqs.weight": replace(tensors["rope_freqs.weight"], dtype="F16")})
+        )
     for wrong in ({}, {"token_embd.weight": replace(one, shape=())}, {"token_embd.weight": replace(one, shape=(300,))}):
         rest = {name: info for name, info in tensors.items() if name != "token_embd.weight"}
         with pytest.raises(ModelError, match=r"has no matrix token_embd.weight; expected the file of a whole model"):
@@ -234,6 +249,7 @@ def test_a_file_with_a_pattern_of_layers_of_its_own(tmp_path: Path) -> None:
     ):
         found = config_of(but(file, changes))
         assert [kind == "sliding_attention" for kind in found["layer_types"]] == [bool(x) for x in sliding]
+        assert found["sliding_window"] == (24 if any(sliding) or own in changes else None)
         theta = changes.get("gemma3.rope.freq_base_swa", 10000.0)
         assert found["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": theta}
 
