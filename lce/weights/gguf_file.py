@@ -211,6 +211,8 @@ class _Header:
                 raise Damaged(self.path, f"key {shown(key)} appears twice")
             if not 0 < len(key) <= _LONGEST_KEY:
                 raise Damaged(self.path, f"key {number} has a name of {len(key)} characters")
+            if not key.isprintable():
+                raise Damaged(self.path, f"key {shown(key)} has characters that cannot be printed")
             label, count = f"key {shown(key)}", 1
             kind = kind_of_key = self.numbers("I", 4)[0]
             if kind == _ARRAY:
@@ -269,6 +271,8 @@ class _Header:
         label = f"tensor {shown(name)}"
         if not 0 < len(name.encode()) <= _LONGEST_NAME:
             raise Damaged(self.path, f"{label} has a name of {len(name)} characters, expected 1 to {_LONGEST_NAME}")
+        if not name.isprintable():
+            raise Damaged(self.path, f"{label} has characters that cannot be printed")
         (n_dims,) = self.numbers("I", 4)
         if n_dims > 4:
             raise Damaged(self.path, f"{label} has {n_dims} dimensions, expected at most 4")
