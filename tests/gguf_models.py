@@ -7,11 +7,13 @@ llama3 scaling are a tensor, each as conversion does it.
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.gguf_files import write_gguf
@@ -28,6 +30,14 @@ def save_gguf(path: Path, model: Any, types: Any = "F32", arch: str = "", **chan
     metadata |= vocabulary(path.parent) | {key.replace("ARCH", arch): value for key, value in changes.items()}
     metadata = {key: value for key, value in metadata.items() if value is not None}
     return write_gguf(path, tensors(model, arch), types, metadata)[0]
+
+
+def as_saved(folder: Path) -> SimpleNamespace:
+    """Return the checkpoint of `save_tiny` as this module takes models."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    weights = load_file(folder / "model.safetensors")
+    return SimpleNamespace(config=SimpleNamespace(**config), state_dict=lambda: weights)
 
 
 def tensors(model: Any, arch: str) -> dict[str, np.ndarray]:

@@ -164,8 +164,9 @@ def _serving(
 
 def check_capacity(model: str, methods: Sequence[lce.Method], tokens: int, loading: Mapping[str, Any]) -> None:
     """Raise `CapacityError` if `tokens` tokens do not fit into memory with a method. `loading` is for `lce.load`."""
-    from lce.engine.loading import SizeOptions
+    from lce.engine.loading import SizeOptions, resolved
 
+    resolved(model, "full")  # downloads a model whose config is in its weights' file, as a plan does not
     sizes: Any = {name: loading[name] for name in SizeOptions.__annotations__}
     for method in methods:
         if (refusal := lce.plan(model, method, tokens=tokens, **sizes).refusal) is not None:

@@ -198,9 +198,8 @@ class Remote(Snapshot):
                 has = f"{self.id}: {name} has {size_text(self.sizes[name])}"
                 if name in _SMALL:
                     raise ModelError(f"{has}, which no such file has; use a checkpoint from a source you trust")
-                raise ModelError(
-                    f"{has}, and only commands that load a model download so much; run `{self.id.command}`"
-                )
+                command = HubId(self.id.repo, self.id.revision, name).command
+                raise ModelError(f"{has}, and only commands that load a model download so much; run `{command}` first")
         with _asking(self.id, self.commit):
             from huggingface_hub import constants, hf_hub_download
 

@@ -7,26 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import lce
 from lce.errors import DataError, UsageError
 from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
 from lce.methods.map_file import save_maps
-from tests.checkpoints import TINY, tokens
+from tests.checkpoints import tokens
 from tests.command import PROMPT, assert_error, run
 from tests.gguf_files import write_gguf
-from tests.gguf_models import save_gguf, sizes, tensors, vocabulary
+from tests.gguf_models import as_saved, save_gguf, sizes, tensors, vocabulary
 
 IDS = tokens(40)
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path) -> SimpleNamespace:
-    """The tiny checkpoint as `tests.gguf_models` takes models."""
-    rope = {"rope_type": "default", "rope_theta": TINY["rope_theta"]}
-    weights = load_file(tiny_model / "model.safetensors")
-    return SimpleNamespace(config=SimpleNamespace(**TINY, rope_parameters=rope), state_dict=lambda: weights)
+    return as_saved(tiny_model)
 
 
 @pytest.fixture(scope="module")

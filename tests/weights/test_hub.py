@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import lce
 from lce.errors import ModelError
 from tests.command import assert_error, run, start
+from tests.gguf_models import as_saved, save_gguf
 from tests.hub import Hub, serving
 
 NAME = "owner/tiny-model"
@@ -225,3 +226,58 @@ def test_the_command_asks_where_hf_endpoint_says(hub: Hub, tiny_model: Path, tmp
     assert f"lce: downloading model.safetensors of {NAME}, 393.3 KiB" in err
     assert out
     assert (tmp_path / "home" / "hub" / "models--owner--tiny-model" / "refs" / "main").read_text() == hub.commit(NAME)
+
+
+FILES = ("a-Q4_0.gguf", "sub/a-Q4_K_M-00001-of-00002.gguf", "sub/a-Q4_K_M-00002-of-00002.gguf", "a-BF16.gguf")
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("a-Q4_0.gguf", ["a-Q4_0.gguf"]),
+        ("q4_k_m", list(FILES[1:3])),
+        (FILES[2], list(FILES[1:3])),
+        ("bf16", ["a-BF16.gguf"]),
+        ("F16", "has no GGUF file 'F16'; valid: a-BF16.gguf, a-Q4_0.gguf, sub/a-Q4_K_M.gguf"),
+        ("a-Q4_O.gguf", "has no GGUF file 'a-Q4_O.gguf'; did you mean 'a-Q4_0.gguf'? valid:"),
+        (
+            None,
+            "has several GGUF files; name one, as in owner/x:a-BF16.gguf: a-BF16.gguf, a-Q4_0.gguf, sub/a-Q4_K_M.gguf",
+        ),
+    ],
+)
+def test_a_gguf_file_is_named_by_its_name_or_its_quantisation(
+    hub: Hub, file: str | None, found: list[str] | str
+) -> None:
+    hub.add("owner/x", {name: name.encode() for name in (*FILES, "mmproj-BF16.gguf", "config.json")})
+    name = "owner/x" + (f":{file}" if file else "")
+    with pytest.raises(ModelError) as error:
+        lce.load(name)
+    assert hub.fetched() == (found if isinstance(found, list) else [])
+    assert (found if isinstance(found, str) else ".gguf") in str(error.value)
+
+
+def test_a_gguf_file_of_the_hub_is_a_model(
+    hub: Hub, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(tiny_model / "tokenizer.json", tmp_path)
+    path = save_gguf(tmp_path / "x-Q8_0.gguf", as_saved(tiny_model), "Q8_0")
+    hub.add("owner/x-GGUF", {path.name: path.read_bytes(), "imatrix.gguf": b"x", "config.json": b'{"model_type": "x"}'})
+    hub.sizes = {"owner/x-GGUF": {path.name: 5 << 30}}
+    for call in (lambda: lce.plan("owner/x-GGUF", tokens=9), lambda: lce.info("owner/x-GGUF")):
+        with pytest.raises(
+            ModelError,
+            match=r"x-Q8_0.gguf has 5.0 GiB, .*; run `hf download owner/x-GGUF --include '\*x-Q8_0.gguf\*'` first$",
+        ):
+            call()
+    hub.sizes = {}
+    engine = lce.load("owner/x-GGUF:q8_0")
+    assert engine.fingerprint == lce.load(path).fingerprint
+    assert hub.fetched() == [path.name]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found, there = lce.info("owner/x-GGUF"), lce.info(path)
+    assert isinstance(found, lce.ModelInfo)
+    assert isinstance(there, lce.ModelInfo)
+    assert found.identity == there.identity
+    with pytest.raises(ModelError, match=r"has no GGUF file 'Q4_0'; valid: x-Q8_0.gguf, and HF_HUB_OFFLINE forbids"):
+        lce.load("owner/x-GGUF:Q4_0")
