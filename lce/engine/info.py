@@ -27,7 +27,7 @@ from lce.weights.tensor_groups import TensorGroup, tensor_groups
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The description of a checkpoint folder, from its config, its tokenizer and the headers of its weights.
+    """The description of a model, from its config, its tokenizer and the headers of its weights.
 
     `dtype` is the dtype of most stored weights, `weights` their quantisation scheme, if any. `fingerprint` identifies
     the weights. `identity` identifies the weights and the config; a context file stores it to name its model.
@@ -86,17 +86,17 @@ class ContextInfo:
 
 
 def info(path: str | Path, check: bool = False, *, progress: bool | Progress | None = None) -> ModelInfo | ContextInfo:
-    """Describe a model folder, the embedded model "demo", or a context file. Reads only headers and small files.
+    """Describe a model, or a context file. Reads only headers and small files; downloads no weights.
 
     With `check`, all of a model's weights are read too: numbers must be finite, and all that `lce.quantize` wrote must
     agree with its checksums. `progress` counts bytes. Example: `lce.info("document.lce").tokens`. Raises `ModelError`
     for other folders and damaged weights, and `DataError` for other files.
     """
-    path = path_of(path, "path")
+    path, named_as = path_of(path, "path"), path
     check_progress(progress)
     if not isinstance(check, bool):
         raise UsageError(f"check is {shown(check)}; expected True or False")
-    source = source_of(str(path), metadata_only=not check)
+    source = source_of(named_as, metadata_only=not check)
     if not source.is_model or (not os.path.lexists(path) and os.path.lexists(state_of(path))):
         if check:
             raise UsageError("check is for a model's folder; the rows of a context file are checked as they are read")

@@ -1,4 +1,4 @@
-"""`load` makes an engine from a model folder and a user's options; `plan` computes the memory that a context needs."""
+"""`load` makes an engine from a model and a user's options; `plan` computes the memory that a context needs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load(
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
     weights: str | None = "auto", sharing: Engine | None = None,
 ) -> Engine:  # fmt: skip
-    """Load the model folder `model`, or the embedded model "demo", and return an engine.
+    """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
 
     - `method`: a method's name, or an instance with its knobs.
     - `device`, `dtype`: names, or PyTorch's own objects. The `dtype` "auto" is the checkpoint's. "cuda:0,cuda:1", a
@@ -69,7 +69,7 @@ def load(
       use; None keeps the present number.
     - `sharing`: an engine of the same model, device, dtype and weights; the new engine uses that engine's weights.
 
-    Raises `ModelError` for a folder that is no valid model, and `UsageError` for options that cannot be used.
+    Raises `ModelError` for what is no valid model or cannot be had, and `UsageError` for options that cannot be used.
     """
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:

@@ -218,7 +218,7 @@ def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None,
     return option(*flags, *([dest] if dest else []), metavar=metavar, help=help, **how)
 
 
-_MODEL = "--model -m PATH|demo", "Folder of a safetensors checkpoint."
+_MODEL = "--model -m PATH|ID|smollm2|demo", "A folder, a .gguf file, or a hub id ORG/NAME[@REVISION][:FILE.gguf]."
 model_option = flag(*_MODEL, required=True)
 loaded_model_option = flag(*_MODEL, required=True, callback=_note_loading)
 _CONTINUED = "Continue this file of `lce prefill`; it does not change."

@@ -69,7 +69,9 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
     if loaded:
         return {}, arguments
     if given["pretrained"] is None:
-        raise UsageError("the model arguments have no pretrained=PATH; expected the folder of a checkpoint, or demo")
+        raise UsageError(
+            "the model arguments have no pretrained=PATH; expected a folder, a .gguf file, a hub id, or demo"
+        )
     text = {name: "none" if value is None else value for name, value in given.items()}
     loading = {name: given[name] for name in LOADING if given.get(name) is not None}
     if "rope" in given:
