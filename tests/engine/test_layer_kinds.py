@@ -16,7 +16,7 @@ from lce.kernels.cuda import launching
 from lce.lab.eval.meter import AttentionMeter
 from lce.lab.study.recording import record
 from lce.methods import Observed, QueryBlock
-from lce.models.config import LayerKind, RopeConfig
+from lce.models.config import LayerKind, ModelConfig, RopeConfig
 from lce.models.registry import read_config
 from lce.models.rope import Rope
 from lce.terminal.figures import model_lines
@@ -226,6 +226,8 @@ def test_kinds_are_part_of_the_model_and_a_plain_model_stays_what_it_was(made: P
     config = read_config(Source(made))
     plain, identity = replace(config, layer_kinds=()), "0" * 64
     assert "layer_kinds" not in repr(plain)
+    before = ModelConfig("LlamaForCausalLM", 300, 64, 96, 2, 4, 2, 16, 64)  # files of 0.1 have this identity
+    assert before.identity(identity).startswith("86593ceb64010ccf")
     others = (replace(KINDS[0], sliding_window=10), replace(KINDS[3], rotated=True), LayerKind(SLIDING))
     kinds = [(), KINDS, *((*KINDS[:4], other) for other in others)]
     assert len({replace(config, layer_kinds=each).identity(identity) for each in kinds}) == len(kinds)
