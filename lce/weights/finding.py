@@ -65,6 +65,8 @@ def _hub_id(text: str) -> HubId | None:
     Raises `UsageError` for the address of a model, and for a file behind the name of a folder, with what to type.
     """
     folder, colon, file = text.rpartition(":")
+    if colon and os.path.isfile(folder):
+        raise UsageError(f"{named(text)}: {named(folder)} is a file here; name it alone")
     if colon and file and os.path.isdir(folder):
         raise UsageError(
             f"{named(text)}: {named(folder)} is a folder here; name the file itself, {named(Path(folder, file))}"

@@ -278,7 +278,10 @@ class HubSource(Source):
 
         If the hub cannot be asked, a model in the cache is taken although files of its tokenizer may be missing.
         """
-        found, absent = None, f"{named(self.path)} is no file or folder, and is not in the hub's cache, {_cache()}"
+        absent = (
+            f"{named(self.path)} is no file or folder{_hint(self.id.repo)}, and is not in the hub's cache, {_cache()}"
+        )
+        found = None
         cached = Snapshot.cached(self.id, revision)
         if cached is not None:
             try:
@@ -348,8 +351,8 @@ def _asking(model: HubId, revision: str) -> Iterator[None]:
         if isinstance(error, errors.GatedRepoError):
             raise ModelError(f"{model} is gated: accept its terms at {page}, then {login}") from error
         if isinstance(error, errors.RepositoryNotFoundError):
-            fault = f"{model} is no file or folder, and {constants.ENDPOINT} has no such model, or hides it"
-            raise ModelError(f"{fault}; {_hint(model.repo)}check the name; for a private model {login}") from error
+            fault = f"{model} is no file or folder{_hint(model.repo)}, and {constants.ENDPOINT} has no such model"
+            raise ModelError(f"{fault}, or hides it; check the name; for a private model {login}") from error
         if isinstance(error, errors.RevisionNotFoundError):
             fault = f"{model.repo} has no revision {revision!r}"
             raise _NoRevision(f"{fault}; give a branch, tag or commit of {page}") from error
@@ -368,7 +371,8 @@ def _asking(model: HubId, revision: str) -> Iterator[None]:
 
 
 def _hint(repo: str) -> str:
-    """Return the hint for a name that looks like one in the cache: "did you mean 'OWNER/NAME'? ", else nothing."""
+    """Return the hint for a name like that of a model in the cache or of a file here: " (did you mean 'O/N'?)"."""
     found = [path.name.removeprefix("models--").replace("--", "/") for path in _cache().glob("models--*")]
+    found += map(str, Path(repo).parent.glob("*"))
     close = get_close_matches(repo, found, n=1, cutoff=0.8)
-    return f"did you mean {close[0]!r}? " if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""

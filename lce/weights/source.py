@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class Source:
         """Return why this folder, which has no config.json, is no model, and what to do."""
         is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
         fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
-        return (
-            f"{fault}; expected a checkpoint's folder with a config.json, a .gguf file, a hub id OWNER/NAME, or demo; "
-            "check the path"
-        )
+        close = [] if exists else get_close_matches(self.path.name.lower(), ("smollm2", "demo"), n=1)
+        hint = f"did you mean {close[0]!r}? or " if close else ""
+        expected = "a checkpoint's folder with a config.json, a .gguf file, a hub id OWNER/NAME, smollm2 or demo"
+        return f"{fault}; expected {expected}; {hint}check the path"

@@ -2,13 +2,14 @@
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import lce
-from lce.errors import ModelError, UsageError
+from lce.errors import LceError, ModelError, UsageError
 from lce.weights.finding import source_of
 from lce.weights.hub import HubId
 from tests.command import assert_error, run, within
@@ -52,6 +53,23 @@ def test_an_address_says_what_to_type(text: str, typed: str) -> None:
 def test_a_file_behind_a_folder_says_what_to_type(tiny_model: Path) -> None:
     with pytest.raises(UsageError, match=f"is a folder here; name the file itself, {tiny_model}/x.gguf$"):
         lce.load(f"{tiny_model}:x.gguf")
+
+
+def test_slips_of_names_are_seen(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_model)
+    for text, words in (
+        ("SmolLM2-", "does not exist; expected"),
+        ("smolm2", "did you mean 'smollm2'? or check the path"),
+        ("config.json:Q4_0", "config.json is a file here; name it alone"),
+    ):
+        with pytest.raises(LceError, match=re.escape(words)):
+            lce.load(text)
+    monkeypatch.chdir(tiny_model.parent.parent)
+    slip = f"{tiny_model.parent.name}/{tiny_model.name}x"
+    with pytest.raises(
+        ModelError, match=rf"is no file or folder \(did you mean '{slip[:-1]}'\?\), and is not in the hub"
+    ):
+        lce.load(slip)
 
 
 def test_what_is_no_gguf_is_one_line(tmp_path: Path) -> None:
