@@ -374,5 +374,5 @@ def _hint(repo: str) -> str:
     """Return the hint for a name like that of a model in the cache or of a file here: " (did you mean 'O/N'?)"."""
     found = [path.name.removeprefix("models--").replace("--", "/") for path in _cache().glob("models--*")]
     found += map(str, Path(repo).parent.glob("*"))
-    close = get_close_matches(repo, found, n=1, cutoff=0.8)
+    close = get_close_matches(repo, {*found} - {repo}, n=1, cutoff=0.8)
     return f" (did you mean {close[0]!r}?)" if close else ""
