@@ -29,12 +29,12 @@ from lce.weights.tensor_groups import TensorGroup, tensor_groups
 class ModelInfo:
     """The description of a model, from its config, its tokenizer and the headers of its weights.
 
-    `dtype` is the dtype of most stored weights, `weights` their quantisation scheme, if any. `fingerprint` identifies
-    the weights. `identity` identifies the weights and the config; a context file stores it to name its model.
-    `tokenizer` names the tokenizer's file. `methods` are the registered methods with their knobs derived for this
-    model's window; `refused` says why other methods cannot be used. A field whose file is missing is None. `checked`
-    says whether `info` found checksums to compare the weights with; it is None if `info` was not asked to check.
-    `tensors` are the stored tensors by kind and type.
+    `dtype` is the dtype of most stored weights. `weights` is what they are quantised to, if they are: lce's scheme, or
+    the GGUF type of most bytes. `fingerprint` identifies the weights. `identity` identifies the weights and the config;
+    a context file stores it to name its model. `tokenizer` names the tokenizer's file. `methods` are the registered
+    methods with their knobs derived for this model's window; `refused` says why other methods cannot be used. A field
+    whose file is missing is None. `checked` says whether `info` found checksums to compare the weights with; it is None
+    if `info` was not asked to check. `tensors` are the stored tensors by kind and type.
     """
 
     folder: Path
@@ -129,7 +129,7 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),
         weight_bytes=None if checkpoint is None else sum(x.stop - x.start for x in checkpoint.tensors.values()),
-        weights=weights,
+        weights=checkpoint.quantised if checkpoint else None,
         fingerprint=fingerprint,
         identity=None if fingerprint is None else model_identity(config.identity(fingerprint), weights),
         tokenizer=file,

@@ -12,9 +12,10 @@ import lce
 from lce.errors import DataError, UsageError
 from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
 from lce.methods.map_file import save_maps
+from lce.sizes import size_text
 from tests.checkpoints import tokens
 from tests.command import PROMPT, assert_error, run
-from tests.gguf_files import write_gguf
+from tests.gguf_files import Q4_K_M, write_gguf
 from tests.gguf_models import as_saved, save_gguf, sizes, tensors, vocabulary
 
 IDS = tokens(40)
@@ -53,6 +54,22 @@ def test_plans_count_weights_as_they_are_stored(tiny_model: Path, gguf: Path) ->
     assert stored.weight_bytes
     assert stored.weight_bytes * 0.99 < packed.tiers["device"].weights < stored.weight_bytes * 1.05
     assert lce.load(gguf / "tiny-Q8_0.gguf").dtype == torch.bfloat16
+
+
+def test_types_are_listed_by_kind_of_tensor(model: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_model / "tokenizer.json", tmp_path)
+    path = save_gguf(tmp_path / "mixture.gguf", model, Q4_K_M)  # rows of 64: Q5_0 for Q4_K, Q8_0 for Q6_K
+    found = lce.info(path)
+    assert isinstance(found, lce.ModelInfo)
+    assert found.weights == "Q8_0"
+    low = ("attention q", "attention k", "attention o", "mlp gate", "mlp up")
+    mixed = {(kind, of): 1 for kind in ("attention v", "mlp down") for of in ("Q5_0", "Q8_0")}
+    whole = {("embedding", "Q8_0"): 1, ("head", "Q8_0"): 1, ("norms", "F32"): 5}
+    expected = {(kind, "Q5_0"): 2 for kind in low} | mixed | whole
+    assert {(group.kind, group.type): group.count for group in found.tensors} == expected
+    lines = [line.split() for line in run("info", path).stdout.splitlines()]
+    assert ["attention", "v", "1", "Q8_0", "2.1", "KiB"] in lines
+    assert ["weights", *size_text(found.weight_bytes or 0).split(), "in", "Q8_0"] in lines
 
 
 def test_a_folder_stands_for_its_only_file_and_any_shard_for_all(
