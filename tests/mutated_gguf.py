@@ -1,9 +1,9 @@
 """Reads damaged copies of GGUF files: `python -m tests.mutated_gguf FIRST COUNT FOLDER...`, in a process of its own.
 
 The files of a FOLDER are one model. They are read as they are, and then in COUNT copies: copy number n has one of them
-changed, at places that n decides. A copy must be refused with one line, or read as the gguf package reads it. No model
-may take more than `SECONDS` and `MEMORY`. Prints for each folder how many copies were refused and how many were read.
-Exits with an error at the first copy that was neither.
+changed, at places that n decides. A copy must be refused with one line, or read as the gguf package reads it; then it
+must be loaded, or refused with one line. No model may take more than `SECONDS` and `MEMORY`. Prints for each folder how
+many copies were refused and how many were read. Exits with an error at the first copy that was neither.
 """
 
 import os
@@ -15,7 +15,8 @@ from random import Random
 
 from gguf import GGUFReader
 
-from lce.errors import ModelError
+import lce
+from lce.errors import LceError, ModelError
 from lce.weights.gguf_file import GgufFile, read_gguf
 
 SECONDS = 3.0  # of processor time, for one model
@@ -64,15 +65,19 @@ def as_others_read(file: GgufFile) -> None:
 
 
 def read(path: Path) -> bool:
-    """Read a model within the limits. Return whether it was read, not refused."""
+    """Read and load a model within the limits. Return whether it was read, not refused."""
     started = time.process_time()
+    file, message, kind = None, "", LceError
     try:
-        file, message = read_gguf(path), ""
-    except ModelError as error:
-        file, message = None, str(error)
+        file = read_gguf(path)
+        lce.info(path)
+        lce.load(path)
+    except LceError as error:
+        message, kind = str(error), type(error)
+    assert file or issubclass(kind, ModelError), message
     assert time.process_time() - started < SECONDS
     assert message.isprintable(), message
-    assert len(message) < 700, message
+    assert len(message) < 900, message
     if file and path.stat().st_size < 1 << 20:  # the package takes long for larger ones
         as_others_read(file)
     return file is not None
@@ -94,6 +99,7 @@ def main(first: int, count: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    lce.load("demo")  # whatever is imported late
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     for argument in sys.argv[3:]:

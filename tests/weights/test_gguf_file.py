@@ -21,8 +21,10 @@ from lce.weights import gguf_file
 from lce.weights.gguf_file import MOST_KEYS, MOST_VALUES, read_gguf
 from lce.weights.gguf_types import TYPES
 from lce.weights.safetensors_file import MOST_TENSORS, stamp_of
+from tests.checkpoints import save_tiny
 from tests.command import Process
 from tests.gguf_files import write_gguf
+from tests.gguf_models import as_saved, save_gguf
 from tests.mutated_gguf import as_others_read
 
 U8, I8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 1, 4, 6, 7, 8, 9, 10
@@ -45,7 +47,7 @@ KINDS = {"a": "Q4_1", "c": "Q8_0", "e": "Q4_K"}
 def read_mutated(*arguments: object) -> list[int]:
     """The numbers of damaged copies that were refused, and read: see `tests.mutated_gguf`, which has the limits."""
     with Process([sys.executable, "-m", "tests.mutated_gguf", *map(str, arguments)]) as process:
-        out, errors = process.communicate()
+        out, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors[-2000:]
     return [int(number) for number in out.split()]
 
@@ -392,11 +394,14 @@ def test_files_that_were_merged_or_never_split_stand_alone(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("first", "count"), [(0, 50), pytest.param(50, 950, marks=pytest.mark.slow)])
 def test_random_damage_is_refused_or_read_as_others_read_it(tmp_path: Path, first: int, count: int) -> None:
-    (tmp_path / "split").mkdir()
-    split(tmp_path / "split")
-    write_gguf(tmp_path / "a.gguf", WEIGHTS, KINDS, METADATA)
-    found = read_mutated(first, count, tmp_path, tmp_path / "split")
-    assert len(found) == 4
+    folders = tmp_path / "one", tmp_path / "split", tmp_path / "tiny"
+    for folder in folders:
+        folder.mkdir()
+    write_gguf(folders[0] / "a.gguf", WEIGHTS, KINDS, METADATA)
+    split(folders[1])
+    save_gguf(folders[2] / "tiny.gguf", as_saved(save_tiny(folders[2])), "Q8_0")
+    found = read_mutated(first, count, *folders)
+    assert len(found) == 6
     assert min(found) > count / 20
 
 
