@@ -112,7 +112,8 @@ def sizes(config: Any) -> dict[str, Any]:
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     if config.model_type in ("gemma3_text", "olmo3"):
         found["attention.sliding_window"] = config.sliding_window
-    if config.model_type == "olmo3":
+    sixth = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(config.num_hidden_layers)]
+    if config.model_type == "olmo3" or (config.model_type == "gemma3_text" and config.layer_types != sixth):
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
     return found
 
