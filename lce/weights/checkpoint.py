@@ -252,7 +252,8 @@ class Checkpoint:
             else:
                 as_stored |= {f"{name}.{part}" if part else name: out for part, out in parts.items()}
         fill(as_stored, self.tensors, files)
-        fill_blocks(blocks, files)
+        if blocks:
+            fill_blocks(blocks, files)
 
     @contextmanager
     def _opened(self) -> Iterator[dict[Path, int]]:

