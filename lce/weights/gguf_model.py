@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lce.errors import ModelError
 from lce.files import named
 from lce.weights.gguf_file import GgufFile
-from lce.weights.gguf_keys import OTHER, Keys
+from lce.weights.gguf_keys import AGAIN, OTHER, Keys
 from lce.weights.gguf_rope import DIVISORS, rope_parameters
 from lce.weights.safetensors_file import TensorInfo, few
 
@@ -139,8 +139,8 @@ class Llama:
                 name = f"model.layers.{block[1]}.{self.names[block[2]]}.{block[3]}"
                 found[name] = info
                 if block[2] in self.permuted:
-                    orders[name] = self._order(self.n_heads if block[2] == "attn_q" else self.n_kv_heads)
-            elif stored != DIVISORS:
+                    orders[name] = self._order(stored, self.n_heads if block[2] == "attn_q" else self.n_kv_heads)
+            elif stored != DIVISORS or not self.permuted:
                 unknown.append(stored)
         if unknown:
             fault = f"{len(unknown)} tensors that lce does not know in {self.keys.prefix[:-1]} ({few(unknown)})"
@@ -168,8 +168,12 @@ class Llama:
             "rope_parameters": {"full_attention": rope, "sliding_attention": own},
         }
 
-    def _order(self, n_heads: int) -> NDArray[np.int64]:
-        rows = np.arange(n_heads * self.head_dim, dtype=np.int64)
+    def _order(self, stored: str, n_heads: int) -> NDArray[np.int64]:
+        shape, n_rows = self.file.tensors[stored].shape, n_heads * self.head_dim
+        if shape[:1] != (n_rows,) or self.head_dim % 2:
+            expected = f"{n_rows} rows, {n_heads} heads of an even number of channels"
+            raise ModelError(f"{named(self.file.path)}: {stored} is {list(shape)}; expected {expected}; {AGAIN}")
+        rows = np.arange(n_rows, dtype=np.int64)
         return rows.reshape(n_heads, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def _dtype(self) -> str:
@@ -187,6 +191,9 @@ class Mistral3(Llama):
         beta = self.keys.number("attention.temperature_scale", 0.0)
         if not beta:
             return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+        length = rope.get("original_max_position_embeddings")
+        if self.keys.get("attention.temperature_length", length) != length:
+            raise self.keys.refusal("attention.temperature_length", f"{length}, the window before scaling", OTHER)
         rope |= {"llama_4_scaling_beta": beta}
         return {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "sliding_window": None}
 

@@ -39,6 +39,8 @@ def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
     kind = keys.get("rope.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind not in _KINDS:
         raise keys.refusal("rope.scaling.type", f"one of {', '.join(_KINDS)}", OTHER)
+    if keys.number("rope.scaling.attn_factor", 1.0) != 1:
+        raise keys.refusal("rope.scaling.attn_factor", "1", OTHER)
     own: dict[str, Any] = {}
     if kind != "none":
         own = {"factor": factor}

@@ -107,6 +107,7 @@ def test_wrong_metadata_is_refused_by_the_keys_name(file: GgufFile) -> None:
         ("llama.attention.clamp_kqv", 8.0, "expected no such key"),
         ("llama.final_logit_softcapping", float("nan"), "expected no such key"),
         ("llama.attention.causal", False, "expected true"),
+        ("llama.rope.scaling.attn_factor", 1.2, "expected 1; use another file"),
         ("tokenizer.ggml.eos_token_id", -1, "tokenizer.ggml.eos_token_id is -1; expected a whole number from 0"),
         ("tokenizer.ggml.bos_token_id", "1", "tokenizer.ggml.bos_token_id is '1'; expected a whole number from 0"),
     ):
@@ -124,7 +125,12 @@ def test_metadata_that_changes_nothing_is_let_by(file: GgufFile) -> None:
         {"llama.expert_count": 0, "llama.logit_scale": 0.0, "llama.rope.scaling.finetuned": True},
         {"llama.attention.causal": True, "llama.tensor_data_layout": "Meta AI original pth", "llama.vocab_size": 7},
         {"llama.attention.key_length": None, "llama.attention.value_length": None, "llama.rope.dimension_count": None},
-        {"general.file_type": 15, "quantize.imatrix.file": "x", "qwen2.expert_count": 8},
+        {
+            "llama.rope.scaling.attn_factor": 1.0,
+            "general.file_type": 15,
+            "quantize.imatrix.file": "x",
+            "qwen2.expert_count": 8,
+        },
     ):
         assert config_of(but(file, changes)) == plain
     yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
@@ -151,6 +157,13 @@ def test_tensors_that_are_not_the_architectures_are_refused(file: GgufFile) -> N
     ):
         with pytest.raises(ModelError, match=message):
             tensors_of(replace(file, tensors={**tensors, name: one}))
+    for name, shape, heads in (("attn_q.weight", (30, 64), 64), ("attn_k.weight", (), 32), ("attn_q.bias", (63,), 64)):
+        wrong_rows = {f"blk.0.{name}": replace(one, shape=shape)}
+        with pytest.raises(ModelError, match=rf"blk.0.{name} is .*; expected {heads} rows, "):
+            tensors_of(replace(file, tensors=tensors | wrong_rows))
+    sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 2**31 - 1)
+    with pytest.raises(ModelError, match="expected 8589934588 rows, 4 heads of an even number of channels"):
+        tensors_of(but(file, {f"llama.{key}": value for key, value in sizes.items()}))
     gap = {name.replace("blk.1", "blk.999999"): info for name, info in tensors.items()}
     for more, count in (({**tensors, "blk.999999.ffn_up.weight": one}, 3), (gap, 2)):
         with pytest.raises(ModelError, match=f"block_count is 2; expected {count}, the number of blocks"):
@@ -235,6 +248,24 @@ def test_what_files_of_layers_of_several_kinds_do_not_say(tmp_path: Path) -> Non
             for wrong in ([True] * 9, [1] * 8, 0, "x", [True] * 7):
                 with pytest.raises(ModelError, match=r"attention.sliding_window_pattern is .*expected a whole number"):
                     config_of(but(file, {f"{prefix}.attention.sliding_window_pattern": wrong}))
+
+
+def test_files_of_others_than_llamas_kind_have_no_divisors(tmp_path: Path) -> None:
+    saved = save_kind(tmp_path, KINDS["qwen2.5"])
+    file = read_gguf(save_gguf(tmp_path / "m.gguf", saved.model))
+    info = file.tensors["blk.0.attn_q.bias"]
+    with pytest.raises(ModelError, match=r"1 tensors that lce does not know in qwen2 \('rope_freqs.weight'\)"):
+        tensors_of(replace(file, tensors={**file.tensors, "rope_freqs.weight": info}))
+
+
+def test_queries_of_ministral_grow_with_the_window_before_scaling(tmp_path: Path) -> None:
+    """A file may say so again; another length is refused."""
+    saved = save_kind(tmp_path, KINDS["strong"])
+    file = read_gguf(save_gguf(tmp_path / "m.gguf", saved.model))
+    length = "mistral3.attention.temperature_length"
+    assert config_of(but(file, {length: 40})) == config_of(file)
+    with pytest.raises(ModelError, match="temperature_length is 16; expected 40, the window before scaling"):
+        config_of(but(file, {length: 16}))
 
 
 def test_a_file_with_a_pattern_of_layers_of_its_own(tmp_path: Path) -> None:
