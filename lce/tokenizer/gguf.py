@@ -15,6 +15,7 @@ regular expressions.
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -132,7 +133,7 @@ class _Vocabulary:
 
     def strings(self, name: str) -> list[str]:
         value = self.metadata.get(f"tokenizer.ggml.{name}")
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        if not isinstance(value, list) or not {*map(type, value)} <= {str}:
             raise self.wrong(name, value, "a list of strings")
         if sum(map(len, value)) > MOST_CHARS:
             raise self.wrong(name, value, f"at most {MOST_CHARS} characters in all")
@@ -218,42 +219,40 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:
     """Return the files of a sentencepiece BPE. Its tokenizer.model is a protobuf message, written here by hand."""
-    unknown = vocabulary.ids["unknown"]
-    pieces, added = [], {}
-    for token_id, (token, kind, score) in enumerate(
-        zip(vocabulary.tokens, vocabulary.types, vocabulary.numbers("scores", float, int), strict=True)
-    ):
+    unknown, tokens, types = vocabulary.ids["unknown"], vocabulary.tokens, vocabulary.types
+    scores = vocabulary.numbers("scores", float, int)
+    if not all(map(math.isfinite, scores)):
+        raise vocabulary.wrong("scores", next(x for x in scores if not math.isfinite(x)), "finite numbers")
+    model, added, has_bytes = bytearray(), {}, False
+    for token_id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
         if _BYTE_TOKEN.fullmatch(token):
-            kind = _BYTE
+            kind, has_bytes = _BYTE, True
         elif kind == _BYTE:
             raise vocabulary.wrong("tokens", token, "<0x00> to <0xFF> for tokens of type 6")
-        elif token_id == unknown or kind == _UNKNOWN:
+        elif kind == _UNKNOWN or token_id == unknown:  # sentencepiece has exactly one
             kind = _UNKNOWN if token_id == unknown else _CONTROL
         elif kind == _USER_DEFINED:
             added[token] = token_id
         text = token.encode() or b"[EMPTY_%d]" % token_id
-        piece = b"".join((_length(1, text), b"\x15", struct.pack("<f", score), _number(3, kind or _NORMAL)))
-        pieces.append(_length(1, piece))
-    fields = zip((45, 46, 47), vocabulary.ids.values(), strict=True)  # the tokens of the special ids
-    special = [_length(field, vocabulary.tokens[i].encode()) for field, i in fields if i is not None]
-    has_bytes = any(_BYTE_TOKEN.fullmatch(token) for token in vocabulary.tokens)
-    trainer = _number(3, 2) + _number(35, has_bytes) + b"".join(special)  # a BPE, with byte fallback
-    flags = (vocabulary.flag("add_space_prefix", True), vocabulary.flag("remove_extra_whitespaces", False), True)
-    normalizer = b"".join(_number(field, flag) for field, flag in enumerate(flags, start=3))
+        piece = b"\x0a%b%b\x15%b\x18%c" % (_varint(len(text)), text, struct.pack("<f", score), kind or _NORMAL)
+        model += b"\x0a%b%b" % (_varint(len(piece)), piece)
+    trainer = _number(3, 2) + _number(35, has_bytes)  # a BPE, with byte fallback
+    for field, token_id in zip((45, 46, 47), vocabulary.ids.values(), strict=True):
+        trainer += b"" if token_id is None else _length(field, tokens[token_id].encode())
+    normalizer = _length(1, b"identity") + _number(3, vocabulary.flag("add_space_prefix", True))
+    normalizer += _number(4, vocabulary.flag("remove_extra_whitespaces", False)) + _number(5, True)  # escapes spaces
+    model += _length(2, trainer) + _length(3, normalizer)
+    settings = vocabulary.settings(add_bos=True)
     return {
-        "tokenizer.model": b"".join((*pieces, _length(2, trainer), _length(3, _length(1, b"identity") + normalizer))),
-        "tokenizer_config.json": vocabulary.settings(True),
+        "tokenizer.model": bytes(model),
+        "tokenizer_config.json": settings,
         "added_tokens.json": json.dumps(added).encode(),
     }
 
 
 def _varint(value: int) -> bytes:
     """Return a number of a protobuf message: groups of seven bits, the lowest first."""
-    groups = []
-    while value > 127:
-        groups.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*groups, value))
+    return bytes((value,)) if value < 128 else bytes((value & 127 | 128,)) + _varint(value >> 7)
 
 
 def _number(field: int, value: int) -> bytes:

@@ -144,7 +144,7 @@ class SentencePieceVocabulary:
         self.size = max(self._tokens) + 1
         self.special = controls | {self._ids[name] for name in special_names if name in self._ids}
         whole = {self._tokens[token_id] for token_id in self.special} | set(added)
-        self._split = re.compile("(" + "|".join(map(re.escape, sorted(whole, key=len, reverse=True))) + ")")
+        self._split = re.compile(f"({_longest_of(whole)})")
         self.spelling = Spelling((("▁", " "),), form="byte_fallback", strip=" ", strip_count=int(spaced))
         ends = self._opening.bos_id(), self._opening.eos_id()
         self.bos_id, self.eos_id = (token_id if token_id >= 0 else None for token_id in ends)
@@ -160,6 +160,18 @@ class SentencePieceVocabulary:
                 else:
                     ids += (self._inner if index else self._opening).encode(stretch)
         return ids
+
+
+def _longest_of(tokens: Iterable[str]) -> str:
+    """Return a regular expression that matches the longest of `tokens`.
+
+    Tokens are in groups with the same two characters first, so that few of thousands are tried at each character.
+    """
+    groups: dict[str, list[str]] = {}
+    for token in sorted(tokens, key=len, reverse=True):
+        groups.setdefault(token[:2], []).append(re.escape(token[2:]))
+    ordered = sorted(groups.items(), key=lambda group: len(group[0]), reverse=True)
+    return "|".join(f"{re.escape(start)}(?:{'|'.join(ends)})" for start, ends in ordered)
 
 
 Vocabulary = JsonVocabulary | SentencePieceVocabulary
