@@ -15,7 +15,6 @@ regular expressions.
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections.abc import Mapping
@@ -27,8 +26,11 @@ from lce.errors import ModelError, nearest, shown
 from lce.files import MAX_FILE_BYTES, named
 
 MOST_CHARS = 16 << 20  # The most characters of all tokens and merges. Published vocabularies have up to 5 million.
+MOST_ADDED = 1 << 20  # The most characters of all tokens that are found in a text as they stand. Gemma 3's have 80,000.
+MOST_ADDED_TOKEN = 256  # The most characters of one such token. Published ones have up to some 50.
 MOST_TEMPLATE = MAX_FILE_BYTES // 4  # The most characters of a chat template. Published ones have up to 20,000.
 _FOLDER = "use the model's safetensors in a folder with its own tokenizer files"
+_AGAIN = "download the file again, or another conversion of the model"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of tokens, as in sentencepiece
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -93,7 +95,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes
     if template is None:
         return files
     if not isinstance(template, str) or len(template) > MOST_TEMPLATE or not _is_text(template):
-        raise vocabulary.wrong("chat_template", template, f"a text of at most {MOST_TEMPLATE} characters")
+        raise vocabulary.wrong("tokenizer.chat_template", template, f"a text of at most {MOST_TEMPLATE} characters")
     return files | {"chat_template.jinja": template.encode()}
 
 
@@ -120,6 +122,8 @@ class _Vocabulary:
     def __init__(self, metadata: Mapping[str, Any], where: Path) -> None:
         self.metadata, self._where = metadata, where
         self.tokens = self.strings("tokens")
+        if not self.tokens:
+            raise self.wrong("tokens", [], "a list of strings")
         self.types = self.numbers("token_type", int)
         wrong = next((kind for kind in self.types if not 0 <= kind <= _BYTE), None)
         if wrong is not None:
@@ -128,12 +132,19 @@ class _Vocabulary:
         for token_id, token in enumerate(self.tokens):
             if token and places.setdefault(token, token_id) != token_id:
                 raise self.wrong("tokens", token, f"each token once, but ids {places[token]} and {token_id} have it")
-        llama = metadata.get("tokenizer.ggml.model") == "llama"
-        self.ids = {name: self._id(name, _LLAMA_IDS.get(name) if llama else None) for name in ("unknown", "bos", "eos")}
+        kinds = zip(self.tokens, self.types, strict=True)
+        added = [token for token, kind in kinds if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+        if sum(map(len, added)) > MOST_ADDED or max(map(len, added), default=0) > MOST_ADDED_TOKEN:
+            most = (
+                f"at most {MOST_ADDED_TOKEN} characters in each control or user-defined token, and {MOST_ADDED} in all"
+            )
+            raise self.wrong("tokens", max(added, key=len), most)
+        default = _LLAMA_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
+        self.ids = {name: self._id(name, default.get(name)) for name in ("unknown", "bos", "eos", "eot", "eom")}
 
     def strings(self, name: str) -> list[str]:
         value = self.metadata.get(f"tokenizer.ggml.{name}")
-        if not isinstance(value, list) or not {*map(type, value)} <= {str}:
+        if not isinstance(value, list) or {*map(type, value)} - {str}:
             raise self.wrong(name, value, "a list of strings")
         if sum(map(len, value)) > MOST_CHARS:
             raise self.wrong(name, value, f"at most {MOST_CHARS} characters in all")
@@ -144,8 +155,10 @@ class _Vocabulary:
     def numbers(self, name: str, *kinds: type) -> list[Any]:
         """Return a list with a number for each token."""
         value = self.metadata.get(f"tokenizer.ggml.{name}")
-        if not isinstance(value, list) or not {*map(type, value)} <= {*kinds} or len(value) != len(self.tokens):
-            raise self.wrong(name, value, f"a list of {len(self.tokens)} numbers, one for each token")
+        if not isinstance(value, list) or not {*map(type, value)} <= {*kinds}:
+            raise self.wrong(name, value, "a list with a number for each token")
+        if len(value) != len(self.tokens):
+            raise self.wrong(name, value, f"{len(self.tokens)} numbers, one for each token, and there are {len(value)}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -156,10 +169,10 @@ class _Vocabulary:
 
     def _id(self, name: str, default: int | None) -> int | None:
         """Return the id of a special token."""
-        value = self.metadata.get(key := f"tokenizer.ggml.{name}_token_id", default)
-        if value is None or (type(value) is int and 0 <= value < len(self.tokens)):
+        value = self.metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+        if value is None or (type(value) is int and 0 <= value < len(self.tokens) and self.tokens[value]):
             return value
-        raise self.wrong(key, value, f"an id below {len(self.tokens)}")
+        raise self.wrong(f"{name}_token_id", value, f"the id of a token, below {len(self.tokens)}")
 
     def settings(self, add_bos: bool) -> bytes:
         """Return tokenizer_config.json. `add_bos` says whether a BOS comes first if the metadata does not."""
@@ -170,10 +183,9 @@ class _Vocabulary:
                 content[f"{name}_token"] = self.tokens[token_id]
         return json.dumps(content).encode()
 
-    def wrong(self, name: str, value: object, expected: str) -> ModelError:
+    def wrong(self, name: str, value: object, expected: str, remedy: str = _AGAIN) -> ModelError:
         """Return the error for a value of the metadata."""
         key = name if name.startswith("tokenizer.") else f"tokenizer.ggml.{name}"
-        remedy = "download the file again, or another conversion of the model"
         return ModelError(f"{named(self._where)}: {key} is {shown(value)}; expected {expected}; {remedy}")
 
 
@@ -187,7 +199,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
     pre = vocabulary.metadata.get("tokenizer.ggml.pre")
     rules = RULES.get(pre) if isinstance(pre, str) else None
     if rules is None:
-        raise vocabulary.wrong("pre", pre, f"rules that lce knows ({nearest(str(pre), RULES)})")
+        raise vocabulary.wrong("pre", pre, f"rules that lce knows ({nearest(str(pre), RULES)})", _FOLDER)
     kinds = dict(zip(vocabulary.tokens, enumerate(vocabulary.types), strict=True))
     kinds.pop("", None)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -221,8 +233,9 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:
     """Return the files of a sentencepiece BPE. Its tokenizer.model is a protobuf message, written here by hand."""
     unknown, tokens, types = vocabulary.ids["unknown"], vocabulary.tokens, vocabulary.types
     scores = vocabulary.numbers("scores", float, int)
-    if not all(map(math.isfinite, scores)):
-        raise vocabulary.wrong("scores", next(x for x in scores if not math.isfinite(x)), "finite numbers")
+    wrong = next((score for score in scores if not -1e38 < score < 1e38), None)
+    if wrong is not None:
+        raise vocabulary.wrong("scores", wrong, "finite numbers")
     model, added, has_bytes = bytearray(), {}, False
     for token_id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
         if _BYTE_TOKEN.fullmatch(token):
@@ -237,7 +250,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:
         piece = b"\x0a%b%b\x15%b\x18%c" % (_varint(len(text)), text, struct.pack("<f", score), kind or _NORMAL)
         model += b"\x0a%b%b" % (_varint(len(piece)), piece)
     trainer = _number(3, 2) + _number(35, has_bytes)  # a BPE, with byte fallback
-    for field, token_id in zip((45, 46, 47), vocabulary.ids.values(), strict=True):
+    for field, token_id in zip((45, 46, 47), vocabulary.ids.values(), strict=False):
         trainer += b"" if token_id is None else _length(field, tokens[token_id].encode())
     normalizer = _length(1, b"identity") + _number(3, vocabulary.flag("add_space_prefix", True))
     normalizer += _number(4, vocabulary.flag("remove_extra_whitespaces", False)) + _number(5, True)  # escapes spaces
