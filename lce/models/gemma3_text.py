@@ -75,7 +75,10 @@ class Gemma3Text(Llama):
         }
         kinds = sliding_kinds(fields, config, interval, theta=fields.number("rope_local_base_freq"))
         biases = ("q", "k", "v", "o") if fields.flag("attention_bias") else ()
-        return replace(config, biases=biases, layer_kinds=kinds, extra=extra)
+        rope = config.rope
+        if rope.kind == "linear":  # the window that a config announces is the scaled one
+            rope = replace(rope, original_window=max(1, int(config.window / rope.factor)))
+        return replace(config, biases=biases, rope=rope, layer_kinds=kinds, extra=extra)
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
         offset, to_query = config.extra["norm_offset"], math.sqrt(config.head_dim / config.extra["query_scalar"])

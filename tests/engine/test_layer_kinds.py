@@ -174,7 +174,9 @@ def test_all_layers_take_the_choice_of_the_first_that_chooses(made: Path) -> Non
     assert torch.equal(chosen[1], chosen[3])
     scores = [method.resolve(32).cost(QueryBlock(88, 89, 4, 2, 16, layer=at, first_layer=1)).scores for at in ACTING]
     assert scores == [4 * 22 * 16, 0]
-    assert lce.operations(made, method, tokens=89).decode.scores == 4 * (21 + 21 + 22 + 22) * 16  # the last four tokens
+    counted = lce.operations(made, method, tokens=89)
+    assert counted.paper_figures[0].value == 5 * 4 * len(ACTING), "chunks of heads and layers"
+    assert counted.decode.scores == 4 * (21 + 21 + 22 + 22) * 16  # the last four tokens
 
 
 @pytest.mark.parametrize("states", ["own", "judge"])

@@ -38,7 +38,9 @@ def test_older_configs_have_the_window_as_a_pattern(tmp_path: Path) -> None:
     older: dict[str, Any] = {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     folder = edited(saved.folder, tmp_path / "edited", older | {"layer_types": None, "sliding_window_pattern": 2})
-    assert difference(lce.load(folder).logits(saved.ids), saved.logits) <= 1e-4
+    engine = lce.load(folder)
+    assert difference(engine.logits(saved.ids), saved.logits) <= 1e-4
+    assert lce.plan(folder, tokens=1).readable == engine.window, "the announced window is the scaled one"
 
 
 def test_norms_may_be_stored_with_the_1_inside(tmp_path: Path) -> None:
