@@ -99,6 +99,7 @@ def load(
         wanted, dtype=layout.dtype, device=lambda name: layout.part_of(family.layer_of(name, config)).device,
         ignore=(*family.unused, *config.unused),
         joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.shapes) if scheme else None,
+        wide=[name for name in wanted if family.is_wide(name)],
     )  # fmt: skip
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
@@ -234,10 +235,10 @@ def _sizes(
     schemes = family.schemes(config, scheme, stored) if scheme else {}
     if checkpoint and devices[0].type == "cpu":
         schemes = {**schemes, **checkpoint.schemes}
-    sizes = {
-        name: schemes[published].n_bytes(shape) if published in schemes else dtype.itemsize * math.prod(shape)
-        for name, (published, shape) in family.weights(config, stored).items()
-    }
+    sizes = {}
+    for name, (published, shape) in family.weights(config, stored).items():
+        plain = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)
+        sizes[name] = schemes[published].n_bytes(shape) if published in schemes else plain
     layout = CacheLayout(
         config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, devices[0],
         access_of(chosen, config.kinds), budgets,

@@ -13,21 +13,34 @@ from torch import Tensor
 from lce.models.config import Fields, ModelConfig
 from lce.models.kinds import KEYS, sliding_kinds
 from lce.models.layers import Attend
-from lce.models.llama import Llama
+from lce.models.llama import Llama, LlamaLayer
 from lce.models.products import merge_heads, rms_norm
-from lce.models.qwen3 import Qwen3, Qwen3Layer
+from lce.models.qwen3 import Qwen3
 from lce.models.registry import family
 
 
-class Gemma3Layer(Qwen3Layer):
-    """A decoder layer: attention, then an MLP with a GELU gate. Norms stand before and behind both."""
+class Gemma3Layer(LlamaLayer):
+    """A decoder layer: attention, then an MLP with a GELU gate. Norms stand before and behind both.
+
+    The weights of norms are float32, because bfloat16 would round the sum of 1 and what is stored.
+    """
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        out = self.project("o", merge_heads(self.attention(x, attend)))
-        x += rms_norm(out, self.w["after_attention_norm"], self.eps)
-        out = self.project("down", self.project("gate_up", x, norm="mlp_norm", gate="gelu_tanh"))
-        x += rms_norm(out, self.w["after_mlp_norm"], self.eps)
+        x += self.normed(self.project("o", merge_heads(self.attention(x, attend))), "after_attention_norm")
+        inner = self.project("gate_up", self.narrowed(x, "mlp_norm"), gate="gelu_tanh")
+        x += self.normed(self.project("down", inner), "after_mlp_norm")
         return x
+
+    def attention(self, x: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.heads(self.narrowed(x, "attention_norm"))
+        return attend(self.index, self.narrowed(q, "q_norm"), self.narrowed(k, "k_norm"), v)
+
+    def normed(self, x: Tensor, norm: str) -> Tensor:
+        """Return `rms_norm` of x by a norm's name, in float32."""
+        return rms_norm(x.float(), self.w[norm], self.eps)
+
+    def narrowed(self, x: Tensor, norm: str) -> Tensor:
+        return self.normed(x, norm).to(self.dtype)
 
 
 @family("gemma3_text", "Gemma3ForCausalLM")
@@ -35,8 +48,7 @@ class Gemma3Text(Llama):
     """A model with layers of two kinds, norms of queries and keys, and an embedding that is multiplied by √hidden.
 
     A norm multiplies by 1 plus the stored weight, or by the stored weight if the config says `norms_plus_one`, as for
-    GGUF files. The sum is rounded once, to the model's dtype. Queries are divided by √`query_pre_attn_scalar` in place
-    of √D: the weight of their norm makes up the difference.
+    GGUF files. Queries are divided by √`query_pre_attn_scalar` in place of √D: their norm makes up the difference.
     """
 
     defaults = {
@@ -60,6 +72,7 @@ class Gemma3Text(Llama):
     )
     activation = "gelu_pytorch_tanh"
     layer = Gemma3Layer
+    wide = ("attention_norm", "q_norm", "k_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm")
     layer_weights = Qwen3.layer_weights | {
         "after_attention_norm": ("post_attention_layernorm.weight", "hidden"),
         "mlp_norm": ("pre_feedforward_layernorm.weight", "hidden"),

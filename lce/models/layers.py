@@ -33,6 +33,7 @@ class Layer:
         self.w = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.biases = {name: self.w.get(f"{name}_bias") for name in self.w}
         self.eps = config.norm_eps
+        self.dtype: torch.dtype = weights["norm"].dtype  # of what attention and products take and return
         self.device = next(w.device for w in self.w.values() if isinstance(w, Tensor))
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
@@ -46,8 +47,11 @@ class Layer:
         scale = None if norm is None else self.w[norm]
         return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gate=gate, onto=onto)
 
-    def heads(self, x: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise `x [T, hidden]` and project the result to `q [H, T, D]` and `k v [G, T, D]`, which are views."""
+    def heads(self, x: Tensor, norm: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise `x [T, hidden]` and project the result to `q [H, T, D]` and `k v [G, T, D]`, which are views.
+
+        Without `norm`, x is projected as it is.
+        """
         config, dim = self.config, self.config.head_dim
         joined = self.project("qkv", x, norm=norm)
         rows = joined.view(-1, 1, dim) if len(x) == 1 else joined.view(len(x), -1, dim).transpose(0, 1)
@@ -72,6 +76,7 @@ class Model:
     model_weights: ClassVar[WeightTable]
     layer_weights: ClassVar[WeightTable]
     joins: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # a joined matrix's name -> the names of the stacked matrices
+    wide: ClassVar[tuple[str, ...]] = ()  # weights of a layer that are float32 in a model of any dtype
     unused: ClassVar[tuple[str, ...]] = ()  # name patterns of published weights that the family ignores
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
@@ -154,6 +159,11 @@ class Model:
         """Return the layer on whose device a weight is: 0 for the embedding, the last for final norm and head."""
         index, dot, _ = name.partition(".")
         return int(index) if dot else 0 if name == "embed" else config.n_layers - 1
+
+    @classmethod
+    def is_wide(cls, name: str) -> bool:
+        """Return whether a weight is float32 in a model of any dtype."""
+        return name.partition(".")[2] in cls.wide
 
     @classmethod
     def joined(cls, config: ModelConfig) -> dict[str, tuple[str, ...]]:

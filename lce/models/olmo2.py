@@ -16,23 +16,19 @@ class Olmo2Layer(LlamaLayer):
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         x += self.normed(self.project("o", merge_heads(self.attention(x, attend))), "attention_norm")
-        x += self.normed(self.project("down", self.project("gate_up", self.narrowed(x), gate="silu")), "mlp_norm")
+        x += self.normed(self.project("down", self.project("gate_up", x.to(self.dtype), gate="silu")), "mlp_norm")
         return x
 
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
         config, dim = self.config, self.config.head_dim
         widths = config.n_heads * dim, config.n_kv_heads * dim, config.n_kv_heads * dim
-        q, k, v = self.project("qkv", self.narrowed(x)).split_with_sizes(widths, dim=-1)
+        q, k, v = self.project("qkv", x.to(self.dtype)).split_with_sizes(widths, dim=-1)
         q, k = self.normed(q, "q_norm"), self.normed(k, "k_norm")
         q, k, v = (rows.unflatten(-1, (-1, dim)).transpose(0, 1) for rows in (q, k, v))
         return attend(self.index, q, k, v)
 
     def normed(self, x: Tensor, norm: str) -> Tensor:
         return rms_norm(x, self.w[norm], self.eps)
-
-    def narrowed(self, x: Tensor) -> Tensor:
-        """Return hidden states in the model's dtype: no norm converts them."""
-        return x.to(self.w["attention_norm"].dtype)
 
 
 @family("olmo2", "Olmo2ForCausalLM")

@@ -143,14 +143,14 @@ class Checkpoint:
         self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
         device: torch.device | Callable[[str], torch.device],
         ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
-        schemes: Mapping[str, Scheme] | None = None,
+        schemes: Mapping[str, Scheme] | None = None, wide: Collection[str] = (),
     ) -> dict[str, Any]:  # fmt: skip
         """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. `device` may
         be a function that gives the device for a caller's name. Every other tensor of the checkpoint must match one of
         the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a new name to names in `wanted` whose
-        tensors are read into one tensor, joined along dimension 0.
+        tensors are read into one tensor, joined along dimension 0. Tensors of the names in `wide` are float32 instead.
 
         `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These matrices, and matrices
         that are stored quantised, are returned as `PackedMatrix`. Matrices to be joined are returned as one `Stacked`
@@ -179,7 +179,7 @@ class Checkpoint:
             place = places[key] if key in places else places[(joined or {})[key][0]]
             scheme, kind = schemes.get(names[0]), None
             if names[0] not in stored:
-                kind = dtype
+                kind = torch.float32 if key in wide else dtype
                 if scheme or dtype is None:
                     kind = functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
             targets[key] = _Target(names, [shapes[name] for name in names], scheme, kind, place)

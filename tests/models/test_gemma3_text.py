@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig
 
 import lce
-from tests.parity import FamilyTests, Kind, assert_every_bias_matters, difference, edited, refusal, save_kind
+from tests.checkpoints import save_by_transformers, tokens
+from tests.parity import FamilyTests, Kind, assert_every_bias_matters, difference, edited, logits_of, refusal, save_kind
 
 TYPES = ["sliding_attention", "full_attention"]
 GEMMA_3 = {"pad_token_id": 0, "head_dim": 24, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
@@ -51,6 +52,19 @@ def test_norms_may_be_stored_with_the_1_inside(tmp_path: Path) -> None:
     added = {name: w + 1 if name.endswith("norm.weight") else w for name, w in weights.items()}
     save_file(added, folder / "model.safetensors", {"format": "pt"})
     assert difference(lce.load(folder).logits(saved.ids), saved.logits) <= 1e-4
+
+
+def test_bfloat16_does_not_round_the_norms_1_plus_w(tmp_path: Path) -> None:
+    """Rounded, the sums would make the logits as wrong as those of transformers; as they are, a fifth less."""
+    model = save_by_transformers(tmp_path, KINDS["gemma3"].build()).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    ids = tokens(150)
+    engine, truth = lce.load(tmp_path), lce.load(tmp_path, dtype="float32").logits(ids)
+    ours, theirs = ((logits - truth).abs().mean() for logits in (engine.logits(ids), logits_of(model, ids)))
+    assert ours <= 0.9 * theirs
+    norms = 2 * (4 * 64 + 2 * 24) * 4
+    stored = sum(weight.nbytes for weight in load_file(tmp_path / "model.safetensors").values())
+    assert lce.plan(tmp_path, tokens=10).tiers["device"].weights == stored + norms // 2
 
 
 def test_every_norm_makes_a_difference(tmp_path: Path) -> None:

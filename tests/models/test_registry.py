@@ -171,6 +171,7 @@ def test_methods_equal_the_oracle_on_every_family(folder: Path, method: str, blo
 
 
 @pytest.mark.parametrize("method", lce.methods.available())
+@pytest.mark.covering("folder", "method")
 def test_every_method_writes_on_every_family(folder: Path, method: str) -> None:
     knobs = {"compress": "none"} if method == "esa" else {}  # it needs a calibrated checkpoint otherwise
     engine = lce.load(folder, method=lce.methods.make(method, knobs))
