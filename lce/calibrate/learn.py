@@ -126,9 +126,13 @@ class Calibrator:
         method = CollectingFull(options.far, lambda name, x: self.seen[name].append(concat_heads(x).cpu()))
         engine = self.engine = load(model, method, **loading)
         if engine.rope.follows_length:
+            kind = engine.rope.kind
+            remedy = (
+                "give --rope ntk --rope-factor F" if kind == "dynamic" else "ask with -o compress=pca, without maps"
+            )
             raise UsageError(
-                "under dynamic RoPE scaling queries rotate by the length of each text, and maps are learned for one "
-                "rotation; give --rope ntk --rope-factor F"
+                f"under {kind} RoPE scaling queries rotate by the length of each text, and maps are learned for one "
+                f"rotation; {remedy}"
             )
         ids, size = engine.tokenizer.encode(text, bos=False)[: options.tokens], min(engine.window, 4096)
         pieces = self.pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]

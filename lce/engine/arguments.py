@@ -18,7 +18,7 @@ from lce.cache.layout import Budgets
 from lce.engine.sampling import Sampling
 from lce.errors import UsageError, nearest, shown
 from lce.files import path_of
-from lce.models.config import ROPE_KINDS, RopeConfig
+from lce.models.config import ROPE_KINDS, LongRope, RopeConfig
 from lce.progress import Progress, check_progress
 from lce.sizes import count, in_bytes
 from lce.tokenizer.tokenizer import checked_ids
@@ -160,6 +160,8 @@ def scaled(rope: RopeConfig, kind: str | None, factor: object) -> RopeConfig:
         factor = float(factor)
     if factor is not None and (kind or rope.kind) == "none":
         raise UsageError(f"rope_factor={factor:g} has no scaling to belong to; add rope=, for example rope='linear'")
+    if isinstance(rope, LongRope) and (kind, factor) != (None, None):
+        raise UsageError("the model's RoPE has divisors of its own, LongRoPE; leave rope and rope_factor out")
     if kind not in (None, "none", rope.kind) and factor is None:
         raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
     return dataclasses.replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)

@@ -23,7 +23,7 @@ from lce.models.config import ModelConfig
 from lce.models.registry import model_class
 from lce.sizes import count
 
-PROJECTIONS = ("q", "k", "v", "o")  # a layer's matrices for attention; its other matrices are the MLP's
+PROJECTIONS = ("q", "k", "v", "qkv", "o")  # a layer's matrices for attention; its other matrices are the MLP's
 LONGEST = 1 << 24  # the longest text that is counted, in tokens: a minute or more for the slowest methods
 
 

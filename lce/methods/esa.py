@@ -82,9 +82,11 @@ class ESA(JointSelection):
         if model.plan_only:
             return replace(self, compress="pca", maps=None)  # `pca` needs no maps; its low-dim keys have the same size
         if model.rope.follows_length:
+            kind = model.rope.kind
+            ntk = "--rope ntk --rope-factor F, " if kind == "dynamic" else ""
             raise UsageError(
-                f"{self.name}: under dynamic RoPE scaling queries rotate by the length of each text, and maps are "
-                "learned for one rotation; give --rope ntk --rope-factor F, -o compress=pca or -o compress=none"
+                f"{self.name}: under {kind} RoPE scaling queries rotate by the length of each text, and maps are "
+                f"learned for one rotation; give {ntk}-o compress=pca or -o compress=none"
             )
         fingerprint, far = model.source.checkpoint.fingerprint(), resolved(self.sized(model.window).far)
         wanted = LearnedFor(fingerprint, self.low_dim, far, model.window, model.rope)

@@ -8,7 +8,7 @@ the family. A missing size is a ModelError, and so is every value that lce canno
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,6 +120,14 @@ class Fields:
             raise self.refusal(key, "a list of names")
         return listed
 
+    def numbers(self, key: str, n: int, within: tuple[float, float]) -> tuple[float, ...]:
+        """Return the list of n numbers under `key`."""
+        listed, (low, high) = self.values.get(key), within
+        found = listed if isinstance(listed, list) else []
+        if len(found) != n or not all(type(number) in (int, float) and low <= number <= high for number in found):
+            raise self.refusal(key, f"{n} numbers from {low:g} to {high:g}")
+        return tuple(map(float, found))
+
     def section(self, key: str, part: str | None = None) -> Fields:
         """Return the JSON object under `key`, which must contain no other object; an empty one for a missing key.
 
@@ -224,8 +232,13 @@ class ModelConfig:
     generation: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def read(cls, fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
-        """Read what all families share from config.json with the family's defaults, and from generation_config.json."""
+    def read(
+        cls, fields: Fields, generation: Fields, architecture: str, rope: Callable[[Fields, int], RopeConfig]
+    ) -> ModelConfig:
+        """Read what all families share from config.json with the family's defaults, and from generation_config.json.
+
+        `rope` reads RoPE from the fields, for a head dimension.
+        """
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
@@ -243,7 +256,7 @@ class ModelConfig:
             window=dual_chunk.optional_integer("original_max_position_embeddings") or announced,
             norm_eps=fields.number("rms_norm_eps", default=1e-6),
             tied=fields.flag("tie_word_embeddings"),
-            rope=read_rope(fields, head_dim),
+            rope=rope(fields, head_dim),
             dtype=_dtype(fields),
             bos_id=bos_ids[0] if bos_ids else None,
             eos_ids=_special_tokens("eos_token_id", (generation, fields), vocab_size),
@@ -307,7 +320,7 @@ def rope_section(fields: Fields) -> Fields:
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters", part)
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
-    kinds = {_kind(older), _kind(newer)} - {None, ""}
+    kinds = {kind_of(older), kind_of(newer)} - {None, ""}
     shared = (older.values.keys() & newer.values.keys()) - {"rope_type", "type"}
     differing = ["rope_type"] if len(kinds) > 1 else []
     differing += sorted(key for key in shared if older.values[key] != newer.values[key])
@@ -396,7 +409,7 @@ def _special_tokens(key: str, files: Sequence[Fields], vocab_size: int) -> tuple
 def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, theta: float | None = None) -> RopeConfig:
     """Read a RoPE from a section of the config: `scaling`, by default the model's. Its base is `theta` if not there."""
     scaling, window = scaling or rope_section(fields), fields.integer("max_position_embeddings")
-    kind = _kind(scaling)
+    kind = kind_of(scaling)
     if kind is None and scaling.values.get("factor") is not None:
         raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
     kind = "none" if kind in (None, "default") else kind
@@ -430,7 +443,7 @@ def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, thet
     return rope
 
 
-def _kind(scaling: Fields) -> str | None:
+def kind_of(scaling: Fields) -> str | None:
     """Return the kind of RoPE scaling: the value of `rope_type`, or of `type` in older files."""
     kind, older = scaling.text("rope_type"), scaling.text("type")
     if kind is not None and older is not None and kind != older:

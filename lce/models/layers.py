@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lce.models.config import Fields, ModelConfig, check_layer_types, check_supported
+from lce.models.config import Fields, ModelConfig, RopeConfig, check_layer_types, check_supported, read_rope
 from lce.models.products import Gate, linear, rows_of
 from lce.weights.packed import Scheme, all_schemes
 
@@ -114,9 +114,14 @@ class Model:
         """Read the checked config of a checkpoint of this family. Raises ModelError if lce cannot run it."""
         fields = Fields(fields.where, fields.values, cls.defaults, cls.implements)
         check_supported(fields, cls.activation)
-        config = cls.configure(ModelConfig.read(fields, generation, cls.architecture), fields)
+        config = cls.configure(ModelConfig.read(fields, generation, cls.architecture, cls.rope), fields)
         check_layer_types(fields, config)
         return config
+
+    @classmethod
+    def rope(cls, fields: Fields, head_dim: int) -> RopeConfig:
+        """Read the model's RoPE."""
+        return read_rope(fields, head_dim)
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
@@ -138,6 +143,8 @@ class Model:
             "query": config.n_heads * config.head_dim,
             "key": config.n_kv_heads * config.head_dim,
             "head_dim": config.head_dim,
+            "qkv": (config.n_heads + 2 * config.n_kv_heads) * config.head_dim,
+            "gate_up": 2 * config.intermediate_size,
         }
         table: dict[str, tuple[str, str]] = {"embed": cls.model_weights["embed"]}
         for i in range(config.n_layers):

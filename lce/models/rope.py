@@ -104,12 +104,10 @@ def _scale(config: RopeConfig) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
 
-    if config.attention_factor is not None and config.kind in ("yarn", "longrope"):
-        return config.attention_factor
-    if config.kind == "longrope" and config.factor > 1:
-        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_window or math.inf))
-    if config.kind != "yarn":
+    if config.kind not in ("yarn", "longrope"):
         return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
     if config.mscale and config.mscale_all_dim:
         return mscale(config.mscale) / mscale(config.mscale_all_dim)
     return mscale(1.0)

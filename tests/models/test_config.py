@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from lce.errors import ModelError
 from lce.models.config import ModelConfig, RopeConfig
@@ -151,6 +159,7 @@ FAMILIES = [
     (named(LLAMA_2, "qwen3", "Qwen3ForCausalLM"), Qwen3Config),
     (named(LLAMA_2, "ministral3", "Ministral3ForCausalLM"), Ministral3Config),
     (named(LLAMA_2 | {"vocab_size": 100352}, "olmo2", "Olmo2ForCausalLM"), Olmo2Config),
+    (named(LLAMA_2 | {"vocab_size": 32064}, "phi3", "Phi3ForCausalLM"), Phi3Config),
 ]
 
 

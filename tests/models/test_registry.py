@@ -30,7 +30,7 @@ SHARED = {
 NESTED = {"gemma3", "mistral3"}  # each wraps the text model of another family
 
 UNKNOWN = [
-    *("mixtral", "qwen3_moe", "qwen2_moe", "qwen2_vl", "gemma2", "phi3", "llama4", "ministral", "mistral4", "qwen"),
+    *("mixtral", "qwen3_moe", "qwen2_moe", "qwen2_vl", "gemma2", "phi", "llama4", "ministral", "mistral4", "qwen"),
     *("Mistral", "llama ", "lama", ""),
 ]
 
