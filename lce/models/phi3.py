@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Phi3(Llama):
         "gate_up": ("mlp.gate_up_proj.weight", "gate_up hidden"),
         "down": Llama.layer_weights["down"],
     }
-    joins: Mapping[str, tuple[str, ...]] = {}
+    joins: ClassVar[dict[str, tuple[str, ...]]] = {}  # they are stored joined
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:
