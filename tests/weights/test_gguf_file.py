@@ -30,12 +30,7 @@ from tests.mutated_gguf import as_others_read
 U8, I8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 1, 4, 6, 7, 8, 9, 10
 ONES = {"i8": np.int8(-7), "u8": np.uint8(200), "i16": np.int16(-300), "u16": np.uint16(60000), "i32": np.int32(-70000)}
 ONES |= {"u64": np.uint64(1 << 63), "i64": np.int64(-1 << 40), "f32": 0.25, "f64": np.float64(1e-300), "bool": False}
-LISTS = {
-    "tokens": ["<s>", "", "Ġthe", "日本"],
-    "numbers": [1, 2, 1 << 31],
-    "scores": [-1e4, float("-inf")],
-    "bools": [True],
-}
+LISTS = {"tokens": ["<s>", "", "Ġthe", "日本"], "numbers": [1, 1 << 31], "scores": [-1e4, -np.inf], "bools": [True]}
 METADATA = ONES | LISTS | {"general.architecture": "llama", "text": "Längere\nKöpfe 😀 \0", "empty": ""}
 WEIGHTS = {
     name: np.random.default_rng(0).standard_normal(shape)
@@ -102,10 +97,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "2^64 - 1 keys": (made(n_keys=2**64 - 1), "18446744073709551615 keys in a file of 32 bytes, expected at most 2;"),
     "too many tensors": (made(n_tensors=50_001, data=3 << 20), "50001 tensors .* expected at most 50000;"),
     "too many keys": (made(n_keys=10_001, data=3 << 20), "10001 keys .* expected at most 10000;"),
-    "a string of 2^64 - 1": (
-        keyed(STRING, pack("<Q", 2**64 - 1)),
-        "has 18446744073709551623 bytes at 37, but the file",
-    ),
+    "a string of 2^64 - 1": (keyed(STRING, pack("<Q", 2**64 - 1)), "has 18446744073709551623 bytes at 37, but the"),
     "a key of 2^62": (made([pack("<QI", 2**62, 0)], data=9), "has 4611686018427387912 bytes at 24, but the file has"),
     "a key of 70,000": (keyed(U8, b"\0", "k" * 70_000), "key 0 has a name of 70000 characters"),
     "a key without name": (keyed(U8, b"\0", ""), "key 0 has a name of 0 characters"),
@@ -324,12 +316,6 @@ def patch(path: Path, key: str, kind: str, value: int) -> None:
     path.write_bytes(raw[:at] + new + raw[at + len(new) :])
 
 
-def exchange(a: Path, b: Path) -> None:
-    raw = a.read_bytes()
-    shutil.copy(b, a)
-    b.write_bytes(raw)
-
-
 def count_six(*shards: Path) -> None:
     for path in shards:
         patch(path, "split.tensors.count", "i", 6)
@@ -338,11 +324,8 @@ def count_six(*shards: Path) -> None:
 SPLITS: dict[str, tuple[Callable[[Path, Path, Path], object], str]] = {
     "one is missing": (lambda a, b, c: c.unlink(), r"1 of 3 shards are missing \(.m-00003-of-00003.gguf.\); download"),
     "one is another": (lambda a, b, c: shutil.copy(b, c), "00003.gguf: split.no is 1, expected 2 by the file's name"),
-    "two are exchanged": (lambda a, b, c: exchange(a, c), "split.no is 2, expected 0"),
-    "one is of another count": (
-        lambda a, b, c: patch(c, "split.count", "H", 4),
-        "'split.count' is not as in the first",
-    ),
+    "the first is another": (lambda a, b, c: shutil.copy(c, a), "split.no is 2, expected 0"),
+    "one is of another count": (lambda a, b, c: patch(c, "split.count", "H", 4), "'split.count' is not as in the"),
     "one is not split": (lambda a, b, c: write_gguf(c, {"t4": np.ones(8)}), "split.no is None, expected 2"),
     "one counts wrongly": (lambda a, b, c: count_six(c), "is not as in the first shard, so it is of another model"),
     "all count wrongly": (count_six, "the shards have 5 tensors, expected 6 by split.tensors.count"),
@@ -363,17 +346,13 @@ def test_shards_that_do_not_belong_together(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "most", "message"),
-    [
-        ("MOST_TENSORS", 4, "the shards have more than 4 tensors"),
-        ("LARGEST_HEADER", 600, "headers have more than 600 bytes"),
-    ],
+    ("limit", "most", "message"), [("MOST_TENSORS", 4, "4 tensors"), ("LARGEST_HEADER", 600, "600")]
 )
-def test_shards_that_are_too_large_together(
+def test_shards_too_large_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
 ) -> None:
     monkeypatch.setattr(gguf_file, limit, most)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=f"have more than {message}"):
         read_gguf(split(tmp_path)[0])
 
 
