@@ -67,20 +67,22 @@ def as_others_read(file: GgufFile) -> None:
 def read(path: Path) -> bool:
     """Read and load a model within the limits. Return whether it was read, not refused."""
     started = time.process_time()
-    file, message, kind = None, "", LceError
+    is_read, message, kind = False, "", LceError
     try:
         file = read_gguf(path)
+        is_read = True
+        if path.stat().st_size < 1 << 20:  # the package takes long for larger ones
+            as_others_read(file)
+        del file
         lce.info(path)
         lce.load(path)
     except LceError as error:
         message, kind = str(error), type(error)
-    assert file or issubclass(kind, ModelError), message
     assert time.process_time() - started < SECONDS
+    assert is_read or issubclass(kind, ModelError), message
     assert message.isprintable(), message
     assert len(message) < 900, message
-    if file and path.stat().st_size < 1 << 20:  # the package takes long for larger ones
-        as_others_read(file)
-    return file is not None
+    return is_read
 
 
 def main(first: int, count: int, folder: Path) -> None:
