@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,14 @@ def test_weights_take_the_bytes_of_their_file() -> None:
     taken, peak = (int(word) / path.stat().st_size for word in done.stdout.split())
     assert taken < 1.05
     assert peak < 1.3
+
+
+def test_a_vector_of_blocks_is_unpacked(tmp_path: Path) -> None:
+    path, values = write_gguf(tmp_path / "a.gguf", {"w": array(1, 64)}, "Q8_0")
+    checkpoint, order = opened(path), np.random.default_rng(1).permutation(64)
+    vector = {"w": replace(checkpoint.tensors["w"], shape=(64,))}
+    found = loaded(replace(checkpoint, tensors=vector, orders={"w": order}), torch.float32)["w"]
+    assert same_bits(found, values["w"][0, order])
 
 
 def test_plain_weights_in_an_order_are_quantised_as_they_are_loaded(tmp_path: Path) -> None:
