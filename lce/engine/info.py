@@ -1,4 +1,4 @@
-"""Describes a model folder or a context file without loading weights or reading keys and values."""
+"""Describes a model or a context file without loading weights or reading keys and values."""
 
 from __future__ import annotations
 

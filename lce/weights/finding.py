@@ -10,7 +10,8 @@ from pathlib import Path
 from lce.errors import ModelError, UsageError
 from lce.files import named, path_of
 from lce.weights.gguf_source import SHARD, GgufSource, is_gguf
-from lce.weights.hub import HubId, HubSource
+from lce.weights.hub import HubSource
+from lce.weights.hub_files import HubId
 from lce.weights.safetensors_file import few
 from lce.weights.source import CONFIG, DEMO, Source
 

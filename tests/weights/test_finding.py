@@ -11,7 +11,7 @@ import pytest
 import lce
 from lce.errors import LceError, ModelError, UsageError
 from lce.weights.finding import source_of
-from lce.weights.hub import HubId
+from lce.weights.hub_files import HubId
 from tests.command import assert_error, run, within
 
 

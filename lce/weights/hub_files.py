@@ -1,0 +1,287 @@
+"""The files of models on the Hugging Face hub: found in the hub's cache, else downloaded into it.
+
+The cache is the one that huggingface_hub and other tools use: `models--OWNER--NAME/` has `refs/REVISION`, a commit, and
+`snapshots/COMMIT/`, the files. If all files that are needed are there, the hub is not asked. Else it lists the files of
+the commit, and those that are needed are downloaded: config, tokenizer and safetensors, or one GGUF file; never code or
+pickle. A file whose name leaves its folder is not seen, and a link that leaves the cache is not followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Self
+
+from lce.errors import CapacityError, LceError, ModelError, nearest, shown
+from lce.files import named, unwritable, write_whole
+from lce.progress import is_silent, notice
+from lce.sizes import size_text
+from lce.tokenizer.tokenizer import LARGEST_FILE
+from lce.weights.gguf_source import SHARD, GgufSource
+from lce.weights.safetensors_file import few, only_name, weight_map_of
+from lce.weights.source import BESIDE, CONFIG, VOCABULARIES, Source
+
+_INDEX = "model.safetensors.index.json"
+_SMALL = (CONFIG, *BESIDE, _INDEX)
+_PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}\w)?"  # the owner or the name
+_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>\w[\w./-]{{0,200}}))?(?::(?P<file>[^:]+))?", re.ASCII)
+_NAME = re.compile(r"(?:\w[\w.+ ()-]*/)*\w[\w.+ ()-]*", re.ASCII)  # a file's: no part of it begins with a dot
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TIMEOUT_S = 10.0  # seconds to wait for the hub's list of files
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class HubId:
+    """A model on the hub: `OWNER/NAME@REVISION:FILE`. `file` is a GGUF file, or a part of its name such as `Q4_K_M`."""
+
+    repo: str
+    revision: str = "main"
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Return the id that a text is, None for a text that is no id."""
+        match = _ID.fullmatch(text)
+        if match is None or ".." in text or "--" in match["repo"]:
+            return None
+        return cls(match["repo"], match["revision"] or "main", match["file"])
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"{self.repo}{revision}{f':{self.file}' if self.file else ''}"
+
+    @property
+    def command(self) -> str:
+        """The command that downloads the model."""
+        file = f" --include '*{self.file}*'" if self.file else ""
+        return f"hf download {self.repo}{file}" + ("" if self.revision == "main" else f" --revision {self.revision}")
+
+
+class Absent(ModelError):
+    """The error for files that the cache or the repository does not have."""
+
+
+class NoRevision(ModelError):
+    """The error for a revision that a repository does not have."""
+
+
+class Unreachable(ModelError):
+    """The error for a hub that cannot be asked."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of one commit that are in the cache. `names` are relative to `folder`."""
+
+    id: HubId
+    commit: str
+    names: frozenset[str] = field(repr=False)
+
+    @classmethod
+    def cached(cls, model: HubId, revision: str) -> Snapshot | None:
+        """Return what the cache has of a revision, None if it has nothing."""
+        commit = revision
+        with suppress(OSError, ValueError):
+            commit = (_repository(model.repo) / "refs" / revision).read_text("ascii").strip()
+        folder = _repository(model.repo) / "snapshots" / commit
+        if not _COMMIT.fullmatch(commit) or not folder.is_dir():
+            return None
+        files = (Path(base, name) for base, _, names in os.walk(folder) for name in names)
+        found = (str(file.relative_to(folder)) for file in files if file.is_file())
+        return cls(model, commit, frozenset(filter(_NAME.fullmatch, found)))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the commit's files."""
+        return _repository(self.id.repo) / "snapshots" / self.commit
+
+    def fetch(self, names: Sequence[str]) -> Path:
+        """Return the folder once it has the files `names`. Raises ModelError for a file that is missing."""
+        if missing := [name for name in names if name not in self.names]:
+            raise Absent(f"{self.id} is in the hub's cache, {cache_folder()}, without {few(missing)}")
+        roots = [os.path.realpath(root) for root in (cache_folder(), _repository(self.id.repo))]
+        for name in names:
+            real = os.path.realpath(self.folder / name)
+            if not any(real.startswith(f"{root}/") for root in roots):
+                link = f"{named(self.folder / name)} is a link to {named(real)}, outside the hub's cache"
+                raise ModelError(f"{link}; remove the link, and download the model again")
+        return self.folder
+
+    def model(self, *, weights: bool) -> Source:
+        """Return the model in these files once its config and tokenizer, or all of it, are in the cache."""
+        ggufs = sorted(name for name in self.names if name.endswith(".gguf"))
+        plain = sorted(name for name in self.names if "/" not in name)
+        is_folder = any(name.endswith(".safetensors") or name == _INDEX for name in plain)
+        if self.id.file is not None or not (is_folder or (CONFIG in plain and not ggufs)):
+            shards = self._shards(ggufs)
+            return GgufSource(self.fetch(shards) / shards[0])
+        beside = [name for name in BESIDE if name in plain]
+        if VOCABULARIES[0] in beside:
+            beside = [name for name in beside if name != VOCABULARIES[1]]
+        folder = self.fetch([CONFIG, *beside])
+        if weights:
+            self.fetch(self._weights(plain))
+        return Source(folder)
+
+    def _weights(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the safetensors files, as `Checkpoint.open` chooses them."""
+        if "model.safetensors" in names:
+            return ["model.safetensors"]
+        if _INDEX not in names:
+            return [only_name(names, str(self.id))]
+        return [_INDEX, *sorted(set(weight_map_of(self.fetch([_INDEX]) / _INDEX).values()))]
+
+    def _shards(self, names: Sequence[str]) -> list[str]:
+        """Return the shards of the GGUF file that the id names; without a name, of the only one."""
+        files: dict[str, list[str]] = {}
+        for name in names:
+            if name == self.id.file or not re.search(r"(^|/)(mmproj|imatrix)", name, re.IGNORECASE):
+                files.setdefault(SHARD.sub("", name), []).append(name)
+        asked = self.id.file
+        if not files:
+            raise Absent(f"{self.id} has no config.json with safetensors and no GGUF file; see {self.id.command}")
+        word = re.compile(rf"(?<![a-z0-9_]){re.escape(asked or '')}(?![a-z0-9_])", re.IGNORECASE)
+        whole = SHARD.sub("", asked or "")
+        found = [whole] if whole in files else [name for name in files if asked is None or word.search(name)]
+        if not found:
+            raise Absent(f"{self.id.repo} has no GGUF file {shown(asked)}; {nearest(asked or '', files)}")
+        if len(found) > 1:
+            which = f"{self.id.repo} has several GGUF files"
+            raise ModelError(
+                f"{which}; name one, as in {HubId(self.id.repo, self.id.revision, found[0])}: {', '.join(found)}"
+            )
+        shards = sorted(files[found[0]])
+        count = int(match[1]) if (match := SHARD.search(shards[0])) else 1
+        return [SHARD.sub(f"-{i:05}-of-{count:05}", shards[0]) for i in range(1, min(count, 1000) + 1)]
+
+
+@dataclass(frozen=True)
+class Remote(Snapshot):
+    """The files of one commit on the hub, with their sizes. `fetch` downloads those that the cache lacks.
+
+    With `small_only`, `fetch` downloads no weights.
+    """
+
+    sizes: Mapping[str, int] = field(repr=False)
+    small_only: bool
+
+    @classmethod
+    def listed(cls, model: HubId, revision: str, small_only: bool) -> Remote:
+        """Ask the hub for the files of a revision."""
+        with _asking(model, revision):
+            from huggingface_hub import HfApi, constants
+
+            api = HfApi(endpoint=constants.ENDPOINT)
+            info = api.model_info(model.repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if _NAME.fullmatch(file.rfilename)}
+            if not _COMMIT.fullmatch(str(info.sha)):
+                raise ModelError(f"{constants.ENDPOINT} names no commit of {model}; check HF_ENDPOINT")
+        return cls(model, str(info.sha), frozenset(sizes), sizes, small_only)
+
+    def fetch(self, names: Sequence[str]) -> Path:
+        if absent := [name for name in names if name not in self.names]:
+            raise Absent(f"{self.id} lacks {few(absent)} on the hub; use another checkpoint")
+        missing = [name for name in names if not (self.folder / name).is_file()]
+        for name in missing:
+            if self.sizes[name] > LARGEST_FILE and (name in _SMALL or self.small_only):
+                has = f"{self.id}: {name} has {size_text(self.sizes[name])}"
+                if name in _SMALL:
+                    raise ModelError(f"{has}, which no such file has; use a checkpoint from a source you trust")
+                command = HubId(self.id.repo, self.id.revision, name).command
+                raise ModelError(f"{has}, and only commands that load a model download so much; run `{command}` first")
+        with _asking(self.id, self.commit):
+            from huggingface_hub import constants, hf_hub_download
+
+            _check_space(sum(self.sizes[name] for name in missing))
+            for name in missing:
+                notice(f"downloading {name} of {self.id.repo}, {size_text(self.sizes[name])}")
+                cache, hub = constants.HF_HUB_CACHE, constants.ENDPOINT
+                hf_hub_download(self.id.repo, name, revision=self.commit, cache_dir=cache, endpoint=hub)
+        here = Snapshot.cached(self.id, self.commit)
+        return here.fetch(names) if here else self.folder
+
+    def remember(self, revision: str) -> None:
+        """Write into the cache which commit a branch or tag is."""
+        ref = _repository(self.id.repo) / "refs" / revision
+        if revision != self.commit:
+            with suppress(OSError, LceError):
+                ref.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(ref, self.commit.encode())
+
+
+def cache_folder() -> Path:
+    """Return the folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _repository(repo: str) -> Path:
+    """Return the folder of a repository in the cache."""
+    return cache_folder() / f"models--{repo.replace('/', '--')}"
+
+
+def _check_space(needed: int) -> None:
+    """Raise `CapacityError` if the disk of the cache has fewer than `needed` bytes free."""
+    folder = next(
+        folder for folder in (cache_folder().absolute(), *cache_folder().absolute().parents) if folder.is_dir()
+    )
+    if needed > (free := shutil.disk_usage(folder).free):
+        has = f"the download takes {size_text(needed)}, and {named(folder)} has {size_text(free)} free"
+        raise CapacityError(f"{has}; free some space, or set HF_HOME to another place")
+
+
+@contextmanager
+def _asking(model: HubId, revision: str) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into one line each, and hide its messages. Its bars follow `silence`."""
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    logger, hides_bars = logging.getLogger("huggingface_hub"), is_silent() and not are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    if hides_bars:
+        disable_progress_bars()
+    try:
+        yield
+    except (LceError, ImportError):
+        raise
+    except Exception as error:
+        page, login = f"{constants.ENDPOINT}/{model.repo}", "log in by `hf auth login`"
+        if isinstance(error, errors.GatedRepoError):
+            raise ModelError(f"{model} is gated: accept its terms at {page}, then {login}") from error
+        if isinstance(error, errors.RepositoryNotFoundError):
+            fault = f"{model} is no file or folder{hint(model.repo)}, and {constants.ENDPOINT} has no such model"
+            raise ModelError(f"{fault}, or hides it; check the name; for a private model {login}") from error
+        if isinstance(error, errors.RevisionNotFoundError):
+            fault = f"{model.repo} has no revision {revision!r}"
+            raise NoRevision(f"{fault}; give a branch, tag or commit of {page}") from error
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            remedy = f"unset it, or run `{model.command}` where there is a network"
+            raise Unreachable(f"HF_HUB_OFFLINE forbids to download it; {remedy}") from error
+        if isinstance(error, OSError) and error.errno in _DISK:
+            raise unwritable(cache_folder(), error) from error
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        fault = f"it cannot be downloaded from {constants.ENDPOINT}: {shown(reason)[1:-1]}"
+        raise Unreachable(f"{fault}; try again, or run `{model.command}` where there is a network") from error
+    finally:
+        logger.setLevel(level)
+        if hides_bars:
+            enable_progress_bars()
+
+
+def hint(repo: str) -> str:
+    """Return the hint for a name like that of a model in the cache or of a file here: " (did you mean 'O/N'?)"."""
+    found = [path.name.removeprefix("models--").replace("--", "/") for path in cache_folder().glob("models--*")]
+    found += map(str, Path(repo).parent.glob("*"))
+    close = get_close_matches(repo, {*found} - {repo}, n=1, cutoff=0.8)
+    return f" (did you mean {close[0]!r}?)" if close else ""
