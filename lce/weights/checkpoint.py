@@ -360,12 +360,12 @@ class Checkpoint:
         faults["unexpected"] = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignore)]
         if any(faults.values()):
             text = " and ".join(f"{len(names)} {fault} ({few(names)})" for fault, names in faults.items() if names)
-            remedy = "check that config.json belongs to these weights, or download the checkpoint again"
+            remedy = "check that the config belongs to these weights, or download the checkpoint again"
             raise ModelError(f"{where}: tensors {text}; {remedy}")
         if wrong := [name for name, shape in wanted.items() if published[name] != tuple(shape)]:
             first = f"{shown(wrong[0])} is {list(published[wrong[0]])}, expected {list(wanted[wrong[0]])}"
             fault = f"{len(wrong)} wrong shapes: {first}"
-            raise ModelError(f"{where}: {fault}; check that config.json belongs to these weights")
+            raise ModelError(f"{where}: {fault}; check that the config belongs to these weights")
         infos = {name: self.tensors[name] for name in sorted(wanted) if name in self.tensors}
         unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in BY_NAME]
         if unread:
