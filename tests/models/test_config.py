@@ -10,13 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
+    Gemma3TextConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from lce.errors import ModelError
@@ -183,6 +186,25 @@ def test_missing_keys_take_the_defaults_of_transformers(tmp_path: Path, publishe
     ends = () if expected.eos_token_id is None else (expected.eos_token_id,)
     assert (config.bos_id, config.eos_ids) == (expected.bos_token_id, ends)
     assert (config.tied, config.dtype) == (expected.tie_word_embeddings, None)
+
+
+@pytest.mark.parametrize("theirs", [Gemma3TextConfig, Olmo3Config, SmolLM3Config])
+def test_missing_keys_of_families_whose_layers_differ(tmp_path: Path, theirs: Any) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12, "vocab_size": 260000}
+    sizes |= {} if theirs is Gemma3TextConfig else {"num_attention_heads": 16}
+    config, expected = read(tmp_path, sizes | {"model_type": theirs.model_type}), theirs(**sizes)
+    assert (config.n_heads, config.n_kv_heads) == (expected.num_attention_heads, expected.num_key_value_heads)
+    assert config.head_dim == getattr(expected, "head_dim", 64 // 16)
+    assert (config.window, config.norm_eps) == (expected.max_position_embeddings, expected.rms_norm_eps)
+    assert (config.bos_id, config.eos_ids) == (expected.bos_token_id, (expected.eos_token_id,))
+    assert config.tied == expected.tie_word_embeddings
+    ropes, rotated = expected.rope_parameters, getattr(expected, "no_rope_layers", [1] * 12)
+    assert config.rope == RopeConfig(theta=ropes.get("full_attention", ropes)["rope_theta"])
+    for kind, name, rotates in zip(config.layer_kinds, expected.layer_types, rotated, strict=True):
+        is_full = name == "full_attention"
+        assert kind.sliding_window == (None if is_full else expected.sliding_window)
+        assert kind.rope == (None if is_full else RopeConfig(theta=ropes[name]["rope_theta"]))
+        assert kind.rotated == bool(rotates)
 
 
 TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
