@@ -250,8 +250,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:
         piece = b"\x0a%b%b\x15%b\x18%c" % (_varint(len(text)), text, struct.pack("<f", score), kind or _NORMAL)
         model += b"\x0a%b%b" % (_varint(len(piece)), piece)
     trainer = _number(3, 2) + _number(35, has_bytes)  # a BPE, with byte fallback
-    for field, token_id in zip((45, 46, 47), vocabulary.ids.values(), strict=False):
-        trainer += b"" if token_id is None else _length(field, tokens[token_id].encode())
+    for field, special in zip((45, 46, 47), vocabulary.ids.values(), strict=False):  # unknown, bos and eos
+        trainer += b"" if special is None else _length(field, tokens[special].encode())
     normalizer = _length(1, b"identity") + _number(3, vocabulary.flag("add_space_prefix", True))
     normalizer += _number(4, vocabulary.flag("remove_extra_whitespaces", False)) + _number(5, True)  # escapes spaces
     model += _length(2, trainer) + _length(3, normalizer)

@@ -180,6 +180,12 @@ def test_tokens_that_pad_the_embedding_have_no_text(library: tokenizers.Tokenize
     assert size - 2 not in tokenizer.encode("[PAD1]")
 
 
+def test_a_word_that_is_a_token_is_never_cut_where_the_rules_say_so() -> None:
+    metadata = named(model="gpt2", tokens=["a", "b", "c", "ab", "abc"], token_type=[1] * 5, merges=["a b"])
+    uncut = {pre for pre in RULES if tokenizer_of(metadata | named(pre=pre)).encode("abc") == [4]}
+    assert uncut == {"llama-bpe", "llama3", "llama-v3", "tekken"}
+
+
 SMOLLM2 = {  # as llama.cpp's own tokenizer gives them for this file
     "Hello 1234 world's": [19556, 216, 33, 34, 35, 36, 905, 506],
     "  two  spaces,\n\ttabs\r\n\r\nand é": [216, 827, 216, 5600, 28, 198, 197, 100, 7366, 7209, 198, 397, 26411],
@@ -270,6 +276,8 @@ def test_ids_of_llamas_kind_are_those_of_its_own_file(name: str, tiny_sentencepi
         assert tokenizer.encode(text) == expected.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == expected.decode(expected.encode(text))
     assert (tokenizer.bos_id, tokenizer.eos_ids, end_ids(metadata)) == (1, (2,), [2])
+    unknown = [2, 2, 2, *metadata["tokenizer.ggml.token_type"][3:]]  # other unknown tokens are control tokens
+    assert tokenizer_of(metadata | named(token_type=unknown)).encode("<s>one") == expected.encode("<s>one")
     whole = [round(score) for score in metadata["tokenizer.ggml.scores"]]
     assert tokenizer_of(metadata | named(scores=whole)).encode("one two") == expected.encode("one two")
 

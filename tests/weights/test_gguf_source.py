@@ -44,6 +44,25 @@ def test_a_file_answers_as_its_folder_does(tiny_model: Path, gguf: Path) -> None
     assert engine.generate(PROMPT, max_tokens=9).text == expected.generate(PROMPT, max_tokens=9).text
 
 
+def test_a_turn_ends_at_a_token_that_only_the_vocabulary_knows(
+    model: SimpleNamespace, tiny_model: Path, gguf: Path, tmp_path: Path
+) -> None:
+    free = lce.load(gguf / "tiny-F32.gguf").generate(IDS, max_tokens=4).token_ids
+    assert len(free) == 4
+    shutil.copy(tiny_model / "tokenizer.json", tmp_path)
+    metadata = vocabulary(tmp_path)
+    old, tokens = metadata["tokenizer.ggml.tokens"][free[2]], metadata["tokenizer.ggml.tokens"]
+    tokens[free[2]], metadata["tokenizer.ggml.token_type"][free[2]] = "<|eot_id|>", 3
+    merges = [
+        pair for pair in metadata.pop("tokenizer.ggml.merges") if old not in (*pair.split(), pair.replace(" ", ""))
+    ]
+    engine = lce.load(save_gguf(tmp_path / "ends.gguf", model, **metadata, **{"tokenizer.ggml.merges": merges}))
+    assert engine.model.config.eos_ids == (1, free[2])
+    ended = engine.generate(IDS, max_tokens=4)
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids == free[: free.index(free[2])]
+
+
 def test_plans_count_weights_as_they_are_stored(tiny_model: Path, gguf: Path) -> None:
     plain, expected, packed = (
         lce.plan(path, tokens=50) for path in (gguf / "tiny-F32.gguf", tiny_model, gguf / "tiny-Q8_0.gguf")
