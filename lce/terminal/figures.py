@@ -254,13 +254,13 @@ def _kinds(kinds: Sequence[LayerKind]) -> str:
     """Return how many layers differ from plain ones, and how: `; 5 with a sliding window of 512 and theta 10,000`."""
     found = []
     for kind, n in Counter(kinds).items():
-        own = [] if kind.sliding_window is None else [f"with a sliding window of {kind.sliding_window:,}"]
+        own = [] if kind.sliding_window is None else [f"a sliding window of {kind.sliding_window:,}"]
         if not kind.rotated:
-            own.append("without rotation")
+            own.append("no rotation")
         elif kind.rope is not None:
             scaling = "" if kind.rope.kind == "none" else f", rope {_rope(kind.rope.kind, kind.rope.factor)}"
-            own.append(f"with theta {kind.rope.theta:,.0f}{scaling}")
-        found += [f"; {n} {' '.join(own)}"] if own else []
+            own.append(f"theta {kind.rope.theta:,.0f}{scaling}")
+        found += [f"; {n} with {' and '.join(own)}"] if own else []
     return "".join(found)
 
 

@@ -234,5 +234,5 @@ def test_kinds_are_part_of_the_model_and_a_plain_model_stays_what_it_was(made: P
     kinds = [(), KINDS, *((*KINDS[:4], other) for other in others)]
     assert len({replace(config, layer_kinds=each).identity(identity) for each in kinds}) == len(kinds)
     lines = model_lines(lce.info(made))
-    assert any("; 2 with a sliding window of 9 with theta 100" in line for line in lines), lines
-    assert any("1 without rotation" in line for line in lines)
+    assert any("; 2 with a sliding window of 9 and theta 100" in line for line in lines), lines
+    assert any("1 with no rotation" in line for line in lines)
