@@ -322,6 +322,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; expected null: lce does not implement it"),
     ({"logits_scaling": 8.0}, "logits_scaling is 8.0; expected null or 1"),
     ({"no_rope_layers": [1, 1, 1, 0]}, r"no_rope_layers is \[1, 1, 1, 0\]; expected null or \[\]"),
+    ({"rope_local_base_freq": 10000.0}, "rope_local_base_freq is 10000.0; expected null: lce does not implement it"),
+    ({"norms_plus_one": True}, "norms_plus_one is True; expected null or 0"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; expected null or 0"),
+    ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation is 'gelu_pytorch_tanh'; expected 'silu'"),
+    ({"sliding_window_pattern": 6}, "sliding_window_pattern is 6; expected null"),
     ({"qk_norm": True}, "qk_norm is True; expected null or 0"),
     ({"layer_types": [3]}, "layer_types is .*; expected a list of names"),
     (
