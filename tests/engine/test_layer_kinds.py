@@ -236,3 +236,12 @@ def test_kinds_are_part_of_the_model_and_a_plain_model_stays_what_it_was(made: P
     lines = model_lines(lce.info(made))
     assert any("; 2 with a sliding window of 9 and theta 100" in line for line in lines), lines
     assert any("1 with no rotation" in line for line in lines)
+
+
+def test_pages_of_sliding_layers_leave_the_pool_first(made: Path, tmp_path: Path) -> None:
+    least = load(made, "longheads", block=16).layout.least_budget
+    engine = load(made, "longheads", block=16, kv_host_budget=2 * least, spill_dir=tmp_path)
+    pool = engine.prefill(tokens(300)).cache.tiers[0]
+    layers = (pool.slots.group[pool.slots.group >= 0] // engine.layout.n_groups).tolist()
+    assert len(layers) > 100
+    assert sum(layer in ACTING for layer in layers) >= 0.9 * len(layers)
