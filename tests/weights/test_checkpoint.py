@@ -254,7 +254,8 @@ def test_folders_without_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "last.ckpt", "consolidated.00.pth"])
 def test_pickles_are_never_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n.")
-    with pytest.raises(ModelError, match=f"only as '{name}'; lce reads safetensors alone; convert .*save_pretrained"):
+    text = f"only as '{name}'; lce reads safetensors and GGUF; convert .*save_pretrained"
+    with pytest.raises(ModelError, match=text):
         Checkpoint.open(tmp_path)
 
 
