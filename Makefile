@@ -21,10 +21,10 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method esa --prompt-file examples/haystack.txt
 
-# The licence, and three pages of documentation: 12,000 tokens, for a window of 8,192.
+# The last 11,658 tokens of the text, for a window of 8,192; the pass key, 81728, stands 11,400 tokens before the question.
+# self_extend finds it. dca, tried on the same text, does not: it goes on with " a small wooden box".
 smollm2: $(VENV)/smollm2.stamp
-	cat LICENSE docs/usage.md docs/cache.md README.md | $(BIN)/lce generate -m smollm2 --chat --method dca -f - -n 60 \
-		-p "What is the name of the license at the beginning of the text?"
+	tail -c 52000 examples/haystack.txt | $(BIN)/lce generate -m smollm2 --method self_extend -f - -n 8
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
