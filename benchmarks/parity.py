@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
-    path = Path(lce.info(options.model).path)
+    path = Path(lce.info(options.model).folder)
     wide, usual = lce.load(options.model, dtype="float32"), lce.load(options.model)
     ids = usual.tokenizer.encode(options.text.read_text(encoding="utf-8"))
     print(f"{path.name}, {torch.get_num_threads()} threads\n")
