@@ -130,4 +130,4 @@ def serving() -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(timeout=10)
