@@ -21,10 +21,13 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method esa --prompt-file examples/haystack.txt
 
-# The last 11,658 tokens of the text, for a window of 8,192; the pass key, 81728, stands 11,400 tokens before the question.
-# self_extend finds it. dca, tried on the same text, does not: it goes on with " a small wooden box".
+# A fact, then a real text: Python's own language reference, which comes with Python. 10,141 tokens, for a window of 8,192.
+FACT := The best thing to do in San Francisco is
 smollm2: $(VENV)/smollm2.stamp
-	tail -c 52000 examples/haystack.txt | $(BIN)/lce generate -m smollm2 --method self_extend -f - -n 8
+	$(BIN)/python -c 'from pydoc_data.topics import topics; \
+		print("$(FACT) eat a sandwich and sit in Dolores Park on a sunny day.\n"); \
+		print("\n".join(topics.values())[:42000])' \
+		| $(BIN)/lce generate -m smollm2 --method self_extend -f - -p "$(FACT)" -n 8
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

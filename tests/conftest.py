@@ -44,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(840))
+    items.sort(key=lambda item: "test_compile_cuda" not in item.nodeid)  # minutes each: no worker ends with them alone
 
 
 @pytest.fixture(autouse=True)

@@ -37,8 +37,9 @@ SPREAD = 0.02  # standard deviation of the weights
 class Drawn:
     """A substitute for a `Checkpoint` that has every wanted weight, drawn when loaded."""
 
-    manifest = None
+    manifest = quantised = None
     shapes: Mapping[str, tuple[int, ...]] = {}
+    schemes: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
