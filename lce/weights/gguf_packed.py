@@ -7,10 +7,9 @@ join bits of several places. MXFP4 has no layout: its scales are powers of two t
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.kernels.cpu.quantised import Layout, QuantisedMatrix, arrange, put
-from lce.system import executor, give_back_freed_memory
+from lce.system import give_back_freed_memory
 from lce.weights.gguf_types import BY_NAME, Exploded
 from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme
-from lce.weights.safetensors_file import READERS, TensorInfo, read_into, too_large, unfit
+from lce.weights.safetensors_file import Copies, TensorInfo, read_ahead, read_into, too_large, unfit
 
 _READ = 1 << 20  # the bytes that are read at once, at least `ROW_BLOCK` rows
 _REPACKED = 1 << 17  # the weights that are repacked at once: what is made of them fits a core's cache
@@ -102,7 +101,7 @@ class Blocks:
         step = max(ROW_BLOCK, _READ // max(1, self.row_bytes) // ROW_BLOCK * ROW_BLOCK)
         return ((first, min(first + step, self.shape[0])) for first in range(0, self.shape[0], step))
 
-    def read(self, descriptor: int, first: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+    def read(self, descriptor: int, first: int, stop: int) -> Copies:
         """Read rows `first..stop-1` from an open file. Write them to the parts of a packed matrix.
 
         For a plain tensor, return pairs of a place in it and the weights to copy there. Raises ModelError for a file
@@ -120,7 +119,7 @@ class Blocks:
             found += self._deliver(piece, start, start + len(chosen))
         return found
 
-    def _deliver(self, raw: NDArray[np.uint8], first: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+    def _deliver(self, raw: NDArray[np.uint8], first: int, stop: int) -> Copies:
         kind, scheme = BY_NAME[self.info.dtype], SCHEMES.get(self.info.dtype)
         blocks, limit = raw.reshape(-1, kind.n_bytes), too_large(self.dtype)
         if "" not in self.parts and isinstance(scheme, Packed):
@@ -149,20 +148,8 @@ def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:
 
     Peak memory beside the tensors is some 30 MiB, and four times as much if tensors are converted to plain ones.
     """
-    pool, reading = executor(READERS, "lce-weights"), deque[Future[list[tuple[Tensor, Tensor]]]]()
-
-    def deliver() -> None:
-        for place, weights in reading.popleft().result():
-            place.copy_(weights)
-
+    in_order = sorted(blocks, key=lambda each: (each.info.file, each.info.start))
     try:
-        for each in sorted(blocks, key=lambda each: (each.info.file, each.info.start)):
-            for first, stop in each.pieces():
-                reading.append(pool.submit(each.read, files[each.info.file], first, stop))
-                if len(reading) == 2 * READERS:
-                    deliver()
-        while reading:
-            deliver()
+        read_ahead(partial(each.read, files[each.info.file], *piece) for each in in_order for piece in each.pieces())
     finally:
-        pool.shutdown(cancel_futures=True)
         give_back_freed_memory()

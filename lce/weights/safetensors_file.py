@@ -16,10 +16,11 @@ import mmap
 import os
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, cycle
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -67,6 +68,8 @@ _TOO_LARGE = {
     **{("BF16", dtype): 0x7F80 for dtype in (torch.float32, torch.bfloat16)},
     **{("F16", dtype): 0x7C00 for dtype in (torch.float32, torch.bfloat16, torch.float16)},
 }
+
+Copies = list[tuple[Tensor, Tensor]]  # pairs of a tensor to write and what to copy there
 
 
 @dataclass(frozen=True)
@@ -290,17 +293,8 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
     pinned = any(out.is_cuda for out in outs.values())
     # Pieces to convert are first read into `stages`, in turn. A stage's earlier piece has been delivered by then.
     stages = cycle(torch.empty(2 * READERS, PIECE, dtype=torch.uint8, pin_memory=pinned))
-    reading: deque[tuple[Future[None], Tensor, Tensor]] = deque()
 
-    def deliver() -> None:
-        """Wait until the oldest piece is read, and convert it if needed."""
-        read, raw, part = reading.popleft()
-        read.result()
-        if raw is not part:
-            part.copy_(raw)
-
-    pool = executor(READERS, "lce-weights")
-    try:
+    def reads() -> Iterator[Callable[[], Copies]]:
         for name in sorted(outs, key=lambda name: (infos[name].file, infos[name].start)):
             info, out = infos[name], outs[name].view(-1)
             stored = STORED[info.dtype]
@@ -308,10 +302,27 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
                 raw = part
                 if out.dtype != stored or out.device.type != "cpu":
                     raw = next(stages).view(stored)[: len(part)]
-                read = pool.submit(_read, raw, out.dtype, name, info, files[info.file], number)
-                reading.append((read, raw, part))
-                if len(reading) == 2 * READERS:
-                    deliver()
+                yield partial(_read, raw, part, name, info, files[info.file], number)
+
+    read_ahead(reads())
+
+
+def read_ahead(reads: Iterable[Callable[[], Copies]]) -> None:
+    """Run functions that read pieces, in `READERS` threads, and make the copies that each returns, in their order.
+
+    At most `2 * READERS` pieces are read and not copied yet. The next function is asked for after that.
+    """
+    pool, reading = executor(READERS, "lce-weights"), deque[Future[Copies]]()
+
+    def deliver() -> None:
+        for place, values in reading.popleft().result():
+            place.copy_(values)
+
+    try:
+        for read in reads:
+            reading.append(pool.submit(read))
+            if len(reading) == 2 * READERS:
+                deliver()
         while reading:
             deliver()
     finally:
@@ -334,22 +345,22 @@ def checksums(data: NDArray[np.uint8]) -> list[str]:
     return found
 
 
-def _read(raw: Tensor, dtype: torch.dtype, name: str, info: TensorInfo, descriptor: int, number: int) -> None:
-    """Read piece `number` of a stored tensor into `raw`. Raises ModelError as `fill` does.
+def _read(raw: Tensor, part: Tensor, name: str, info: TensorInfo, descriptor: int, number: int) -> Copies:
+    """Read piece `number` of a stored tensor into `raw`. Return what is to be copied to `part`, unless `raw` is `part`.
 
-    The bits of a float, read as an integer, grow with its absolute value. So the largest signed integer is that of the
-    largest positive float, and the largest unsigned integer is that of the negative float of largest magnitude.
+    Raises ModelError as `fill` does. The bits of a float, read as an integer, grow with its absolute value. So the
+    largest signed integer is that of the largest positive float, and the largest unsigned integer is that of the
+    negative float of largest magnitude.
     """
     array = raw.view(torch.uint8).numpy()
     read_into(memoryview(array), descriptor, info.start + number * PIECE, info.file)  # type: ignore[arg-type]
     if info.checks and [info.checks[number]] != checksums(array):
         raise Damaged(info.file, f"tensor {shown(name)} disagrees with its checksum", AGAIN)
-    if info.dtype not in DTYPES:
-        return
-    bits, limit = 8 * raw.itemsize, _TOO_LARGE[info.dtype, dtype]
-    if array.view(f"i{bits // 8}").max() < limit and array.view(f"u{bits // 8}").max() < limit + (1 << bits - 1):
-        return
-    raise unfit(info, name, dtype, limit != _TOO_LARGE[info.dtype, torch.float32])
+    if info.dtype in DTYPES:
+        bits, limit = 8 * raw.itemsize, _TOO_LARGE[info.dtype, part.dtype]
+        if array.view(f"i{bits // 8}").max() >= limit or array.view(f"u{bits // 8}").max() >= limit + (1 << bits - 1):
+            raise unfit(info, name, part.dtype, limit != _TOO_LARGE[info.dtype, torch.float32])
+    return [] if raw is part else [(part, raw)]
 
 
 def unfit(info: TensorInfo, name: str, dtype: torch.dtype, too_large: bool) -> ModelError:
