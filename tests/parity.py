@@ -1,6 +1,7 @@
 """A family against transformers: tiny random checkpoints of the published kinds, and the logits of both."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,23 +103,23 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def assert_every_bias_matters(folder: Path, kind: Kind, n_biases: int) -> None:
-    """Every bias that is declared is added: each one, changed alone, changes the logits."""
+def assert_every_weight_matters(folder: Path, kind: Kind, pattern: str, n: int) -> None:
+    """Each of the `n` weights whose names match a pattern, changed alone, changes the logits as in transformers."""
     model = save_by_transformers(folder, kind.build())
-    ids = list(range(2, 40))
+    ids = list(range(2, 40)) * 4  # beyond the window
     before = lce.load(folder).logits(ids)
     assert difference(before, logits_of(model, ids)) <= 1e-4
-    biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
-    assert len(biases) == n_biases
-    for name in biases:
+    names = [name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)]
+    assert len(names) == n
+    for name in names:
         weight = model.get_parameter(name)
         with torch.no_grad():
             weight += torch.linspace(-1, 1, len(weight))
         model.save_pretrained(folder)
         after = lce.load(folder).logits(ids)
         assert difference(after, before) > 1e-2, name
+        assert difference(after, logits_of(model, ids)) <= 1e-4, name
         before = after
-    assert difference(before, logits_of(model, ids)) <= 1e-4
 
 
 def generated(model: Any, prompt: list[int], n: int, ends: list[int]) -> list[int]:

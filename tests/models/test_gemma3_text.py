@@ -11,7 +11,16 @@ from transformers import Gemma3TextConfig
 
 import lce
 from tests.checkpoints import save_by_transformers, tokens
-from tests.parity import FamilyTests, Kind, assert_every_bias_matters, difference, edited, logits_of, refusal, save_kind
+from tests.parity import (
+    FamilyTests,
+    Kind,
+    assert_every_weight_matters,
+    difference,
+    edited,
+    logits_of,
+    refusal,
+    save_kind,
+)
 
 TYPES = ["sliding_attention", "full_attention"]
 GEMMA_3 = {"pad_token_id": 0, "head_dim": 24, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
@@ -68,23 +77,13 @@ def test_bfloat16_does_not_round_the_norms_1_plus_w(tmp_path: Path) -> None:
 
 
 def test_every_norm_makes_a_difference(tmp_path: Path) -> None:
-    saved = save_kind(tmp_path, KINDS["gemma3"])
-    before = lce.load(tmp_path).logits(saved.ids)
-    norms = [name for name, _ in saved.model.named_parameters() if ".1." in name and name.endswith("norm.weight")]
-    assert len(norms) == 6
-    for name in norms:
-        weight = saved.model.get_parameter(name)
-        with torch.no_grad():
-            weight += torch.linspace(-1, 1, len(weight))
-        saved.model.save_pretrained(tmp_path)
-        after = lce.load(tmp_path).logits(saved.ids)
-        assert difference(after, before) > 1e-2, name
-        assert difference(after, saved.logits) <= 1e-4
-        before = after
+    assert_every_weight_matters(tmp_path, KINDS["gemma3"], r".*\.1\..*norm\.weight", 6)
 
 
 def test_biases_make_a_difference(tmp_path: Path) -> None:
-    assert_every_bias_matters(tmp_path, Kind(Gemma3TextConfig, GEMMA_3 | {"attention_bias": True}, {}), 2 * 4)
+    assert_every_weight_matters(
+        tmp_path, Kind(Gemma3TextConfig, GEMMA_3 | {"attention_bias": True}, {}), r".*\.bias", 2 * 4
+    )
 
 
 @pytest.mark.parametrize(

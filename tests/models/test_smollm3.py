@@ -8,7 +8,7 @@ import pytest
 from transformers import SmolLM3Config
 
 import lce
-from tests.parity import FamilyTests, Kind, assert_every_bias_matters, difference, edited, refusal, rope, save_kind
+from tests.parity import FamilyTests, Kind, assert_every_weight_matters, difference, edited, refusal, rope, save_kind
 
 SMOLLM_3 = {"pad_token_id": 0, "no_rope_layer_interval": 2, **rope("default", 2e6)}
 SLIDING = {"use_sliding_window": True, "sliding_window": 24}
@@ -33,7 +33,7 @@ def test_the_interval_holds_where_no_list_says_which_layers_rotate(tmp_path: Pat
 
 def test_biases_make_a_difference(tmp_path: Path) -> None:
     both = SMOLLM_3 | {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 1]}  # else keys may shift
-    assert_every_bias_matters(tmp_path, Kind(SmolLM3Config, both, {}), 2 * 7)
+    assert_every_weight_matters(tmp_path, Kind(SmolLM3Config, both, {}), r".*\.bias", 2 * 7)
 
 
 @pytest.mark.parametrize(
