@@ -52,7 +52,8 @@ class LiveServer(ThreadingTCPServer):
 
     def __init__(self, live: Live, port: int = 0, prompt: str = "") -> None:
         self.live, self.prompt, self.token = live, prompt, secrets.token_urlsafe(TOKEN_BYTES)
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        # Not a BoundedSemaphore: Ctrl-C while a thread starts has both threads release, and ends the server.
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
