@@ -19,7 +19,7 @@ from lce.terminal import figures, inspecting, operations, options
 from lce.terminal.bench import show_bench
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
 from lce.terminal.evaluation import evaluation
-from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave_interrupted, prepare_streams, report_failure
+from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
 from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
@@ -35,10 +35,10 @@ def main() -> NoReturn:
         cli.main(prog_name="lce")
     except KeyboardInterrupt as error:  # Ctrl-C before or after the command itself
         report_failure(error)
-        leave_interrupted()
+        leave()
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            leave_interrupted()
+            leave()
         raise
 
 

@@ -90,11 +90,11 @@ def keep_interrupts() -> None:
     sys.unraisablehook = hook
 
 
-def leave_interrupted() -> NoReturn:
-    """Exit without Python's shutdown, during which another Ctrl-C would print a traceback."""
+def leave(code: int = INTERRUPTED) -> NoReturn:
+    """Exit without Python's shutdown: another Ctrl-C would print a traceback there, and threads at work may abort."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(INTERRUPTED)
+    os._exit(code)
 
 
 def report_failure(error: BaseException) -> int:

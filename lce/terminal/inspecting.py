@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -16,6 +16,7 @@ import lce
 from lce.errors import UsageError
 from lce.files import named, write_whole
 from lce.sizes import size_text
+from lce.terminal.exits import leave
 from lce.terminal.options import NewFile, new_file
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
@@ -73,8 +74,11 @@ def _note_size(n_bytes: int) -> None:
 def serve_live(
     model: str, prompt: dict[str, str | None], port: int, most_prompt: int, loading: dict[str, Any], output: Output,
     **_not_live: Any,
-) -> None:  # fmt: skip
-    """Serve the page of `lce inspect --live`, for which an engine runs, until Ctrl-C. Only its URL goes to stdout."""
+) -> NoReturn:  # fmt: skip
+    """Serve the page of `lce inspect --live`, for which an engine runs. Only its URL goes to stdout.
+
+    Ctrl-C ends the server and the process.
+    """
     from lce.lab.study.live import Live
     from lce.lab.study.live_server import LiveServer
 
@@ -94,6 +98,7 @@ def serve_live(
             output.figures("\nlce: ended")
         finally:
             server.close()
+    leave(0)
 
 
 def show_trace(
