@@ -155,9 +155,10 @@ def main() -> None:
     prompt = ids[:PROMPT]
     calls: dict[str, Callable[[], object]] = {f"lce, {usual_name}": lambda: usual.prefill(prompt)}
     if importlib.util.find_spec("llama_cpp"):
-        run = LlamaCpp(path, max(options.positions, PROMPT), torch.get_num_threads())
-        rows["llama.cpp"] = run.logits
-        calls["llama.cpp"] = lambda: (run.llm.reset(), run.llm.eval(prompt))
+        threads = torch.get_num_threads()
+        rows["llama.cpp"] = LlamaCpp(path, options.positions, threads).logits
+        llm = LlamaCpp(path, PROMPT, threads, logits_all=False).llm
+        calls["llama.cpp"] = lambda: (llm.reset(), llm.eval(prompt))
     compare_predictions(rows, part)
     compare_first_tokens(calls, options.repeats)
 

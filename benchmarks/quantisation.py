@@ -104,11 +104,11 @@ def in_groups(size: int, name: str, x: Tensor) -> Tensor:
 class LlamaCpp:
     """A GGUF file, run by llama.cpp."""
 
-    def __init__(self, path: Path, n_ctx: int, threads: int) -> None:
+    def __init__(self, path: Path, n_ctx: int, threads: int, logits_all: bool = True) -> None:
         import llama_cpp
 
         self.llm = llama_cpp.Llama(
-            str(path), n_ctx=n_ctx, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False
+            str(path), n_ctx=n_ctx, n_threads=threads, n_threads_batch=threads, logits_all=logits_all, verbose=False
         )
 
     def logits(self, ids: list[int]) -> Tensor:
