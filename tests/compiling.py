@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lce.kernels.cpu import compiling
+from lce.kernels.code import compiling
 
 LIMIT = 600.0  # seconds for one kernel
 

@@ -11,7 +11,7 @@ from lce.attention.tiles import SlotQueries
 from lce.attention.torch import Torch
 from lce.attention.turn import Turn
 from lce.kernels.cpu import attention
-from lce.kernels.cpu.numbers import STORED
+from lce.kernels.cpu.kernel import DTYPES
 
 
 class Compiled(Torch):
@@ -22,7 +22,7 @@ class Compiled(Torch):
 
     def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
         """Return the module whose kernels take these tensors, or None. All vectors must be contiguous, of one dtype."""
-        if q.dtype not in STORED:
+        if q.dtype not in DTYPES:
             return None
         fits = all(x.dtype is q.dtype and x.is_cpu and x.stride(-1) == 1 for x in (q, *others))
         return attention if fits else None
@@ -48,4 +48,4 @@ class Compiled(Torch):
             kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
-        return attention.merge_slots(out, lse) if out.is_cpu and out.dtype in STORED else super().merge_slots(out, lse)
+        return attention.merge_slots(out, lse) if out.is_cpu and out.dtype in DTYPES else super().merge_slots(out, lse)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.merging import merged
-from lce.kernels.cpu.numbers import STORED
 from lce.kernels.cuda import launching
 from lce.profiling import timed
 
@@ -31,7 +31,7 @@ def combine(parts: Sequence[Attended]) -> Attended:
     if len(parts) == 1:
         return parts[0]
     out, lse = parts[0]
-    if out.device.type == "cpu" and out.dtype in STORED and lse.dtype == torch.float32:
+    if out.device.type == "cpu" and out.dtype in DTYPES and lse.dtype == torch.float32:
         return merged(parts)
     if launching.runs_on(out) and lse.dtype == torch.float32:
         from lce.kernels.cuda.merging import combined

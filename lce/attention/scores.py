@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from lce.attention.merging import causal_mask
-from lce.kernels.cpu.compiling import MOST_ROWS
+from lce.kernels.code.shared import MOST_ROWS
 from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few
 from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 from lce.kernels.cuda import launching

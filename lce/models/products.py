@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lce.kernels.code.shared import MOST_ROWS
+from lce.kernels.code.shared import Gate as Gate  # for families
 from lce.kernels.cpu import elementwise
-from lce.kernels.cpu.compiling import MOST_ROWS
 from lce.kernels.cpu.elementwise import runs_on
-from lce.kernels.cpu.numbers import STORED
-from lce.kernels.cpu.numbers import Gate as Gate  # for families
+from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.products import product
 from lce.kernels.cuda import launching
 from lce.profiling import timed
@@ -72,7 +72,7 @@ def linear(
 def _plain(x: Tensor, weight: Tensor, norm: Tensor | None, onto: Tensor | None) -> bool:
     """Return whether lce's kernels can take these tensors: of the dtypes named there, contiguous, without gradients."""
     dtype = x.dtype if norm is None else norm.dtype
-    if x.dtype not in STORED or weight.dtype is not dtype or x.requires_grad or weight.requires_grad:
+    if x.dtype not in DTYPES or weight.dtype is not dtype or x.requires_grad or weight.requires_grad:
         return False
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
 

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.kernels.cpu.quantised import Layout, QuantisedMatrix, arrange, put
+from lce.kernels.code.shared import Layout
+from lce.kernels.cpu.quantised import QuantisedMatrix, arrange, parts_of, put
 from lce.system import give_back_freed_memory
 from lce.weights.gguf_types import BY_NAME, Exploded
 from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme
@@ -36,7 +37,7 @@ class Packed(Scheme):
     name: str = field(default="gguf", init=False)
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return self.layout.parts(*shape)
+        return parts_of(self.layout, *shape)
 
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
         return QuantisedMatrix(self.layout, shape, parts)
@@ -59,16 +60,16 @@ class Packed(Scheme):
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "Q4_0": Packed(Layout(4, 32, torch.float16, offset=8)),
-    "Q4_1": Packed(Layout(4, 32, torch.float16, "mins")),
-    "Q2_K": Packed(Layout(4, 16, torch.uint8, "mins")),
-    "Q3_K": Packed(Layout(4, 16, torch.int8, offset=4)),
-    "Q4_K": Packed(Layout(4, 32, torch.uint8, "mins")),
-    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL"), Packed(Layout(8, 32, torch.float16))),
-    "Q5_1": Packed(Layout(8, 32, torch.float16, "mins")),
-    "Q5_K": Packed(Layout(8, 32, torch.uint8, "mins")),
-    "Q6_K": Packed(Layout(8, 16, torch.int8)),
-    "IQ4_XS": Packed(Layout(8, 32, torch.int8)),
+    "Q4_0": Packed(Layout(4, 32, "float16", offset=8)),
+    "Q4_1": Packed(Layout(4, 32, "float16", "mins")),
+    "Q2_K": Packed(Layout(4, 16, "uint8", "mins")),
+    "Q3_K": Packed(Layout(4, 16, "int8", offset=4)),
+    "Q4_K": Packed(Layout(4, 32, "uint8", "mins")),
+    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL"), Packed(Layout(8, 32, "float16"))),
+    "Q5_1": Packed(Layout(8, 32, "float16", "mins")),
+    "Q5_K": Packed(Layout(8, 32, "uint8", "mins")),
+    "Q6_K": Packed(Layout(8, 16, "int8")),
+    "IQ4_XS": Packed(Layout(8, 32, "int8")),
 }
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 import lce.weights
 from lce.errors import UsageError, nearest, shown
 from lce.files import JsonError, parse_json
+from lce.kernels.code.shared import Gate
 from lce.kernels.cpu import elementwise
-from lce.kernels.cpu.numbers import Gate
 from lce.kernels.cpu.products import product
 from lce.weights.safetensors_file import AGAIN, MOST_VALUES, NAMES, PIECE, Damaged, TensorInfo
 

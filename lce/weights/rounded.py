@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu.quantised import INT4, INT8, Layout, QuantisedMatrix
+from lce.kernels.code.shared import INT4, INT8, Layout
+from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
 from lce.weights.packed import PackedMatrix, Scheme, register
 
 
@@ -24,7 +25,7 @@ class Rounded(Scheme):
     layout: Layout
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return self.layout.parts(*shape)
+        return parts_of(self.layout, *shape)
 
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
         return QuantisedMatrix(self.layout, shape, parts)

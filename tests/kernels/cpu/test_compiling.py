@@ -13,16 +13,17 @@ import pytest
 import torch
 from numba import carray, int64
 
-from lce.kernels.cpu import compiling
-from lce.kernels.cpu.compiling import Kernel, n_threads, usable_cache
-from lce.kernels.cpu.numbers import pointer
+from lce.kernels.code import compiling
+from lce.kernels.code.compiling import usable_cache
+from lce.kernels.cpu.kernel import Kernel, n_threads
+from lce.kernels.code.numbers import pointer
 from lce.progress import StepNotices
 
 PROGRAM = """
 import sys
 import torch
 from lce.kernels.cpu.products import product
-from lce.kernels.cpu.compiling import n_threads
+from lce.kernels.cpu.kernel import n_threads
 torch.set_num_threads(2)
 if "threads" in sys.argv:
     import threading
@@ -72,7 +73,7 @@ def test_the_first_use_says_so_and_the_second_finds_the_kernels(compiled: Compil
 def doubled(number: int) -> int:
     """Twice the number, by a kernel that is compiled, or loaded from the cache, at each call."""
 
-    def double(first, stop, at):
+    def double(first, stop, memory, at):
         carray(pointer(at, int64), (stop,))[:] *= 2
 
     found = torch.tensor([number])

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import MOST_ROWS
-from lce.kernels.cpu.numbers import Gate
+from lce.kernels.code.shared import MOST_ROWS, Gate
 from lce.kernels.cpu.products import product
 from tests.kernels import truth
 from tests.kernels.truth import EPS, random

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu.compiling import MOST_ROWS
-from lce.kernels.cpu.numbers import Gate
-from lce.kernels.cpu.quantised import INT4, INT8, QuantisedMatrix
+from lce.kernels.code.shared import INT4, INT8, MOST_ROWS, Gate
+from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
 from tests.kernels import truth
 from tests.kernels.truth import EPS
 
@@ -17,7 +16,7 @@ each_gate = pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 
 def packed(weight: Tensor, bits: int) -> QuantisedMatrix:
     layout = INT4 if bits == 4 else INT8
-    stored = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.parts(*weight.shape).items()}
+    stored = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in parts_of(layout, *weight.shape).items()}
     matrix = QuantisedMatrix(layout, weight.shape, stored)
     matrix.pack(weight)
     return matrix

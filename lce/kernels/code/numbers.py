@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from lce.kernels.cpu.compiling import ByDtype, by_dtype, inner, intrinsic_of
-
-Gate = Literal["silu", "gelu_tanh"]  # the activation of a gated MLP's first half
-GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # the kernels' argument for each gate
+from lce.kernels.code.compiling import ByDtype, by_dtype, inner, intrinsic_of
+from lce.kernels.code.shared import ITEMSIZE
 
 # Numba's type for stored numbers of each dtype: integers for bfloat16 and, on CPUs, float16, which Numba lacks.
-STORED = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.uint16}
+STORED = {"float32": types.float32, "bfloat16": types.uint16, "float16": types.uint16}
 
 
 @intrinsic
@@ -59,9 +56,9 @@ def _same(number):
 # For each dtype: the type of a stored number, its size in bytes, and the conversions `read` from a stored number to
 # float32 and `write` from float32 to a stored number, rounded to nearest even.
 stored = ByDtype(STORED.__getitem__)
-itemsize = ByDtype(lambda dtype: dtype.itemsize)
-read = ByDtype({torch.float32: _same, torch.bfloat16: _read_bfloat16, torch.float16: _float_of_half}.__getitem__)
-write = ByDtype({torch.float32: _same, torch.bfloat16: _write_bfloat16, torch.float16: _half_of_float}.__getitem__)
+itemsize = ByDtype(ITEMSIZE.__getitem__)
+read = ByDtype({"float32": _same, "bfloat16": _read_bfloat16, "float16": _float_of_half}.__getitem__)
+write = ByDtype({"float32": _same, "bfloat16": _write_bfloat16, "float16": _half_of_float}.__getitem__)
 
 
 @by_dtype(inner)
@@ -124,7 +121,7 @@ def exp(x):
 
 @inner
 def gate_power(x, gate):
-    """Return the number p for which the activation `gate`, a value of `GATES`, of x is `x / (1 + exp(p))`.
+    """Return the number p for which the activation `gate`, a value of `shared.GATES`, of x is `x / (1 + exp(p))`.
 
     GELU in its form with tanh is `x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))`.
     """

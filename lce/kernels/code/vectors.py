@@ -11,13 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 
-from lce.kernels.cpu.compiling import features, intrinsic_of
+from lce.kernels.code.compiling import features, intrinsic_of
+from lce.kernels.code.shared import ITEMSIZE, LANES
 
-LANES = 16
 PAIRS = "avx512bf16" in features()
 
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -65,7 +64,7 @@ def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
     return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
 
 
-def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
+def multiply(pairs: bool, dtype: str) -> Callable[..., Any]:
     """Return an intrinsic that computes `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]` in a kernel.
 
     The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride, n)`: 6, 4, 2 or 1 rows; 4, 2 or 1
@@ -74,7 +73,7 @@ def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     two words are added to C. All of C stays in `rows · columns` vector registers. Each number of C is one sum over n in
     order, so its bits do not depend on `rows` and `columns`.
     """
-    width = 64 if pairs else 16 * dtype.itemsize  # bytes of a vector of B
+    width = 64 if pairs else 16 * ITEMSIZE[dtype]  # bytes of a vector of B
 
     def emit(builder: Any, rows: int, columns: int, args: Any) -> None:
         a, a_stride, b, b_stride, c, c_stride, n = args
@@ -95,7 +94,7 @@ def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
                     after[i, j] = multiply_add(builder, pairs, left, right[j], sums[i, j])
             return after
 
-        kind = torch.float32 if pairs else dtype
+        kind = "float32" if pairs else dtype
         sums = loop(builder, n, {cell: builder.load(place, align=4) for cell, place in places.items()}, turn)
         for cell, place in places.items():
             builder.store(sums[cell], place, align=4)
@@ -108,7 +107,7 @@ def multiply(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
     return intrinsic_of(f"multiply {pairs} {dtype}", types.void(*[types.intp] * 9), emit_all)
 
 
-def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int = 1) -> Callable[..., Any]:
+def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1) -> Callable[..., Any]:
     """Return an intrinsic that computes the product `Q · Kᵀ` of a few rows of Q with a few rows of K in a kernel.
 
     The intrinsic takes `(rows, q, q_stride, k, k_stride, out, out_stride, n)`: the number of rows of Q; the address of
@@ -118,7 +117,7 @@ def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int =
     `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. `rows · columns` is a power of two. The
     order of a sum does not depend on `rows` and `columns`.
     """
-    width, kind = 64 if pairs else 16 * dtype.itemsize, torch.float32 if pairs else dtype
+    width, kind = 64 if pairs else 16 * ITEMSIZE[dtype], "float32" if pairs else dtype
 
     def emit(builder: Any, rows: int, n_keys: int, args: Any) -> None:
         q, q_stride, k, k_stride, out, out_stride, n = args
@@ -130,7 +129,7 @@ def dots(pairs: bool, dtype: torch.dtype, columns: dict[int, int], chains: int =
                 if j == 0:
                     here = builder.add(builder.mul(step, i64(64 * chains)), i64(64 * chain))
                     at = builder.add(builder.mul(q_stride, i64(i)), here)
-                    left[i] = _load_words(builder, q, at, torch.float32)
+                    left[i] = _load_words(builder, q, at, "float32")
                 if i == 0:
                     there = builder.add(builder.mul(step, i64(width * chains)), i64(width * chain))
                     right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, i64(j)), there), kind)
@@ -194,7 +193,7 @@ def _switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
     builder.position_at_end(end)
 
 
-def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
+def transpose(dtype: str, pairs: bool) -> Callable[..., Any]:
     """Return the intrinsic `(source, source_stride, target, target_stride)`, which transposes 16 rows of 16 words.
 
     `source` and `target` are addresses, each followed by the bytes between rows. A word is a float32 number, widened
@@ -202,7 +201,7 @@ def transpose(dtype: torch.dtype, pairs: bool) -> Callable[..., Any]:
     """
 
     def emit(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
-        kind, steps = torch.float32 if pairs else dtype, [i64(i) for i in range(LANES)]
+        kind, steps = "float32" if pairs else dtype, [i64(i) for i in range(LANES)]
         rows = [_load_words(builder, source, builder.mul(source_stride, i), kind) for i in steps]
         for i, row in zip(steps, transposed(builder, rows), strict=True):
             builder.store(row, _at(builder, target, builder.mul(target_stride, i), _WORDS), align=4)
@@ -231,11 +230,11 @@ def exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any
     return next(result), next(result)
 
 
-def _load_words(builder: Any, address: Any, offset: Any, dtype: torch.dtype) -> Any:
+def _load_words(builder: Any, address: Any, offset: Any, dtype: str) -> Any:
     """Emit a load of 16 numbers of a dtype, widened to float32, as words with the bits of the float32 numbers."""
-    if dtype == torch.float32:
+    if dtype == "float32":
         return builder.load(_at(builder, address, offset, _WORDS), align=4)
-    if dtype == torch.float16:
+    if dtype == "float16":
         half = builder.load(_at(builder, address, offset, ir.VectorType(ir.HalfType(), LANES)), align=2)
         return builder.bitcast(builder.fpext(half, _FLOATS), _WORDS)
     bits = builder.load(_at(builder, address, offset, ir.VectorType(ir.IntType(16), LANES)), align=2)

@@ -14,27 +14,26 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, float32, int64, uint32
 
-from lce.kernels.cpu import vectors
-from lce.kernels.cpu.compiling import ByDtype, Kernel, arguments, by_dtype, inner, number_of, separate
-from lce.kernels.cpu.numbers import bits_of_float, exp2, float_of_bits, itemsize, pointer, read, stored, write
-from lce.kernels.cpu.vectors import largest
+from lce.kernels.code import vectors
+from lce.kernels.code.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
+from lce.kernels.code.numbers import bits_of_float, exp2, float_of_bits, itemsize, pointer, read, stored, write
+from lce.kernels.code.shared import ITEMSIZE, KEYS
+from lce.kernels.code.vectors import largest
 
-KEYS = 256  # keys that are packed together: with D from 64 to 128, keys and values stay in a core's L2 cache
 FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
 LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
 
 
 @cache
-def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
+def _panels(pairs: bool, dtype: str) -> Callable[..., Any]:
     """Return a compiled function, which kernels call to compute `C [rows, width] += A [rows, n] · B [n, width]`.
 
     `rows` is 6, 4, 2 or 1, and `width` is a multiple of 16. `a`, `b` and `c` are the addresses of the matrices, each
     followed by the bytes between its rows. `vectors.multiply` explains `pairs` and `dtype`.
     """
-    multiply, itemsize = vectors.multiply(pairs, dtype), dtype.itemsize
+    multiply, itemsize = vectors.multiply(pairs, dtype), ITEMSIZE[dtype]
 
     @separate
     def product(rows, a, a_stride, b, b_stride, c, c_stride, n, width):
@@ -50,11 +49,11 @@ def _panels(pairs: bool, dtype: torch.dtype) -> Callable[..., Any]:
 
 # For each dtype: whether numbers are multiplied in pairs, how many numbers a word has, how many numbers of a query one
 # step of `_dots` takes, and the compiled products and transposition.
-_pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == torch.bfloat16)
+_pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
 _chunk = ByDtype(lambda dtype: 16 * per_word[dtype])
 _transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
-_product = ByDtype(lambda dtype: _panels(_pairs[dtype], torch.float32))
+_product = ByDtype(lambda dtype: _panels(_pairs[dtype], "float32"))
 _direct = ByDtype(lambda dtype: _panels(False, dtype))
 _dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {1: 16, 2: 8, 4: 4, 8: 2}))
 
@@ -181,8 +180,8 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
         start += size
 
 
-@by_dtype(Kernel)
-def attend_rows(first, stop, args):
+@by_dtype(kernel)
+def attend_rows(first, stop, _memory, args):
     """Add attention to keys `first..stop-1` to the results of a task's n rows; row i sees the keys of `spans[i]`.
 
     `args` is the address of nine integers: the address of the memory that `scratch` divides, and the number of rows it

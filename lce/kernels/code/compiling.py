@@ -6,11 +6,9 @@ import contextlib
 import hashlib
 import os
 import pickle
-import struct
 import threading
-from array import array
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -19,21 +17,17 @@ from typing import Any, cast
 
 import llvmlite
 import numba
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
-from lce.errors import UsageError
 from lce.files import read_file, write_whole
+from lce.kernels.code.shared import MOST_ARGUMENTS
 from lce.progress import StepNotices, notice
 
-MOST_ROWS = 8  # the largest number of input rows (tokens) in a product of `products` or `quantised`
-
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-_MOST_ARGUMENTS = 16  # the largest number of a kernel's arguments; a kernel that needs more takes an array's address
 _I64 = ir.IntType(64)
 _DIGEST_BYTES = 32  # the bytes of a SHA-256
 
@@ -79,38 +73,13 @@ def usable_cache() -> Path | None:
     return folder if private and os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None
 
 
-class Kernel:
-    """A kernel over n items: each thread calls the compiled `body(first, stop, *args)` for its range of the items.
+def kernel(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel's body, `body(first, stop, memory, *args)`, under a name of its own.
 
-    The body is compiled at the first call of the kernel. Arguments are 64-bit integers: numbers, addresses, and floats
-    encoded by `argument_of`. The body does not hold the GIL. A single thread calls the body directly and does not start
-    Numba's threads, which do not survive a fork. Several threads call the body through `_spread`. The compiler may
-    reassociate a sum to vectorise it, but the order of a sum does not depend on the number of threads.
+    `memory` is the address of memory of the thread. Arguments are integers. The body allocates nothing and raises
+    nothing. The compiler may reassociate a sum to vectorise it.
     """
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        self._body = _named(body)
-        self._signature = types.void(*[types.intp] * body.__code__.co_argcount)
-
-    def __call__(self, n: int, *args: int, least: int = 1) -> None:
-        """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items."""
-        n_parts = 1 if n < 2 * least else min(n // least, n_threads())
-        if n_parts == 1:
-            self._alone(0, n, *args)
-            return
-        given = array("q", args)
-        if _spread()(n, n_parts, self.address, given.buffer_info()[0], len(given)):
-            raise MemoryError("a kernel's own memory")
-
-    @cached_property
-    def _alone(self) -> Callable[..., Any]:
-        return compiled(self._body, self._signature)
-
-    @cached_property
-    def address(self) -> int:
-        """The address of the kernel's machine code, with which another kernel can `call` this one."""
-        made = cast("Any", self._alone).overloads[self._signature.args]
-        return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+    return _named(body)
 
 
 class ByDtype(dict[Any, Any]):
@@ -125,7 +94,7 @@ class ByDtype(dict[Any, Any]):
 
 
 def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], ByDtype]:
-    """Return a decorator that makes one function per dtype: `@by_dtype(Kernel) def norm(...)` defines `norm[dtype]`.
+    """Return a decorator that makes one function per dtype: `@by_dtype(kernel) def norm(...)` defines `norm[dtype]`.
 
     `norm[dtype]` is `make(copy)`, here `Kernel(copy)`, for a copy of the function. If the function uses a global name
     whose value is a `ByDtype`, the copy uses the value for its own dtype.
@@ -144,31 +113,6 @@ def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..
     return instances
 
 
-@cache
-def _spread() -> Callable[..., Any]:
-    """Return a compiled function `(n, n_parts, address, args, n_args)`: it runs a kernel in `n_parts` parallel parts.
-
-    The kernel has n items, machine code at `address`, and `n_args` arguments at the address `args`. `n_threads` must
-    have started the threads. The compiled function returns the number of parts that failed because memory ran out.
-    """
-
-    def spread(n, n_parts, address, args, n_args):
-        failed = 0
-        for part in numba.prange(n_parts):
-            failed += _call_packed(address, n * part // n_parts, n * (part + 1) // n_parts, args, n_args)
-        return failed
-
-    made = compiled(spread, types.intp(*[types.intp] * 5), parallel=True)
-    if numba.threading_layer() != "workqueue":
-        return made
-
-    def one_at_a_time(*args):  # a second call at the same time makes Numba's workqueue threads abort
-        with _turn:
-            return made(*args)
-
-    return one_at_a_time
-
-
 @intrinsic(prefer_literal=True)
 def arguments(typing: Any, address: Any, n: Any) -> Any:
     """In a kernel that takes only the address of its n arguments, return the n integers there as a tuple."""
@@ -182,12 +126,6 @@ def arguments(typing: Any, address: Any, n: Any) -> Any:
     return result(types.intp, n), generate
 
 
-@cache
-def argument_of(number: float) -> int:
-    """Encode a float as a kernel's argument: the integer with the bits of the float64."""
-    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
-
-
 @intrinsic
 def number_of(typing: Any, argument: Any) -> Any:
     """In a kernel, decode an argument that `argument_of` encoded, as float32."""
@@ -198,20 +136,22 @@ def number_of(typing: Any, argument: Any) -> Any:
 
 @intrinsic
 def call(typing: Any, address: Any, first: Any, stop: Any, argument: Any) -> Any:
-    """In a kernel, call the kernel at an address with one argument; return 1 if it ran out of memory, else 0."""
-    return types.intp(*[types.intp] * 4), lambda context, builder, _, values: _status(context, builder, *values)
+    """In a kernel, call the kernel at an address, which takes no memory, with one argument."""
+    return types.intp(*[types.intp] * 4), lambda context, builder, _, values: _status(
+        context, builder, *values[:3], _I64(0), values[3]
+    )
 
 
 @intrinsic
-def _call_packed(typing: Any, address: Any, first: Any, stop: Any, args: Any, n_args: Any) -> Any:
-    """In a kernel, call another kernel as `call` does, but with `n_args` arguments, read from the address `args`."""
+def _call_packed(typing: Any, address: Any, first: Any, stop: Any, memory: Any, args: Any, n_args: Any) -> Any:
+    """In a kernel, call another kernel with memory and with `n_args` arguments, read from the address `args`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         *own, at, number = values
         end, status = builder.append_basic_block("called"), builder.alloca(_I64)
         arguments = builder.inttoptr(at, ir.PointerType(_I64))
         chosen = builder.switch(number, end)
-        for n in range(_MOST_ARGUMENTS + 1):
+        for n in range(MOST_ARGUMENTS + 1):
             block = builder.append_basic_block("case")
             chosen.add_case(_I64(n), block)
             builder.position_at_end(block)
@@ -221,7 +161,7 @@ def _call_packed(typing: Any, address: Any, first: Any, stop: Any, args: Any, n_
         builder.position_at_end(end)
         return builder.load(status)
 
-    return types.intp(*[types.intp] * 5), generate
+    return types.intp(*[types.intp] * 6), generate
 
 
 def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
@@ -234,7 +174,7 @@ def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
 def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False) -> Callable[..., Any]:
     """Compile a function for one signature, or load its machine code from the cache."""
     with _lock, _configured(DISABLE_JIT=0):
-        _use_torch_threads()
+        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
         made: Any = numba.njit(parallel=parallel, nogil=True, **_OPTIONS)(body)
         made._cache = _KernelFile(usable_cache(), body.__name__)
         try:
@@ -361,30 +301,3 @@ def _label(x: Any) -> Any:
         return repr(x)
     cells = getattr(function, "__closure__", None) or ()
     return function.__module__, name, tuple(_label(cell.cell_contents) for cell in cells)
-
-
-def n_threads() -> int:
-    """Return PyTorch's number of threads, and set Numba's number to the same. Time: 0.2 us."""
-    number = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if number == 1:
-        return 1
-    if getattr(_threads, "number", 0) != number:
-        before = torch.get_num_threads()
-        _use_torch_threads()
-        try:
-            numba.set_num_threads(number)
-        except ValueError as error:
-            raise UsageError(
-                f"Numba has no threading layer {os.environ.get('NUMBA_THREADING_LAYER', '')!r} here; expected omp, tbb "
-                "or workqueue, and what it needs; unset NUMBA_THREADING_LAYER"
-            ) from error
-        _threads.number = number
-        if torch.get_num_threads() != before:  # Numba set OpenMP's number of threads, which PyTorch reads
-            torch.set_num_threads(before)
-    return number
-
-
-def _use_torch_threads() -> None:
-    """Make Numba use the OpenMP threads of PyTorch: with two pools, idle threads of one would slow the other."""
-    if not os.environ.get("NUMBA_THREADING_LAYER"):
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]

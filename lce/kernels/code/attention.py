@@ -1,0 +1,193 @@
+"""Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to its chosen tiles.
+
+A tile is the keys and values of one chunk of one KV head. Threads take tasks from a queue, and `rows.attend_rows`
+computes a task. Only shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of
+threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, float32, int64
+
+from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
+from lce.kernels.code.numbers import exp2, itemsize, pointer, read, stored, write
+from lce.kernels.code.rows import LOWEST, finish, put_query, scratch
+from lce.kernels.code.shared import QUERY_ROWS
+from lce.kernels.code.vectors import take
+
+
+@by_dtype(inner)
+def _merge_pieces(states, partial, dim):
+    """Merge results for n pieces of keys into piece 0: `states [n, 2]` (top score, weights' sum), `partial [n, D]`."""
+    top = LOWEST
+    for part in range(len(states)):
+        top = max(top, states[part, 0])
+    for part in range(1, len(states)):
+        shrink = exp2(states[part, 0] - top)
+        if part == 1:
+            own = exp2(states[0, 0] - top)
+            states[0, 1] *= own
+            for d in range(dim):
+                partial[0, d] *= own
+        states[0, 1] += states[part, 1] * shrink
+        for d in range(dim):
+            partial[0, d] += partial[part, d] * shrink
+    states[0, 0] = top
+
+
+@by_dtype(kernel)
+def attend(_first, _stop, memory, args):
+    q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
+    groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece = arguments(args + 56, 9)
+    q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, partial_at = arguments(args + 128, 9)
+    queue, done = args + 200, args + 208  # addresses: the next task's number, and each KV head's count of done pieces
+    out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
+    lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))
+    n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_keys + piece - 1) // piece
+    n_tasks, n_rows = groups * n_blocks * n_pieces, rep * per_block
+    wide = (dim + 15) // 16 * 16
+    partial = carray(pointer(partial_at, float32), (groups, n_rows, n_pieces, wide))
+    states_at = partial_at + 4 * n_tasks * n_rows * wide
+    states = carray(pointer(states_at, float32), (groups, n_rows, n_pieces, 2))
+    given, memory = carray(pointer(memory, int64), (9,)), memory + 128
+    queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
+    given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
+    given[5], given[7] = k_row * itemsize, v_row * itemsize
+    while True:
+        task = take(queue)
+        if task >= n_tasks:
+            break
+        group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
+        if causal:  # the last queries see the most keys, so their tasks start first
+            block = n_blocks - 1 - block
+        first_query = block * per_block
+        n = min(per_block, n_queries - first_query)
+        first, stop = part * piece, min(n_keys, part * piece + piece)
+        if causal:
+            behind = n_keys - n_queries + first_query
+            first, stop = max(first, behind - window + 1), min(stop, behind + n)
+        for row in range(rep * n):
+            head, query = row // n, first_query + row % n
+            at = q_at + ((group * rep + head) * q_head + query * q_row) * itemsize
+            turn, turned, to = query * (dim // 2) * itemsize, cos_at != 0, queries[row].ctypes.data
+            put_query(at, cos_at + turn if turned else at, sin_at + turn if turned else at, dim, turned, to)
+            seen = n_keys - n_queries + query + 1 if causal else n_keys
+            spans[row, 0], spans[row, 1] = max(seen - window, 0) if causal else 0, seen
+            state[row, 0], state[row, 1] = LOWEST, 0
+            sums[row] = 0
+        given[3], given[4] = rep * n, k_at + group * k_group * itemsize
+        given[6] = v_at + group * v_group * itemsize
+        call(rows_at, first, stop, given.ctypes.data)
+        for row in range(rep * n):
+            if n_pieces > 1:
+                states[group, row, part, 0], states[group, row, part, 1] = state[row, 0], state[row, 1]
+                for d in range(wide):
+                    partial[group, row, part, d] = sums[row, d]
+            else:
+                at = (group * rep + row // n) * n_queries + first_query + row % n
+                finish(state[row], sums[row], out, lse, at, dim)
+        if n_pieces > 1 and take(done + 8 * group) == n_pieces - 1:  # all other pieces of this KV head are done
+            for row in range(n_rows):
+                _merge_pieces(states[group, row], partial[group, row], dim)
+                finish(states[group, row, 0], partial[group, row, 0], out, lse, group * n_rows + row, dim)
+
+
+@by_dtype(kernel)
+def attend_tiles(_first, _stop, memory, args):
+    q_at, cos_at, sin_at, tile_at, k_at, v_at, out_at, lse_at = arguments(args, 8)
+    n_heads, n_queries, n_slots, n_turns, n_tiles, size, dim = arguments(args + 64, 7)
+    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at = arguments(args + 120, 8)
+    queue, n_rows = args + 184, n_heads * n_queries * n_slots
+    tile = carray(pointer(tile_at, int64), (n_rows,))
+    out = carray(pointer(out_at, stored), (n_rows, dim))
+    lse = carray(pointer(lse_at, float32), (n_rows,))
+    order = _sorted_rows(tile, n_tiles, memory)  # row numbers; each thread sorts all of them
+    memory += 16 * n_rows + 8 * 2064
+    tasks = carray(pointer(memory, int64), (n_rows + 1,))  # the index in `order` of each task's first row
+    memory += (8 * n_rows + 8 + 63) // 64 * 64
+    n_tasks, begin = 0, 0
+    for i in range(len(order)):
+        if i == 0 or tile[order[i]] != tile[order[i - 1]] or i - begin == QUERY_ROWS:
+            tasks[n_tasks] = begin = i
+            n_tasks += 1
+    tasks[n_tasks] = len(order)
+    given, memory = carray(pointer(memory, int64), (9,)), memory + 128
+    queries, spans, state, sums, _, _, _, _ = scratch(memory, QUERY_ROWS, dim)
+    given[0], given[1], given[2], given[8] = memory, QUERY_ROWS, dim, steepness
+    given[5], given[7] = k_row * itemsize, v_row * itemsize
+    while True:
+        task = take(queue)
+        if task >= n_tasks:
+            break
+        first, n = tasks[task], tasks[task + 1] - tasks[task]
+        for i in range(n):
+            row = order[first + i]
+            query, slot = row // n_slots, row % n_slots
+            head, query = query // n_queries, query % n_queries
+            at = q_at + (head * q_head + query * q_row) * itemsize
+            turn = (query * n_turns + slot % n_turns) * (dim // 2) * itemsize
+            put_query(at, cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
+            spans[i, 0], spans[i, 1] = 0, size
+            state[i, 0], state[i, 1] = LOWEST, 0
+            sums[i] = 0
+        which = tile[order[first]]
+        given[3], given[4], given[6] = n, k_at + which * k_tile * itemsize, v_at + which * v_tile * itemsize
+        call(rows_at, 0, size, given.ctypes.data)
+        for i in range(n):
+            finish(state[i], sums[i], out, lse, order[first + i], dim)
+
+
+@inner
+def _sorted_rows(tile, n_tiles, memory):
+    """Return the numbers of the rows whose tile is not -1, sorted by tile: a stable radix sort with 11-bit digits."""
+    n = 0
+    for row in range(len(tile)):
+        n += tile[row] >= 0
+    order, spare = carray(pointer(memory, int64), (n,)), carray(pointer(memory + 8 * len(tile), int64), (n,))
+    starts = carray(pointer(memory + 16 * len(tile), int64), (2049,))
+    n = 0
+    for row in range(len(tile)):
+        if tile[row] >= 0:
+            order[n] = row
+            n += 1
+    shift = 0
+    while (n_tiles - 1) >> shift:
+        starts[:] = 0
+        for i in range(n):
+            starts[(tile[order[i]] >> shift & 2047) + 1] += 1
+        for digit in range(2048):
+            starts[digit + 1] += starts[digit]
+        for i in range(n):
+            digit = tile[order[i]] >> shift & 2047
+            spare[starts[digit]] = order[i]
+            starts[digit] += 1
+        order, spare = spare, order
+        shift += 11
+    return order
+
+
+@by_dtype(kernel)
+def merge_slots(first, stop, memory, out_at, lse_at, merged_at, total_at, n_slots, dim):
+    out = carray(pointer(out_at, stored), (stop, n_slots, dim))
+    lse = carray(pointer(lse_at, float32), (stop, n_slots))
+    merged = carray(pointer(merged_at, stored), (stop, dim))
+    total = carray(pointer(total_at, float32), (stop,))
+    per_log2, sums = np.float32(1.4426950408889634), carray(pointer(memory, float32), (dim,))
+    for row in range(first, stop):
+        top = np.float32(-np.inf)
+        for slot in range(n_slots):
+            top = max(top, lse[row, slot])
+        sums[:] = 0
+        weights = np.float32(0)
+        for slot in range(n_slots):
+            if lse[row, slot] == -np.inf:
+                continue
+            weight, part = exp2((lse[row, slot] - top) * per_log2), out[row, slot]
+            weights += weight
+            for d in range(dim):
+                sums[d] += weight * read(part[d])
+        share = np.float32(1) / weights if weights != 0 else np.float32(0)
+        for d in range(dim):
+            merged[row, d] = write(sums[d] * share)
+        total[row] = top + np.log(weights) if weights != 0 else np.float32(-np.inf)

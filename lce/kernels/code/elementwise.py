@@ -1,0 +1,110 @@
+"""The operations of a decoder layer between matrix products: norms, gates, rotations, and copies of keys and values."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, float32, int64, uint64
+
+from lce.kernels.code.compiling import by_dtype, inner, kernel, number_of
+from lce.kernels.code.numbers import (
+    exp,
+    gate_power,
+    itemsize,
+    pointer,
+    read,
+    stored,
+    sum_of_squares,
+    write,
+)
+from lce.kernels.code.shared import TAKEN_ROWS, WORD
+
+_squares = sum_of_squares["float32"]
+
+
+@by_dtype(kernel)
+def norm(first, stop, _memory, x_at, weight_at, out_at, head_stride, row_stride, n, dim, wide, eps):
+    weight = carray(pointer(weight_at, stored), (dim,))
+    out = carray(pointer(out_at, stored), (stop, dim))
+    for row in range(first, stop):
+        at = row // n * head_stride + row % n * row_stride
+        if wide:
+            numbers = carray(pointer(x_at + 4 * at, float32), (dim,))
+            scale = np.float32(1) / np.sqrt(_squares(numbers) / np.float32(dim) + number_of(eps))
+            for j in range(dim):
+                out[row, j] = write(numbers[j] * scale * read(weight[j]))
+            continue
+        x = carray(pointer(x_at + at * itemsize, stored), (dim,))
+        scale = np.float32(1) / np.sqrt(sum_of_squares(x) / np.float32(dim) + number_of(eps))
+        for j in range(dim):
+            out[row, j] = write(read(x[j]) * scale * read(weight[j]))
+
+
+@by_dtype(kernel)
+def gate_mul(first, stop, _memory, x_at, out_at, dim, kind):
+    x = carray(pointer(x_at, stored), (stop, 2, dim))
+    out = carray(pointer(out_at, stored), (stop, dim))
+    for row in range(first, stop):
+        for j in range(dim):
+            gate = read(x[row, 0, j])
+            sigmoid = np.float32(1) / (np.float32(1) + exp(gate_power(gate, kind)))
+            out[row, j] = write(gate * sigmoid * read(x[row, 1, j]))
+
+
+@by_dtype(kernel)
+def rotate(first, stop, _memory, x_at, cos_at, sin_at, out_at, x0, x1, x2, turn0, turn1, turn2, n1, n2, half):
+    """Rotate rows `x [..., n1, n2, 2·half]`; `x0`.. and `turn0`.. are strides, in numbers, of x and of the cosines."""
+    for row in range(first, stop):
+        a, b, c = row // (n1 * n2), row // n2 % n1, row % n2
+        x = carray(pointer(x_at + (a * x0 + b * x1 + c * x2) * itemsize, stored), (2, half))
+        out = carray(pointer(out_at + row * 2 * half * itemsize, stored), (2, half))
+        angle = (a * turn0 + b * turn1 + c * turn2) * itemsize
+        cos = carray(pointer(cos_at + angle, stored), (half,))
+        sin = carray(pointer(sin_at + angle, stored), (half,))
+        _turn(x, cos, sin, out, half)
+
+
+@by_dtype(kernel)
+def append(
+    first, stop, _memory, k_at, v_at, cos_at, sin_at, into_k_at, into_v_at, k0, k1, v0, v1, at, capacity, n, dim
+):
+    half = dim // 2
+    for row in range(first, stop):
+        head, i = row // n, row % n
+        to = (head * capacity + at + i) * dim * itemsize
+        k = carray(pointer(k_at + (head * k0 + i * k1) * itemsize, stored), (2, half))
+        v = carray(pointer(v_at + (head * v0 + i * v1) * itemsize, stored), (dim,))
+        into_k = carray(pointer(into_k_at + to, stored), (2, half))
+        into_v = carray(pointer(into_v_at + to, stored), (dim,))
+        if cos_at:
+            cos = carray(pointer(cos_at + i * half * itemsize, stored), (half,))
+            sin = carray(pointer(sin_at + i * half * itemsize, stored), (half,))
+            _turn(k, cos, sin, into_k, half)
+        else:
+            for j in range(half):
+                into_k[0, j] = k[0, j]
+                into_k[1, j] = k[1, j]
+        for j in range(dim):
+            into_v[j] = v[j]
+
+
+@by_dtype(inner)
+def _turn(x, cos, sin, out, half):
+    """Rotate one vector `x [2, D/2]` by `cos sin [D/2]` and write the result to `out`."""
+    for j in range(half):
+        first, second = read(x[0, j]), read(x[1, j])
+        out[0, j] = write(first * read(cos[j]) - second * read(sin[j]))
+        out[1, j] = write(second * read(cos[j]) + first * read(sin[j]))
+
+
+@kernel
+def take_rows(begin, end, _memory, one_at, two_at, index_at, taken_at, n_groups, n, words, stride):
+    index = carray(pointer(index_at, int64), (n,))
+    n_pieces = (n + TAKEN_ROWS - 1) // TAKEN_ROWS
+    for task in range(begin, end):
+        which, piece = task // n_pieces, task % n_pieces
+        source = (one_at if which < n_groups else two_at) + which % n_groups * stride
+        for i in range(piece * TAKEN_ROWS, min(n, piece * TAKEN_ROWS + TAKEN_ROWS)):
+            row = carray(pointer(source + index[i] * words * WORD, uint64), (words,))
+            out = carray(pointer(taken_at + (which * n + i) * words * WORD, uint64), (words,))
+            for w in range(words):
+                out[w] = row[w]

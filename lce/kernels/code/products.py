@@ -1,0 +1,116 @@
+"""Products of a few input rows with a weight matrix, which is read once, at the speed of memory.
+
+The kernel also does the operations around a product in a decoder layer: the norm of the input, the bias, the gate of an
+MLP, and the sum with the hidden states.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, float32
+
+from lce.kernels.code import vectors
+from lce.kernels.code.compiling import ByDtype, by_dtype, features, inner, kernel, number_of
+from lce.kernels.code.numbers import (
+    exp,
+    gate_power,
+    itemsize,
+    pointer,
+    read,
+    read_row,
+    stored,
+    sum_of_squares,
+    write_row,
+)
+from lce.kernels.code.shared import LANES, MOST_ROWS, PRODUCT_ROWS
+
+_CHAINS = 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
+
+
+_COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that are multiplied with four rows of x at a time
+
+
+_APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart compete for the same L1 cache lines
+
+
+@by_dtype(kernel)
+def product(
+    begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, kind, adds, wide_x, wide_out, eps
+):
+    n_parts = 2 if kind else 1
+    norm = carray(pointer(norm_at, stored), (size,))
+    sums = carray(pointer(memory, float32), (2, MOST_ROWS, PRODUCT_ROWS + _COLUMNS))
+    x_at_first = memory + 4 * 2 * MOST_ROWS * (PRODUCT_ROWS + LANES)
+    x = carray(pointer(x_at_first, float32), (n if n <= 2 else (n + 3) // 4 * 4, size + _APART))
+    x[n:] = np.float32(0)
+    for i in range(n):
+        read_row(x_at, i * size, size, wide_x, x[i])
+        if norm_at:
+            scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
+            for j in range(size):
+                x[i, j] = x[i, j] * scale * read(norm[j])
+    for task in range(begin, end):
+        first = task * PRODUCT_ROWS
+        n_here = min(n_out, first + PRODUCT_ROWS) - first
+        for part in range(n_parts):
+            row_at = part * n_out + first
+            bias = carray(pointer(bias_at + row_at * itemsize, stored), (PRODUCT_ROWS,))
+            _dots(x, n, weight_at + row_at * size * itemsize, size, n_here, sums[part])
+            if bias_at:
+                for i in range(n):
+                    for row in range(n_here):
+                        sums[part, i, row] += read(bias[row])
+        for i in range(n):
+            place = i * n_out + first
+            if kind:
+                for row in range(n_here):
+                    gate = sums[0, i, row]
+                    sums[0, i, row] = gate / (np.float32(1) + exp(gate_power(gate, kind))) * sums[1, i, row]
+            if adds:
+                read_row(out_at, place, n_here, wide_out, sums[1, i])
+                for row in range(n_here):
+                    sums[0, i, row] += sums[1, i, row]
+            write_row(out_at, place, n_here, wide_out, sums[0, i])
+
+
+_squares = sum_of_squares["float32"]
+
+
+_dots_1 = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1}, _CHAINS))
+
+
+_dots_2 = ByDtype(lambda dtype: vectors.dots(False, dtype, {2: 1}, _CHAINS))
+
+
+_dots_4 = ByDtype(lambda dtype: vectors.dots(False, dtype, {4: _COLUMNS}, _CHAINS))
+
+
+@by_dtype(inner)
+def _dots(x, n, weight_at, size, n_here, sums):
+    """Write the dot products of n rows of x with the `n_here` weight rows at an address to `sums [n, n_here]`.
+
+    The first `size` numbers of a row of x are used. Each weight row is read from memory once. If n > 2, four rows of x
+    are multiplied with `_COLUMNS` weight rows at a time; x and `sums` then have padding up to a multiple of four rows,
+    and `sums` has `_COLUMNS` spare columns. The order of a sum is the same for any n.
+    """
+    n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
+    whole, row = n_steps * _CHAINS * LANES, 0
+    while row < n_here and n_steps:
+        at, to = weight_at + row * size * itemsize, sums[0, row:].ctypes.data
+        step = 1 if n <= 2 or n_here - row < _COLUMNS else _COLUMNS
+        if n == 1:
+            _dots_1(1, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
+        elif n == 2:
+            _dots_2(2, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
+        else:
+            weight_row = size * itemsize if step == _COLUMNS else 0  # stride 0: all columns are the same weight row
+            for i in range(0, n, 4):
+                _dots_4(4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
+        row += step
+    for row in range(n_here if whole < size else 0):
+        weight = carray(pointer(weight_at + row * size * itemsize, stored), (size,))
+        for i in range(n):
+            rest = sums[i, row] if n_steps else np.float32(0)
+            for j in range(whole, size):
+                rest += x[i, j] * read(weight[j])
+            sums[i, row] = rest

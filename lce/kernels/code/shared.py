@@ -1,0 +1,64 @@
+"""What the wrappers of CPU kernels and the kernels' code both know: sizes of tasks, gates, and layouts of matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LANES = 16  # numbers in a vector
+MOST_ROWS = 8  # the largest number of input rows (tokens) in a product of `products` or `quantised`
+MOST_ARGUMENTS = 16  # the largest number of a kernel's own arguments; one that needs more takes an array's address
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number of each dtype
+Gate = Literal["silu", "gelu_tanh"]  # the activation of a gated MLP's first half
+GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # the kernels' argument for each gate
+
+PRODUCT_ROWS = 64  # weight rows that a thread of `products` takes at a time
+QUANTISED_TASK = 4  # blocks that a thread of `quantised` takes at a time
+SUPER = 256  # inputs that share the numbers in `supers`
+QUERY_ROWS = 96  # the most queries (of all heads) in a task; packing keys costs little beside so many
+KEYS = 256  # keys that are packed together: with D from 64 to 128, keys and values stay in a core's L2 cache
+SCORED_KEYS = 256  # keys that a thread of `scores` takes at a time
+SCORED_COLUMNS = 512  # tokens that a thread of `best_below_top` takes at a time
+SORTED_SCORES = 4096  # scores that a thread of `best_tokens` takes at a time
+SORTED_GROUP = 16  # sort keys in a group; the largest of each group is stored, so that groups of small keys are skipped
+TAKEN_ROWS = 64  # rows that a thread of `take_rows` takes at a time
+WORD = 8  # bytes that `take_rows` copies at once
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to store a matrix: codes of `bits` bits, groups of `group` inputs, and scales of the dtype `scale`.
+
+    `low` names what a group has beside its scale: "zeros", "mins" or nothing. A weight is `scale * (code - offset)`,
+    `scale * (code - zero / 16)` or `scale * code + min`. Scales of 8-bit integers are multiplied with a number in
+    `supers`; mins are then uint8 and are multiplied with another one, minus dmin. Otherwise mins are float16.
+    """
+
+    bits: int
+    group: int
+    scale: str
+    low: str = ""
+    offset: int = 0
+
+    @property
+    def nested(self) -> bool:
+        return self.scale in ("int8", "uint8")
+
+    def parts(self, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and the dtype's name of each stored tensor of a matrix `[n_out, n_in]`."""
+        blocks, groups = -(-n_out // LANES), -(-n_in // self.group)
+        codes = (blocks, groups * self.group * self.bits // 32, 4 * LANES)
+        found: dict[str, tuple[tuple[int, ...], str]] = {
+            "codes": (codes, "int8" if self.bits == 8 else "uint8"),
+            "scales": ((blocks, groups, LANES), self.scale),
+        }
+        if self.low:
+            narrow = self.nested or self.low == "zeros"
+            found[self.low] = (blocks, groups, LANES), "uint8" if narrow else "float16"
+        if self.nested:
+            found["supers"] = (blocks, -(-n_in // SUPER), 2 if self.low else 1, LANES), "float16"
+        return found
+
+
+INT8, INT4 = Layout(8, 128, "bfloat16"), Layout(4, 32, "bfloat16", "zeros")

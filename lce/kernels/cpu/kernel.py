@@ -1,0 +1,69 @@
+"""Kernels as their wrappers call them: by name, with integers as arguments, on PyTorch's number of threads."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from lce.kernels.code.shared import Layout
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in kernels' code
+
+
+class Kernel:
+    """A kernel over n items: each thread calls the compiled body, `body(first, stop, memory, *args)`, for some items.
+
+    `name` is that of a function of `lce.kernels.code` with its module, "products.product"; `kind` selects the instance,
+    mostly by dtype. Arguments are 64-bit integers: numbers, addresses, and floats encoded by `argument_of`. The body
+    does not hold the GIL. The order of a sum does not depend on the number of threads.
+    """
+
+    def __init__(self, name: str, kind: Any = None) -> None:
+        self.name, self.kind = name, kind
+
+    def __call__(self, n: int, *args: int, least: int = 1, memory: int = 0) -> None:
+        """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items.
+
+        Each thread has `memory` bytes of its own, not initialised, at an address that is a multiple of 64.
+        """
+        from lce.kernels.code import provisional
+
+        n_parts = 1 if n < 2 * least else min(n // least, n_threads())
+        stride = -(-memory // 64) * 64
+        scratch = torch.empty(n_parts * stride + 64, dtype=torch.uint8)
+        given, at = array("q", args), -(-scratch.data_ptr() // 64) * 64
+        provisional.spread(n, n_parts, self.address, at, stride, given.buffer_info()[0], len(given))
+
+    @cached_property
+    def address(self) -> int:
+        """The address of the kernel's machine code, with which another kernel can `call` this one."""
+        from lce.kernels.code import provisional
+
+        return provisional.address(self.name, self.kind)
+
+
+class Kernels(dict[Any, Kernel]):
+    """The instances of a kernel, made at the first look-up by dtype, or by layout and dtype."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __missing__(self, kind: torch.dtype | tuple[Layout, torch.dtype]) -> Kernel:
+        label = DTYPES[kind] if isinstance(kind, torch.dtype) else (kind[0], DTYPES[kind[1]])
+        self[kind] = made = Kernel(self.name, label)
+        return made
+
+
+@cache
+def argument_of(number: float) -> int:
+    """Encode a float as a kernel's argument: the integer with the bits of the float64."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
+def n_threads() -> int:
+    """Return the number of threads that kernels use: PyTorch's. Time: 0.2 us."""
+    return torch.get_num_threads()
