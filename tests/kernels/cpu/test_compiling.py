@@ -15,8 +15,8 @@ from numba import carray, int64
 
 from lce.kernels.code import compiling
 from lce.kernels.code.compiling import usable_cache
-from lce.kernels.cpu.kernel import Kernel, n_threads
 from lce.kernels.code.numbers import pointer
+from lce.kernels.cpu.kernel import Kernel, n_threads
 from lce.progress import StepNotices
 
 PROGRAM = """
