@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, float32
 
 from lce.kernels.code import vectors
-from lce.kernels.code.compiling import ByDtype, by_dtype, features, inner, kernel, number_of
+from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
 from lce.kernels.code.numbers import (
     exp,
     gate_power,
@@ -27,9 +27,6 @@ from lce.kernels.code.shared import LANES, MOST_ROWS, PRODUCT_ROWS
 _CHAINS = 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 
 
-_COLUMNS = 2 if "avx512f" in features() else 1  # weight rows that are multiplied with four rows of x at a time
-
-
 _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart compete for the same L1 cache lines
 
 
@@ -39,8 +36,8 @@ def product(
 ):
     n_parts = 2 if kind else 1
     norm = carray(pointer(norm_at, stored), (size,))
-    sums = carray(pointer(memory, float32), (2, MOST_ROWS, PRODUCT_ROWS + _COLUMNS))
-    x_at_first = memory + 4 * 2 * MOST_ROWS * (PRODUCT_ROWS + LANES)
+    sums = carray(pointer(memory, float32), (2, MOST_ROWS, PRODUCT_ROWS))
+    x_at_first = memory + 4 * 2 * MOST_ROWS * PRODUCT_ROWS
     x = carray(pointer(x_at_first, float32), (n if n <= 2 else (n + 3) // 4 * 4, size + _APART))
     x[n:] = np.float32(0)
     for i in range(n):
@@ -76,37 +73,23 @@ def product(
 _squares = sum_of_squares["float32"]
 
 
-_dots_1 = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1}, _CHAINS))
-
-
-_dots_2 = ByDtype(lambda dtype: vectors.dots(False, dtype, {2: 1}, _CHAINS))
-
-
-_dots_4 = ByDtype(lambda dtype: vectors.dots(False, dtype, {4: _COLUMNS}, _CHAINS))
+_dots_of = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1, 2: 1, 4: 1}, _CHAINS))
 
 
 @by_dtype(inner)
 def _dots(x, n, weight_at, size, n_here, sums):
     """Write the dot products of n rows of x with the `n_here` weight rows at an address to `sums [n, n_here]`.
 
-    The first `size` numbers of a row of x are used. Each weight row is read from memory once. If n > 2, four rows of x
-    are multiplied with `_COLUMNS` weight rows at a time; x and `sums` then have padding up to a multiple of four rows,
-    and `sums` has `_COLUMNS` spare columns. The order of a sum is the same for any n.
+    The first `size` numbers of a row of x are used. If n > 2, x and `sums` have padding up to a multiple of four rows.
+    The order of a sum is the same for any n. Weight rows are read one after the other: two at a time would come from
+    memory at half the speed, because processors fetch ahead where addresses follow each other.
     """
     n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
-    whole, row = n_steps * _CHAINS * LANES, 0
-    while row < n_here and n_steps:
+    whole, rows = n_steps * _CHAINS * LANES, min(n, 4) if n != 3 else 4
+    for row in range(n_here if n_steps else 0):
         at, to = weight_at + row * size * itemsize, sums[0, row:].ctypes.data
-        step = 1 if n <= 2 or n_here - row < _COLUMNS else _COLUMNS
-        if n == 1:
-            _dots_1(1, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
-        elif n == 2:
-            _dots_2(2, x.ctypes.data, x_row, at, 0, to, sums_row, n_steps)
-        else:
-            weight_row = size * itemsize if step == _COLUMNS else 0  # stride 0: all columns are the same weight row
-            for i in range(0, n, 4):
-                _dots_4(4, x[i].ctypes.data, x_row, at, weight_row, to + i * sums_row, sums_row, n_steps)
-        row += step
+        for i in range(0, n, 4):
+            _dots_of(rows, x[i].ctypes.data, x_row, at, 0, to + i * sums_row, sums_row, n_steps)
     for row in range(n_here if whole < size else 0):
         weight = carray(pointer(weight_at + row * size * itemsize, stored), (size,))
         for i in range(n):

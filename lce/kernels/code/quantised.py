@@ -45,19 +45,19 @@ from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, 
 _ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
 
 
-_STEP = 4  # the most vectors of codes in one step of the innermost loop
+_WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
 
 
-_CHAINS = 4  # partial sums of a dot product, kept apart so that no addition waits for the one before it
+_STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
+
+
+_CHAINS = 4 if _WIDE else 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 
 
 _VECTOR = 4 * LANES  # bytes of a vector
 
 
 _PLANES = {"float32": 2, "bfloat16": 1, "float16": 1}  # number of planes: halfwords per number
-
-
-_MULTIPLIES_PAIRS = "avx512bw" in features()  # whether one instruction does 32 products and adds them in pairs
 
 
 _SHRINKS = 4  # ranges of weights that 4-bit quantisation tries for each group
@@ -122,8 +122,15 @@ def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
 
 def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
     """Emit 32 products of halfwords, added in pairs to the 16 words of `total`: one instruction with AVX512_VNNI."""
-    if _MULTIPLIES_PAIRS:
+    if _WIDE:
         return builder.add(total, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, [first, second]))
+    if "avx2" in features():
+        sums = []
+        for start in (0, LANES):
+            numbers = ir.Constant(_WORDS, list(range(start, start + LANES)))
+            halves = [builder.shuffle_vector(each, each, numbers) for each in (first, second)]
+            sums.append(call_llvm(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, LANES // 2), halves))
+        return builder.add(total, builder.shuffle_vector(*sums, ir.Constant(_WORDS, list(range(LANES)))))
     words = builder.bitcast(first, _WORDS), builder.bitcast(second, _WORDS)
     sixteen = _const(_WORDS, 16)
     low = [builder.ashr(builder.shl(each, sixteen), sixteen) for each in words]

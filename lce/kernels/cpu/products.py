@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lce.kernels.code.shared import GATES, LANES, MOST_ROWS, PRODUCT_ROWS, Gate
+from lce.kernels.code.shared import GATES, MOST_ROWS, PRODUCT_ROWS, Gate
 from lce.kernels.cpu.kernel import Kernels, argument_of
 
 _product = Kernels("products.product")
@@ -34,7 +34,7 @@ def product(
     own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype)
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
-    memory = 4 * MOST_ROWS * (2 * (PRODUCT_ROWS + LANES) + size + _APART)
+    memory = 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART)
     _product[dtype](-(-n_out // PRODUCT_ROWS), x.data_ptr(), weight.data_ptr(), *given, memory=memory)
     return out
 
