@@ -7,7 +7,7 @@ MLP, and the sum with the hidden states.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, float32
+from numba import carray, float32, int64
 
 from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
@@ -22,7 +22,7 @@ from lce.kernels.code.numbers import (
     sum_of_squares,
     write_row,
 )
-from lce.kernels.code.shared import LANES, MOST_ROWS, PRODUCT_ROWS
+from lce.kernels.code.shared import CALL_BYTES, LANES, MOST_ROWS, PRODUCT_ROWS
 
 _CHAINS = 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 
@@ -31,21 +31,21 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 
 @by_dtype(kernel)
-def product(
-    begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, kind, adds, wide_x, wide_out, eps
-):
-    n_parts = 2 if kind else 1
-    norm = carray(pointer(norm_at, stored), (size,))
-    sums = carray(pointer(memory, float32), (2, MOST_ROWS, PRODUCT_ROWS))
-    x_at_first = memory + 4 * 2 * MOST_ROWS * PRODUCT_ROWS
+def product(begin, end, memory, call, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, around, eps):
+    gate_kind, adds, wide_x, wide_out = around_of(around)
+    n_parts = 2 if gate_kind else 1
+    x_at_first = memory + CALL_BYTES
     x = carray(pointer(x_at_first, float32), (n if n <= 2 else (n + 3) // 4 * 4, size + _APART))
-    x[n:] = np.float32(0)
-    for i in range(n):
-        read_row(x_at, i * size, size, wide_x, x[i])
-        if norm_at:
-            scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
-            for j in range(size):
-                x[i, j] = x[i, j] * scale * read(norm[j])
+    sums = carray(pointer(x_at_first + 4 * MOST_ROWS * (size + _APART), float32), (2, MOST_ROWS, PRODUCT_ROWS))
+    if first_of(call, memory):
+        norm = carray(pointer(norm_at, stored), (size,))
+        x[n:] = np.float32(0)
+        for i in range(n):
+            read_row(x_at, i * size, size, wide_x, x[i])
+            if norm_at:
+                scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
+                for j in range(size):
+                    x[i, j] = x[i, j] * scale * read(norm[j])
     for task in range(begin, end):
         first = task * PRODUCT_ROWS
         n_here = min(n_out, first + PRODUCT_ROWS) - first
@@ -59,15 +59,34 @@ def product(
                         sums[part, i, row] += read(bias[row])
         for i in range(n):
             place = i * n_out + first
-            if kind:
+            if gate_kind:
                 for row in range(n_here):
                     gate = sums[0, i, row]
-                    sums[0, i, row] = gate / (np.float32(1) + exp(gate_power(gate, kind))) * sums[1, i, row]
+                    sums[0, i, row] = gate / (np.float32(1) + exp(gate_power(gate, gate_kind))) * sums[1, i, row]
             if adds:
                 read_row(out_at, place, n_here, wide_out, sums[1, i])
                 for row in range(n_here):
                     sums[0, i, row] += sums[1, i, row]
             write_row(out_at, place, n_here, wide_out, sums[0, i])
+
+
+@inner
+def first_of(call, memory):
+    """Return whether a thread's memory is not prepared for the call with this number, and write the number there.
+
+    A thread runs a kernel for several pieces of its items. x is the same for all of them.
+    """
+    prepared = carray(pointer(memory, int64), (1,))
+    if prepared[0] == call:
+        return False
+    prepared[0] = call
+    return True
+
+
+@inner
+def around_of(around):
+    """Return the gate of the argument `around`, whether the result is added, and whether x and the output are wide."""
+    return around & 3, around & 4, around & 8, around & 16
 
 
 _squares = sum_of_squares["float32"]

@@ -13,8 +13,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number of e
 Gate = Literal["silu", "gelu_tanh"]  # the activation of a gated MLP's first half
 GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # the kernels' argument for each gate
 
-PRODUCT_ROWS = 64  # weight rows that a thread of `products` takes at a time
-QUANTISED_TASK = 4  # blocks that a thread of `quantised` takes at a time
+PRODUCT_ROWS = 32  # weight rows that a thread of `products` takes at a time
+QUANTISED_TASK = 2  # blocks that a thread of `quantised` takes at a time
+CALL_BYTES = 64  # bytes of the memory of products that come before x: the number of the call that x was prepared for
 SUPER = 256  # inputs that share the numbers in `supers`
 QUERY_ROWS = 96  # the most queries (of all heads) in a task; packing keys costs little beside so many
 KEYS = 256  # keys that are packed together: with D from 64 to 128, keys and values stay in a core's L2 cache

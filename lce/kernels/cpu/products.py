@@ -6,13 +6,17 @@ MLP, and the sum with the hidden states.
 
 from __future__ import annotations
 
+import itertools
+import secrets
+
 import torch
 from torch import Tensor
 
-from lce.kernels.code.shared import GATES, MOST_ROWS, PRODUCT_ROWS, Gate
+from lce.kernels.code.shared import CALL_BYTES, GATES, MOST_ROWS, PRODUCT_ROWS, Gate
 from lce.kernels.cpu.kernel import Kernels, argument_of
 
 _product = Kernels("products.product")
+calls = itertools.count(secrets.randbits(62))  # numbers of calls, which no other contents of memory equal
 _APART = 80  # the most numbers of padding behind a row of x
 
 
@@ -34,8 +38,9 @@ def product(
     own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype)
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
-    memory = 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART)
-    _product[dtype](-(-n_out // PRODUCT_ROWS), x.data_ptr(), weight.data_ptr(), *given, memory=memory)
+    memory = CALL_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART)
+    numbers = next(calls), x.data_ptr(), weight.data_ptr(), *given
+    _product[dtype](-(-n_out // PRODUCT_ROWS), *numbers, memory=memory)
     return out
 
 
@@ -58,5 +63,5 @@ def around_product(
     wide = x.dtype is not dtype, out.dtype is not dtype
     assert all(y.dtype in (dtype, torch.float32) for y in (x, out)), (x.dtype, out.dtype, dtype)
     bias_at, norm_at = 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr()
-    sizes = n, n_out, width, GATES[gate], onto is not None, *wide, argument_of(eps)
-    return dtype, out, n_out, (bias_at, norm_at, out.data_ptr(), *sizes)
+    flags = GATES[gate] | (onto is not None) << 2 | wide[0] << 3 | wide[1] << 4
+    return dtype, out, n_out, (bias_at, norm_at, out.data_ptr(), n, n_out, width, flags, argument_of(eps))
