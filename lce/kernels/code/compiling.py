@@ -1,4 +1,4 @@
-"""Compiles CPU kernels by Numba, once per kind of processor; the code is cached, and runs on PyTorch's threads."""
+"""Compiles CPU kernels by Numba, once per kind of processor; the code is cached."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import llvmlite
 import numba
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
@@ -32,8 +33,6 @@ _I64 = ir.IntType(64)
 _DIGEST_BYTES = 32  # the bytes of a SHA-256
 
 _lock = threading.RLock()
-_turn = threading.Lock()
-_threads = threading.local()
 
 _steps = StepNotices("compiling kernels")
 
@@ -143,12 +142,12 @@ def call(typing: Any, address: Any, first: Any, stop: Any, argument: Any) -> Any
 
 
 @intrinsic
-def _call_packed(typing: Any, address: Any, first: Any, stop: Any, memory: Any, args: Any, n_args: Any) -> Any:
+def call_packed(typing: Any, address: Any, first: Any, stop: Any, memory: Any, args: Any, n_args: Any) -> Any:
     """In a kernel, call another kernel with memory and with `n_args` arguments, read from the address `args`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         *own, at, number = values
-        end, status = builder.append_basic_block("called"), builder.alloca(_I64)
+        end, status = builder.append_basic_block("called"), cgutils.alloca_once(builder, _I64)
         arguments = builder.inttoptr(at, ir.PointerType(_I64))
         chosen = builder.switch(number, end)
         for n in range(MOST_ARGUMENTS + 1):
@@ -171,11 +170,10 @@ def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
     return builder.zext(status.is_error, _I64)
 
 
-def compiled(body: Callable[..., Any], signature: Any, *, parallel: bool = False) -> Callable[..., Any]:
+def compiled(body: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """Compile a function for one signature, or load its machine code from the cache."""
     with _lock, _configured(DISABLE_JIT=0):
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-        made: Any = numba.njit(parallel=parallel, nogil=True, **_OPTIONS)(body)
+        made: Any = numba.njit(nogil=True, **_OPTIONS)(body)
         made._cache = _KernelFile(usable_cache(), body.__name__)
         try:
             made.compile(signature)

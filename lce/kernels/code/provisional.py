@@ -1,4 +1,4 @@
-"""Compiles kernels where they are used, and runs them on Numba's threads."""
+"""Compiles kernels where they are used."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import importlib
 from functools import cache
 from typing import Any
 
-import numba
-import torch
 from numba import types
 
 from lce.kernels.code import compiling
@@ -30,31 +28,3 @@ def address(name: Any, kind: Any) -> int:
 
 
 _kept: list[Any] = []
-
-
-@cache
-def _alone() -> Any:
-    def alone(n, address, at, args, n_args):
-        return compiling._call_packed(address, 0, n, at, args, n_args)
-
-    return compiling.compiled(compiling._named(alone), types.intp(*[types.intp] * 5))
-
-
-@cache
-def _spread() -> Any:
-    def spread(n, n_parts, address, at, stride, args, n_args):
-        failed = 0
-        for part in numba.prange(n_parts):
-            begin, end = n * part // n_parts, n * (part + 1) // n_parts
-            failed += compiling._call_packed(address, begin, end, at + part * stride, args, n_args)
-        return failed
-
-    return compiling.compiled(compiling._named(spread), types.intp(*[types.intp] * 7), parallel=True)
-
-
-def spread(n: int, n_parts: int, address: int, at: int, stride: int, args: int, n_args: int) -> None:
-    if n_parts == 1:
-        _alone()(n, address, at, args, n_args)
-        return
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    _spread()(n, n_parts, address, at, stride, args, n_args)

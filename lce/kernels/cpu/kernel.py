@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from array import array
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from lce.kernels.code.shared import Layout
+from lce.kernels.cpu import threads
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in kernels' code
 
@@ -30,13 +30,7 @@ class Kernel:
 
         Each thread has `memory` bytes of its own, not initialised, at an address that is a multiple of 64.
         """
-        from lce.kernels.code import provisional
-
-        n_parts = 1 if n < 2 * least else min(n // least, n_threads())
-        stride = -(-memory // 64) * 64
-        scratch = torch.empty(n_parts * stride + 64, dtype=torch.uint8)
-        given, at = array("q", args), -(-scratch.data_ptr() // 64) * 64
-        provisional.spread(n, n_parts, self.address, at, stride, given.buffer_info()[0], len(given))
+        threads.run(self.address, n, args, least, memory)
 
     @cached_property
     def address(self) -> int:
@@ -62,8 +56,3 @@ class Kernels(dict[Any, Kernel]):
 def argument_of(number: float) -> int:
     """Encode a float as a kernel's argument: the integer with the bits of the float64."""
     return int.from_bytes(struct.pack("<d", number), "little", signed=True)
-
-
-def n_threads() -> int:
-    """Return the number of threads that kernels use: PyTorch's. Time: 0.2 us."""
-    return torch.get_num_threads()

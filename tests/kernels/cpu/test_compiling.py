@@ -1,4 +1,4 @@
-"""Kernels are compiled once, found again in a cache, and run by PyTorch's threads."""
+"""Kernels are compiled once and found again in a cache."""
 
 import errno
 import json
@@ -16,24 +16,15 @@ from numba import carray, int64
 from lce.kernels.code import compiling
 from lce.kernels.code.compiling import usable_cache
 from lce.kernels.code.numbers import pointer
-from lce.kernels.cpu.kernel import Kernel, n_threads
+from lce.kernels.cpu.kernel import Kernel
 from lce.progress import StepNotices
 
 PROGRAM = """
 import sys
 import torch
 from lce.kernels.cpu.products import product
-from lce.kernels.cpu.kernel import n_threads
 torch.set_num_threads(2)
-if "threads" in sys.argv:
-    import threading
-    def work():
-        torch.set_num_threads(2)
-        x, w = torch.ones(1, 256), torch.ones(512, 256)
-        assert all(product(x, w)[0, 0].item() == 256 for _ in range(100))
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-print(product(torch.ones(1, 64), torch.ones(16, 64))[0, 0].item(), torch.get_num_threads(), n_threads())
+print(product(torch.ones(1, 64), torch.ones(16, 64))[0, 0].item(), torch.get_num_threads())
 """
 
 
@@ -216,28 +207,3 @@ def test_a_cache_that_others_can_write_is_not_read(monkeypatch: pytest.MonkeyPat
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     assert usable_cache() is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "variables",
-    [{"NUMBA_DISABLE_JIT": "1"}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_THREADING_LAYER": "workqueue"}],
-    ids=str,
-)
-def test_numbas_own_variables_do_no_harm(variables: dict[str, str], tmp_path: Path) -> None:
-    """Numba's simplest threads abort the process at a second call at the same time."""
-    assert run(tmp_path, "threads", **variables).stdout.split()[0] == "64.0"
-
-
-@pytest.mark.slow
-def test_a_threading_layer_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        run(tmp_path, NUMBA_THREADING_LAYER="nothing")
-    assert "UsageError: Numba has no threading layer 'nothing' here" in caught.value.stderr
-
-
-def test_threads_are_pytorchs(any_threads: None) -> None:
-    for number in (1, 2, 1):
-        torch.set_num_threads(number)
-        assert n_threads() <= number
-        assert torch.get_num_threads() == number

@@ -1,0 +1,166 @@
+"""The threads that share a kernel's items: how a job is published, how its items are taken, and how threads wait.
+
+All threads share the memory of the pool. Its word `LEFT` has the number of items that no thread has taken yet and, in
+higher bits, the number of threads that may take some. A thread takes items by one compare-and-swap, and only then reads
+what the job is: a job cannot end before all items that were taken are done, so the job that is read is the one whose
+items were taken. A thread that wakes up too late finds no items, and nobody waits for it. A thread without items spins
+for a short time, then sleeps at a semaphore.
+
+The code calls functions of the C library at addresses in the pool's memory, so it needs no linking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from lce.kernels.code import words
+from lce.kernels.code.compiling import call_packed, features, inner, intrinsic_of, kernel
+
+_I64, _I32 = ir.IntType(64), ir.IntType(32)
+_WORD = types.intp
+
+_BITS = 40  # bits of the number of items in the word `LEFT`
+_ITEMS = (1 << _BITS) - 1
+_TAKES = 4  # a thread takes the items left, divided by this number and by the number of threads
+_SPIN = 50_000  # nanoseconds that a worker looks for items before it sleeps
+_SPINS = 32  # its pauses between two looks at the clock
+_PATIENCE = 1000  # pauses that a caller waits for workers before it sleeps
+
+
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.PointerType(_I64))
+
+
+def _store(builder: Any, address: Any, value: Any) -> None:
+    builder.store_atomic(value, _word(builder, address), "seq_cst", 8)
+
+
+def _swap(builder: Any, address: Any, old: Any, new: Any) -> Any:
+    found = builder.cmpxchg(_word(builder, address), old, new, "seq_cst", "seq_cst")
+    return builder.zext(builder.extract_value(found, 1), _I64)
+
+
+def _pause(builder: Any) -> None:
+    arm = "neon" in features()
+    kind = ir.FunctionType(ir.VoidType(), [_I32] if arm else [])
+    hint = builder.module.declare_intrinsic("llvm.aarch64.hint" if arm else "llvm.x86.sse2.pause", fnty=kind)
+    builder.call(hint, [ir.Constant(_I32, 1)] if arm else [])
+
+
+def _call_c(builder: Any, function: Any, first: Any, second: Any) -> Any:
+    kind = ir.FunctionType(_I32, [_I64, _I64])
+    return builder.zext(builder.call(builder.inttoptr(function, ir.PointerType(kind)), [first, second]), _I64)
+
+
+# Atomic operations on the integer at an address, in one order for all threads. `swap(address, old, new)` returns 1, or
+# 0 if the integer was not `old`.
+load = intrinsic_of("load", _WORD(_WORD), lambda b, at: b.load_atomic(_word(b, at), "seq_cst", 8))
+store = intrinsic_of("store", types.void(_WORD, _WORD), _store)
+add = intrinsic_of("add", _WORD(_WORD, _WORD), lambda b, at, x: b.atomic_rmw("add", _word(b, at), x, "seq_cst"))
+swap = intrinsic_of("swap", _WORD(_WORD, _WORD, _WORD), _swap)
+pause = intrinsic_of("pause", types.void(), _pause)  # lets the other thread of a core run, and saves power
+call_c = intrinsic_of("call_c", _WORD(_WORD, _WORD, _WORD), _call_c)  # calls a function of C with two arguments
+# The first argument of the machine code itself: what `pthread_create` gives a thread.
+given = intrinsic_of("given", _WORD(), lambda b: b.ptrtoint(b.function.args[0], _I64))
+
+
+@inner
+def _now(pool, clock, into):
+    """Return the nanoseconds of a clock. `into` is the address of 16 bytes for the C library's answer."""
+    call_c(load(pool + words.CLOCK), clock, into)
+    return load(into) * 1_000_000_000 + load(into + 8)
+
+
+@inner
+def _run(job, index, first, stop):
+    """Run a job's kernel on some of the job's items, with the memory of thread number `index`."""
+    memory = load(job + words.CALL_MEMORY) + index * load(job + words.CALL_STRIDE)
+    address, n_args = load(job + words.CALL_KERNEL), load(job + words.CALL_N_ARGS)
+    call_packed(address, first, stop, memory, job + words.CALL_ARGS, n_args)
+
+
+@inner
+def _wanted(pool, index):
+    """Return whether thread number `index` may take items: the word `LEFT`, or 0."""
+    left = load(pool + words.LEFT)
+    return left if left & _ITEMS and index < left >> _BITS else 0
+
+
+@inner
+def _take(pool, index):
+    """Run the job's kernel on items until none is left; return the number of items that this thread ran."""
+    done = 0
+    while True:
+        left = _wanted(pool, index)
+        if not left:
+            return done
+        n, least = left & _ITEMS, load(pool + words.LEAST)
+        taken = max(least, n // (_TAKES * (left >> _BITS)))
+        if n - taken < least:
+            taken = n
+        if swap(pool + words.LEFT, left, left - taken):
+            job = load(pool + words.JOB)
+            first = load(job + words.CALL_ITEMS) - n
+            _run(job, index, first, first + taken)
+            done += taken
+
+
+@kernel
+def work(first, stop, memory):
+    """Run items of all jobs, for ever: what a worker does. `given` is the address of its words."""
+    me = given()
+    pool, index = load(me + words.POOL), load(me + words.INDEX)
+    while True:
+        spins, until = 0, 0
+        while not _wanted(pool, index):
+            spins += 1
+            if spins % _SPINS == 0:
+                now = _now(pool, load(pool + words.WALL), me + words.TIME)
+                until = until or now + _SPIN
+                if now >= until:
+                    store(me + words.ASLEEP, 1)
+                    if not _wanted(pool, index) or not swap(me + words.ASLEEP, 1, 0):
+                        call_c(load(pool + words.WAIT), load(me + words.SEMAPHORE), -1)
+                        swap(me + words.ASLEEP, 1, 0)  # if a signal ended the call
+                    until = 0
+            pause()
+        done = _take(pool, index)
+        if done:
+            add(pool + words.DONE, done)
+            if swap(pool + words.ASLEEP, 1, 0):
+                call_c(load(pool + words.POST), load(pool + words.SEMAPHORE), 0)
+
+
+@kernel
+def run(first, stop, memory, job):
+    """Run the job at an address: with the pool's workers, or alone if another thread has the pool."""
+    pool, n, n_threads = load(job + words.CALL_POOL), load(job + words.CALL_ITEMS), load(job + words.CALL_THREADS)
+    if n_threads > 1 and swap(pool + words.LOCK, 0, 1):
+        _share(pool, job, n, n_threads)
+        store(pool + words.LOCK, 0)
+    else:
+        _run(job, 0, 0, n)
+
+
+@inner
+def _share(pool, job, n, n_threads):
+    store(pool + words.JOB, job)
+    store(pool + words.LEAST, load(job + words.CALL_LEAST))
+    store(pool + words.DONE, 0)
+    store(pool + words.LEFT, n_threads << _BITS | n)
+    for i in range(n_threads - 1):
+        worker = pool + words.WORKERS + i * words.WORKER_BYTES
+        if load(worker + words.ASLEEP) and swap(worker + words.ASLEEP, 1, 0):
+            call_c(load(pool + words.POST), load(worker + words.SEMAPHORE), 0)
+    missing, spins = n - _take(pool, 0), 0
+    while load(pool + words.DONE) < missing:
+        spins += 1
+        if spins % _PATIENCE == 0:
+            store(pool + words.ASLEEP, 1)
+            if load(pool + words.DONE) < missing or not swap(pool + words.ASLEEP, 1, 0):
+                call_c(load(pool + words.WAIT), load(pool + words.SEMAPHORE), -1)
+                swap(pool + words.ASLEEP, 1, 0)
+        pause()

@@ -1,0 +1,14 @@
+"""Where the words of memory are that the code of threads and its caller share: offsets in bytes of 64-bit integers."""
+
+from __future__ import annotations
+
+# A job is an array of words: these, and then the kernel's own arguments.
+CALL_POOL, CALL_KERNEL, CALL_ITEMS, CALL_LEAST, CALL_THREADS, CALL_MEMORY, CALL_STRIDE, CALL_N_ARGS, CALL_ARGS = (
+    8 * i for i in range(9)
+)
+# A thread, the caller or a worker. Words that different threads write are a cache line apart.
+ASLEEP, POOL, INDEX, SEMAPHORE, TIME, SEMAPHORE_AT, WORKER_BYTES = 0, 64, 72, 80, 96, 128, 256
+# The pool: first the words of the caller, then these, then those of the workers.
+LEFT, DONE, LOCK = 256, 320, 384
+JOB, LEAST, WAIT, POST, CLOCK, WALL, CPU = (448 + 8 * i for i in range(7))
+WORKERS = 1024

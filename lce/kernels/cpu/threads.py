@@ -1,0 +1,128 @@
+"""The threads of CPU kernels: as many as PyTorch's, without Python, asleep while no kernel runs.
+
+`lce.kernels.code.threads` says how threads share a kernel. A thread that cannot be started is done without. A process
+that is forked starts threads of its own. Threads end with the process; they hold nothing that it has to wait for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from array import array
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lce.kernels.code import words
+
+_MOST = 1024  # threads
+_MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
+
+
+def run(address: int, n: int, args: tuple[int, ...], least: int, memory: int) -> None:
+    """Run the kernel at an address on the items `0..n-1`; threads take `least` items or more at a time.
+
+    Each thread has `memory` bytes of its own, not initialised, at an address that is a multiple of 64. If two threads
+    call at the same time, the second one runs its kernel alone. Time: 1.5 us and the kernel's.
+    """
+    number = 1 if n < 2 * least else min(n // least, torch.get_num_threads())
+    pool, stride = 0, -(-memory // 64) * 64
+    if number > 1:
+        pool, number = _pool.address, _pool.with_threads(number)
+    held, at = _memory(number * stride)
+    job = array("q", (pool, address, n, least, number, at, stride, len(args), *args))
+    address = job.buffer_info()[0]
+    _entry()(address, None, 0, 0, 0, address)
+    del held
+
+
+def _memory(n_bytes: int) -> tuple[Tensor | None, int]:
+    """Return this Python thread's memory of at least so many bytes, and the address of its first multiple of 64."""
+    found: tuple[int, Tensor | None, int] = getattr(_MEMORY, "found", (0, None, 0))
+    if found[0] < n_bytes:
+        memory = torch.empty(n_bytes + 63, dtype=torch.uint8)
+        _MEMORY.found = found = n_bytes, memory, -(-memory.data_ptr() // 64) * 64
+    return found[1], found[2]
+
+
+@cache
+def _entry() -> Any:
+    """Return the compiled `threads.run`; its first arguments are for a result, which is nothing, and for an error."""
+    from lce.kernels.code import provisional
+
+    kinds = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 4)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(provisional.address("threads.run", None))
+
+
+class _Pool:
+    """The workers of this process, and the memory that they share, which stays until the process ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._libc = ctypes.CDLL(None)
+        shared = mmap.mmap(-1, words.WORKERS + _MOST * words.WORKER_BYTES)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))  # workers read it even while Python ends
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
+        self.n_threads, self._most = 1, _MOST
+        mac = sys.platform == "darwin"  # whose semaphores without a name are the dispatch library's
+        names = ("dispatch_semaphore_wait", "dispatch_semaphore_signal") if mac else ("sem_wait", "sem_post")
+        for word, name in zip((words.WAIT, words.POST, words.CLOCK), (*names, "clock_gettime"), strict=True):
+            self._set(self.address + word, ctypes.cast(getattr(self._libc, name), ctypes.c_void_p).value or 0)
+        self._set(self.address + words.WALL, time.CLOCK_MONOTONIC)
+        self._set(self.address + words.CPU, time.CLOCK_THREAD_CPUTIME_ID)
+        self._set(self.address + words.SEMAPHORE, self._semaphore(self.address))
+
+    def with_threads(self, number: int) -> int:
+        """Return how many threads there are, at most `number`, after starting those that were missing."""
+        if number > self.n_threads and self._most > self.n_threads:
+            with self._lock:
+                self._start(min(number, self._most))
+        return min(number, self.n_threads)
+
+    def _start(self, number: int) -> None:
+        from lce.kernels.code import provisional
+
+        work, thread = provisional.address("threads.work", None), ctypes.c_size_t()
+        create, before = self._libc.pthread_create, signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            while self.n_threads < number:
+                at = self.address + words.WORKERS + (self.n_threads - 1) * words.WORKER_BYTES
+                self._set(at + words.POOL, self.address)
+                self._set(at + words.INDEX, self.n_threads)
+                self._set(at + words.SEMAPHORE, self._semaphore(at))
+                if create(ctypes.byref(thread), None, ctypes.c_void_p(work), ctypes.c_void_p(at)):
+                    self._most = self.n_threads  # the system starts no more
+                    return
+                self.n_threads += 1
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _semaphore(self, slot: int) -> int:
+        if sys.platform == "darwin":
+            create = self._libc.dispatch_semaphore_create
+            create.restype = ctypes.c_void_p
+            return int(create(ctypes.c_long(0)))
+        self._libc.sem_init(ctypes.c_void_p(slot + words.SEMAPHORE_AT), 0, 0)
+        return slot + words.SEMAPHORE_AT
+
+    def _set(self, address: int, value: int) -> None:
+        ctypes.c_int64.from_address(address).value = value
+
+
+_pool = _Pool()
+
+
+def _renew() -> None:
+    """Forget the threads of the parent, which a forked process does not have."""
+    global _pool
+    _pool = _Pool()
+
+
+os.register_at_fork(after_in_child=_renew)
