@@ -133,12 +133,14 @@ def subjects(options: argparse.Namespace, n: int, scratch: Path) -> Iterator[tup
         folder = changed(model, partial(in_groups, size), scratch / f"groups-{size}")
         yield f"4 bits in groups of {size}, float32", float("nan"), lce.load(folder, dtype="float32").logits
     if all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf")) and info.family == "llama":
-        from vs_llama_cpp import gguf_of, physical_cores
+        from models import write_gguf
+        from vs_llama_cpp import physical_cores, quantise
 
-        folder = scratch / "model"
-        folder.symlink_to(model.resolve())
+        write_gguf(model, plain := scratch / "model.BF16.gguf")
         for kind in KINDS:
-            path = gguf_of(folder, kind)
+            path = scratch / f"model.{kind}.gguf"
+            if path != plain:
+                quantise(plain, kind, path)
             run = LlamaCpp(path, n, physical_cores())
             yield f"llama.cpp {kind}", path.stat().st_size / 2**20, run.logits
 

@@ -1,18 +1,22 @@
-"""Measures lce's speed relative to llama.cpp: the same random weights, on the same machine, in one run.
+"""Measures lce's speed relative to llama.cpp: the same GGUF files, on the same machine, in one run.
 
-    python benchmarks/vs_llama_cpp.py --models models                  # both shapes, bfloat16, 8 and 4 bits
-    python benchmarks/vs_llama_cpp.py --models models --shape small --dtypes bf16 --methods full,longheads
+    python benchmarks/vs_llama_cpp.py                                  # smollm2, six types of weights, three lengths
+    python benchmarks/vs_llama_cpp.py --quick                          # shorter texts, one run each
+    python benchmarks/vs_llama_cpp.py --native .venv/bin/python --v3 llama-avx2/bin/python   # both levels of processor
 
-Needs the packages llama-cpp-python and gguf; without them, prints one line and exits with 0. Build llama.cpp for this
-machine, or it is slower than it can be:
+Needs llama-cpp-python in the Python given by `--native`, by default this one; without it, prints one line and exits
+with 0. Build llama.cpp for this machine, or it is slower than it can be. For `--v3`, which measures both as on a
+processor of x86-64-v3 (AVX2 without AVX-512), build a second one, in a virtual environment of its own:
 
-    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python gguf
+    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-cache-dir --no-binary llama-cpp-python llama-cpp-python
+    CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --no-cache-dir --no-binary llama-cpp-python llama-cpp-python
 
-Each engine runs in its own process. They are measured in turns, so that a drift of the machine's speed affects both.
-Both have as many threads as there are cores. llama.cpp runs full attention with its flash attention, batches of 2048
-and 512, keys and values in float16. Its time is that of `llama_decode`, with the logits of the last token and the
-likeliest token of a decode step; lce's is that of `generate`. The first decode step is not timed. Speeds are medians;
-above 1, a ratio favours lce. The 8-bit weights are llama.cpp's Q8_0 and the 4-bit ones Q4_K_M, made by itself.
+The files are made of the model's own by llama.cpp: F32 unpacks it, and the others quantise it again. Each engine runs
+in its own process. They are measured in turns, so that a drift of the machine's speed affects both. Both have as many
+threads as there are cores. llama.cpp runs full attention with its flash attention, batches of 2048 and 512, keys and
+values in float16, and its time is that of `llama_decode`, with the logits of the last token and the likeliest token of
+a decode step; lce's is that of `generate`. The first decode step is not timed. Speeds are medians. Decode continues the
+text by some tokens in each turn. A text that takes long is read once.
 """
 
 from __future__ import annotations
@@ -20,90 +24,120 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-import importlib.util
-import inspect
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from models import SHAPES, checkpoint, token_ids, write_gguf
+from models import token_ids
 from workers import Remote, serve
 
-KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_K_M"}  # kinds of weights, and llama.cpp's names
-NEEDS = {"esa": {"compress": "pca"}}  # random weights have no learned maps
+TYPES = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M")  # llama.cpp's names of types of weights
 CHECKED = 32  # tokens whose last logits are compared
+LEVELS: dict[str, dict[str, str]] = {
+    "native": {},
+    "v3": {"LCE_CPU": "v3", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+}
+LONG = 2048  # tokens; a longer text is read once
 
 
 class Lce:
     """lce, as a worker."""
 
-    def load(self, folder: str, kind: str, methods: list[str], window: int | None, threads: int) -> str | None:
-        """Load one engine a method over the same weights; return a line with the reason on failure."""
+    def load(self, path: str, n_ctx: int, threads: int) -> str:
+        """Load a file; return what lce computes in."""
         import lce
-        import lce.lab.bench
 
-        options: dict[str, Any] = {"window": window, "threads": threads}
-        if kind != "bf16":
-            if "weights" not in inspect.signature(lce.load).parameters:
-                return f"lce.load of lce {lce.__version__} has no option weights={kind!r}"
-            options["weights"] = kind
-        self.subjects: dict[str, Any] = {}
-        first = None
-        for name in methods:
-            engine = lce.load(folder, lce.methods.make(name, NEEDS.get(name)), sharing=first, **options)
-            first = first or engine
-            self.subjects[name] = lce.lab.bench.Subject(engine, token_ids)
-        return None
+        self.path, self.n_ctx, self.context = path, n_ctx, None
+        self.engine = lce.load(path, threads=threads)
+        return str(self.engine.dtype).removeprefix("torch.")
 
-    def run(self, method: str, length: int, new_tokens: int) -> list[float]:
-        """Return the tokens a second of prefill and of decode."""
-        subject = self.subjects[method]
-        context, first = subject.prefill(length, new_tokens + 8)
-        with context:
-            return [first.stats.prefill_tokens_per_s, subject.decode(context, new_tokens, first)]
+    def prefill(self, length: int) -> float:
+        """Return the tokens a second."""
+        if self.context:
+            self.context.close()
+        self.context: Any = self.engine.new_context(self.n_ctx)
+        first = self.engine.generate(token_ids(length), context=self.context, max_tokens=1)
+        speed: float = first.stats.prefill_tokens_per_s
+        return speed
 
-    def logits(self, method: str) -> list[float]:
-        found: list[float] = self.subjects[method].engine.logits(token_ids(CHECKED))[-1].tolist()
+    def decode(self, n_tokens: int) -> float:
+        """Return the tokens a second."""
+        steps = 0
+        for id_ in token_ids(100):
+            last = self.engine.generate([id_], context=self.context, max_tokens=n_tokens + 1)
+            # One step per generated token except the first, and one for an end token.
+            steps = last.stats.generated_tokens - (last.finish_reason != "stop")
+            if steps:
+                break
+        return steps / last.stats.decode_s
+
+    def reading(self) -> list[float]:
+        """Return the bytes that a decode step reads now, and the bytes a second at which memory is read."""
+        import lce
+        from lce.lab.bench.ceilings import reading_speed
+
+        work = lce.operations(self.path, self.engine.method, tokens=len(self.context)).decode
+        with lce.profiled(self.engine) as step:
+            self.engine.prefill([1], context=self.context)
+        return [work.weight_bytes // work.tokens + step.read_bytes, reading_speed(self.engine.device)]
+
+    def logits(self) -> list[float]:
+        found: list[float] = self.engine.logits(token_ids(CHECKED))[-1].tolist()
         return found
 
 
 class LlamaCpp:
     """llama.cpp, as a worker."""
 
-    def load(self, path: str, n_ctx: int, threads: int) -> None:
+    def __init__(self) -> None:
         import llama_cpp
 
         self.api = llama_cpp
-        self.llm = llama_cpp.Llama(
+        silence()
+
+    def build(self) -> str:
+        """Return the version, and what the build uses."""
+        features = self.api.llama_print_system_info().decode().removeprefix("CPU : ")
+        names = [part.removesuffix(" = 1") for part in features.strip(" |").split(" | ")]
+        return f"{self.api.__version__} ({', '.join(names)})"
+
+    def make(self, model: str, kind: str, out: str) -> None:
+        """Write a GGUF file with another type of weights."""
+        quantise(model, kind, out)
+
+    def load(self, path: str, n_ctx: int, threads: int) -> None:
+        self.llm = self.api.Llama(
             path, n_ctx=n_ctx, n_batch=2048, n_ubatch=512, n_threads=threads, n_threads_batch=threads,
             flash_attn=True, verbose=False,
         )  # fmt: skip
         self.context = self.llm._ctx.ctx
 
-    def run(self, length: int, new_tokens: int) -> list[float]:
-        """Return the tokens a second of prefill and of decode."""
-        self.clear()
+    def prefill(self, length: int) -> float:
+        """Return the tokens a second."""
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         ids = token_ids(length)
         started = time.perf_counter()
-        last = self.read(ids)
-        prefill = length / (time.perf_counter() - started)
-        last = self.read([int(last.argmax())])
+        self.last = self.read(ids)
+        return length / (time.perf_counter() - started)
+
+    def decode(self, n_tokens: int) -> float:
+        """Return the tokens a second."""
+        self.last = self.read([int(self.last.argmax())])
         started = time.perf_counter()
-        for _ in range(new_tokens):
-            last = self.read([int(last.argmax())])
-        return [prefill, new_tokens / (time.perf_counter() - started)]
+        for _ in range(n_tokens):
+            self.last = self.read([int(self.last.argmax())])
+        return n_tokens / (time.perf_counter() - started)
 
     def logits(self) -> list[float]:
-        self.clear()
-        found: list[float] = self.read(token_ids(CHECKED)).tolist()
+        self.prefill(CHECKED)
+        found: list[float] = self.last.tolist()
         return found
-
-    def clear(self) -> None:
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def read(self, ids: list[int]) -> Any:
         """Read tokens; return the logits after the last one, a view."""
@@ -131,83 +165,60 @@ def silence() -> object:
     return callback
 
 
-def gguf_of(folder: Path, name: str) -> Path:
-    """Return a checkpoint's GGUF file with weights of a kind, by llama.cpp's name, beside the folder, made once."""
-    plain = folder.with_suffix(".bf16.gguf")
-    if not plain.exists():
-        write_gguf(folder, plain)
-    if name == "BF16":
-        return plain
-    path = folder.with_suffix(f".{name}.gguf")
-    if not path.exists():
-        import llama_cpp
+def quantise(model: str | Path, kind: str, out: str | Path) -> None:
+    """Write a GGUF file with another type of weights, by llama.cpp's name, even if the model is quantised already."""
+    import llama_cpp
 
-        silence()
-        draft = path.with_suffix(".making")
-        params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
-        code = llama_cpp.llama_model_quantize(str(plain).encode(), str(draft).encode(), ctypes.byref(params))
-        if code:
-            raise SystemExit(f"llama_model_quantize returned {code} for {name}")
-        draft.replace(path)
-    return path
+    silence()
+    draft = f"{out}.making"
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}")
+    params.allow_requantize = True
+    code = llama_cpp.llama_model_quantize(str(model).encode(), draft.encode(), ctypes.byref(params))
+    if code:
+        raise SystemExit(f"llama_model_quantize returned {code} for {kind}")
+    os.replace(draft, out)
 
 
-def measure(args: argparse.Namespace, folder: Path, kind: str, threads: int) -> list[dict[str, Any]]:
-    """Return a row for each method, figure and length: medians, and their ratio if both were measured."""
-    lengths, methods = [int(n) for n in args.lengths.split(",")], args.methods.split(",")
-    ours, theirs = Remote(__file__, "lce"), Remote(__file__, "llama.cpp")
-    n_ctx = -(-(max(lengths) + args.new_tokens + 8) // 256) * 256
-    theirs.ask("load", path=str(gguf_of(folder, KINDS[kind])), n_ctx=n_ctx, threads=threads)
-    refusal = ours.ask("load", folder=str(folder), kind=kind, methods=methods, window=args.window, threads=threads)
-    if refusal:
-        print(f"{kind}: {refusal}: llama.cpp alone is measured", file=sys.stderr)
-    elif "full" in methods:
-        a, b = ours.ask("logits", method="full"), theirs.ask("logits")
-        apart, largest = max(abs(x - y) for x, y in zip(a, b, strict=True)), max(map(abs, a))
-        print(f"\n{kind}: logits after {CHECKED} tokens differ by {apart:.3g} at most; the largest is {largest:.3g}")
-    rows = []
-    for length in lengths:
-        found: dict[str, list[list[float]]] = {"llama.cpp": [], **({} if refusal else {name: [] for name in methods})}
-        for repeat in range(-1, args.repeats):  # the first does not count
-            for name, runs in found.items():
-                request = {"length": length, "new_tokens": args.new_tokens if repeat >= 0 else 2}
-                run = theirs.ask("run", **request) if name == "llama.cpp" else ours.ask("run", method=name, **request)
-                if repeat >= 0:
-                    runs.append(run)
-        for index, figure in enumerate(("prefill", "decode")):
-            medians = {name: statistics.median(run[index] for run in runs) for name, runs in found.items()}
-            other = medians.pop("llama.cpp")
-            spreads = {name: [min(r[index] for r in runs), max(r[index] for r in runs)] for name, runs in found.items()}
-            for name in methods:
-                own = medians.get(name)
-                rows.append(
-                    {
-                        "weights": kind, "method": name, "figure": figure, "length": length,
-                        "lce": own, "llama_cpp": other, "ratio": own and own / other,
-                        "lce_spread": spreads.get(name), "llama_cpp_spread": spreads["llama.cpp"],
-                    }
-                )  # fmt: skip
-    ours.close()
-    theirs.close()
-    return rows
+def measure(args: argparse.Namespace, ours: Remote, theirs: Remote, path: Path, threads: int) -> dict[str, Any]:
+    """Return the medians of one file: by length, the tokens a second of both engines, and the share of reading."""
+    n_ctx = -(-(max(args.lengths) + (args.repeats + 1) * (args.new_tokens + 2) + 8) // 256) * 256
+    theirs.ask("load", path=str(path), n_ctx=n_ctx, threads=threads)
+    dtype = ours.ask("load", path=str(path), n_ctx=n_ctx, threads=threads)
+    a, b = ours.ask("logits"), theirs.ask("logits")
+    error = max(abs(x - y) for x, y in zip(a, b, strict=True)) / max(map(abs, a))
+    found: dict[str, Any] = {"dtype": dtype, "logits_differ": error, "lengths": {}}
+    for engine in (ours, theirs):  # compiles kernels, and does not count
+        engine.ask("prefill", length=min(args.lengths))
+        engine.ask("decode", n_tokens=2)
+    for length in args.lengths:
+        speeds: dict[str, list[list[float]]] = {"prefill": [], "decode": []}
+        for _ in range(args.repeats if length <= LONG else 1):
+            speeds["prefill"].append([engine.ask("prefill", length=length) for engine in (ours, theirs)])
+        read_bytes, reading = ours.ask("reading")
+        for _ in range(args.repeats):
+            speeds["decode"].append([engine.ask("decode", n_tokens=args.new_tokens) for engine in (ours, theirs)])
+        medians = {what: [statistics.median(x) for x in zip(*runs, strict=True)] for what, runs in speeds.items()}
+        reading = max(reading, ours.ask("reading")[1])
+        share = read_bytes * medians["decode"][0] / reading
+        found["lengths"][length] = {**medians, "reading": reading, "read_bytes": read_bytes, "share": share}
+        print(f"{path.stem} {length}: {found['lengths'][length]}", file=sys.stderr, flush=True)
+    return found
 
 
-def table(shape: str, rows: list[dict[str, Any]]) -> str:
-    """Return one table as Markdown."""
-    lines = [
-        f"\n### {shape}\n",
-        "| weights | tok/s | length | lce's method | lce | llama.cpp, full | lce / llama.cpp |",
-    ]
-    lines.append("|---|---|---:|---|---:|---:|---:|")
-    for row in rows:
-        own, ratio = (
-            "–" if row[key] is None else f"{row[key]:{form}}" for key, form in (("lce", ".4g"), ("ratio", ".2f"))
-        )
-        lines.append(
-            f"| {row['weights']} | {row['figure']} | {row['length']:,} | `{row['method']}` | {own} "
-            f"| {row['llama_cpp']:.4g} | {ratio} |"
-        )
+def table(lengths: list[int], rows: dict[str, dict[str, Any]]) -> str:
+    """Return the rows of one level, by type of weights, as Markdown."""
+    heads = [f"{what} {length:,}" for what in ("prefill", "decode") for length in lengths]
+    lines = [f"| weights | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for kind, row in rows.items():
+        cells = []
+        for what in ("prefill", "decode"):
+            for length in lengths:
+                at = row["lengths"][length]
+                own, other = at[what]
+                share = f", {at['share']:.2f}" if what == "decode" else ""
+                cells.append(f"**{own / other:.2f}** {own:,.{int(own < 100)}f}{share}")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -226,49 +237,71 @@ def physical_cores() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, action="append")
-    parser.add_argument("--dtypes", default="bf16,int8,int4", help=f"kinds of weights: {', '.join(KINDS)}")
-    parser.add_argument("--methods", default="full", help="lce's methods; llama.cpp has full attention")
-    parser.add_argument("--lengths", default="512,2048,8192")
-    parser.add_argument("--window", type=int, help="positions that lce's methods trust the model on")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--model", default="smollm2", help="a GGUF file, or a name of one that lce knows")
+    parser.add_argument(
+        "--native", metavar="PYTHON", help="has llama.cpp built for this processor; default: this Python"
+    )
+    parser.add_argument("--v3", metavar="PYTHON", help="has llama.cpp built for AVX2: measure both without AVX-512")
+    parser.add_argument("--types", default=",".join(TYPES), help="types of weights, by llama.cpp's names")
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], help="default: 512,2048,8192")
+    parser.add_argument("--repeats", type=int, help="default: 3")
+    parser.add_argument("--new-tokens", type=int, default=24, help="decoded in each turn")
+    parser.add_argument("--quick", action="store_true", help="lengths 512 and 2,048, once, unless given")
     parser.add_argument("--threads", type=int, help="of both engines; default: the physical cores")
-    parser.add_argument("--models", type=Path, help="a folder that keeps the weights for the next run")
-    parser.add_argument("--json", type=Path, help="a file for all rows")
+    parser.add_argument("--models", type=Path, help="a folder that keeps the files for the next run")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
     parser.add_argument("--serve", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(WORKERS[args.serve]())
         return
-    missing = [name for name in ("llama_cpp", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
-        print('nothing to compare with: CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python gguf')
-        return
-    if strange := set(args.dtypes.split(",")) - set(KINDS):
-        parser.error(f"unknown dtypes {', '.join(sorted(strange))}; expected some of {', '.join(KINDS)}")
-    compare(args)
+    args.lengths = args.lengths or ([512, 2048] if args.quick else [512, 2048, 8192])
+    args.repeats = args.repeats or (1 if args.quick else 3)
+    if strange := set(args.types.split(",")) - set(TYPES):
+        parser.error(f"unknown types {', '.join(sorted(strange))}; expected some of {', '.join(TYPES)}")
+    pythons = {level: python for level in LEVELS if (python := getattr(args, level))} or {"native": sys.executable}
+    for python in pythons.values():
+        if subprocess.run([python, "-c", "import llama_cpp"], stderr=subprocess.DEVNULL, check=False).returncode:
+            print(f'no llama.cpp in {python}: CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python')
+            return
+    compare(args, pythons)
 
 
-def compare(args: argparse.Namespace) -> None:
-    import llama_cpp
-
+def compare(args: argparse.Namespace, pythons: dict[str, str]) -> None:
+    """Measure each level of processor, and print its table."""
+    import lce
     from lce.lab.bench import machine
 
-    threads = args.threads or physical_cores()
-    build = llama_cpp.llama_print_system_info().decode().strip(" |")
-    print(f"{machine()}; llama-cpp-python {llama_cpp.__version__} ({build}); {threads} threads each, medians of "
-          f"{args.repeats}, {args.new_tokens} tokens decoded", flush=True)  # fmt: skip
-    found: dict[str, list[dict[str, Any]]] = {}
+    threads, found = args.threads or physical_cores(), dict[str, Any]()
+    named = Path(args.model)
+    model = named if named.is_file() else Path(lce.info(args.model).folder)
     with tempfile.TemporaryDirectory() as temporary:
-        for shape in args.shape or SHAPES:
-            folder = checkpoint(args.models or Path(temporary), shape, "bfloat16", 16384)
-            found[shape] = []
-            for kind in args.dtypes.split(","):
-                found[shape] += measure(args, folder, kind, threads)
-            print(table(shape, found[shape]), flush=True)
+        folder = args.models or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for level, python in pythons.items():
+            ours, theirs = Remote(__file__, "lce", env=LEVELS[level]), Remote(__file__, "llama.cpp", python)
+            build, rows = theirs.ask("build"), dict[str, Any]()
+            if level == "v3" and "AVX512" in build:
+                raise SystemExit(f"llama.cpp of {python} uses {build}; expected one built with -DGGML_NATIVE=OFF")
+            for kind in args.types.split(","):
+                path = folder / f"{model.stem}.{kind}.gguf"
+                if not path.exists():
+                    theirs.ask("make", model=str(model), kind=kind, out=str(path))
+                rows[kind] = measure(args, ours, theirs, path, threads)
+            speeds = [at["reading"] / 1e9 for row in rows.values() for at in row["lengths"].values()]
+            print(
+                f"\n{machine()}, {level}; {threads} threads; llama.cpp {build}. {model.stem}: lce / llama.cpp, lce's "
+                f"tokens a second, and decode's share of the reading speed, {min(speeds):.0f} to {max(speeds):.0f} "
+                f"GB/s.\n\n{table(args.lengths, rows)}\n",
+                flush=True,
+            )
+            for kind, row in rows.items():
+                print(f"{kind}: lce uses {row['dtype']}; logits differ by {row['logits_differ']:.3f} of the largest")
+            found[level] = {"llama_cpp": build, "rows": rows}
+            ours.close()
+            theirs.close()
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "threads": threads, "shapes": found}, indent=1))
+        args.json.write_text(json.dumps({"machine": machine(), "threads": threads, "levels": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,15 @@ def serve(worker: Any) -> None:
 
 
 class Remote:
-    """One engine in its own process: `script --serve name`."""
+    """One engine in its own process: `script --serve name`, by a Python and with variables of its own."""
 
-    def __init__(self, script: str, name: str) -> None:
+    def __init__(self, script: str, name: str, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, script, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, script, "--serve", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
         )
 
     def ask(self, what: str, **request: Any) -> Any:

@@ -58,7 +58,9 @@ def report_lines(report: Report) -> list[str]:
         "|---|---:|",
         f"| reading memory | {best.reading / 1e9:.1f} GB/s |",
         f"| copying memory, read and written | {best.copying / 1e9:.1f} GB/s |",
-        f"| products of {best.rows} rows, {report.dtype} | {best.product / 1e9:,.0f} GFLOP/s |",
+        *(f"| products of {best.rows} rows, {x} | {_operations(x, rate)} |" for x, rate in best.products.items()),
+        "",
+        f"Prefill is compared with products in {best.fastest}, the fastest, and decode with reading memory.",
         "",
         *markdown(names.split(", "), map(_row, report.rows)),
     ]
@@ -85,6 +87,11 @@ def _spread(spread: Spread) -> str:
 def _number(x: float) -> str:
     """Format a number to three digits, such as `40.7`, but show all digits of large ones: `1,622`."""
     return f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
+
+
+def _operations(dtype: str, rate: float) -> str:
+    """Format a rate of operations, such as `169 GFLOP/s`; those on integers are no floating-point operations."""
+    return f"{rate / 1e9:,.0f} {'GOP' if dtype == 'int8' else 'GFLOP'}/s"
 
 
 def _step(times: StepTimes) -> list[str]:

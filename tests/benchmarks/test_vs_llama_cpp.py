@@ -1,7 +1,6 @@
 """lce beside llama.cpp: the same weights give nearly the same logits; without the packages one line says so."""
 
 import importlib
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -31,37 +30,55 @@ def vs_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_same_weights_give_the_same_logits(vs_llama_cpp: ModuleType, tmp_path: Path, kv_heads: int) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
-    vs_llama_cpp.SHAPES["tiny"] = {**SHAPE, "num_key_value_heads": kv_heads}
-    folder = vs_llama_cpp.checkpoint(tmp_path, "tiny", "bfloat16")
-    assert vs_llama_cpp.checkpoint(tmp_path, "tiny", "bfloat16") == folder
+    models = sys.modules["models"]
+    models.SHAPES["tiny"] = {**SHAPE, "num_key_value_heads": kv_heads}
+    folder = models.checkpoint(tmp_path, "tiny", "bfloat16")
+    assert models.checkpoint(tmp_path, "tiny", "bfloat16") == folder
     weights = load_file(folder / "model.safetensors")  # so large that attention and its rotation decide the logits
     larger = {name: x * 15 if "layers" in name and x.ndim == 2 else x for name, x in weights.items()}
     save_file(larger, folder / "model.safetensors", {"format": "pt"})
     engine = lce.load(folder, dtype="float32")
     worker = vs_llama_cpp.LlamaCpp()
-    worker.load(str(vs_llama_cpp.gguf_of(folder, "BF16")), n_ctx=256, threads=1)
+    models.write_gguf(folder, tmp_path / "a.gguf")
+    worker.load(str(tmp_path / "a.gguf"), n_ctx=256, threads=1)
     theirs = torch.tensor(worker.logits())
     ours = engine.logits(vs_llama_cpp.token_ids(vs_llama_cpp.CHECKED))[-1]
     assert (ours - theirs).abs().max() < 0.02 * ours.abs().max()
-    prefill, decode = worker.run(40, 3)
-    assert min(prefill, decode) > 0
+    assert min(worker.prefill(40), worker.decode(3)) > 0
 
 
-def test_a_table_shows_what_was_not_measured(vs_llama_cpp: ModuleType) -> None:
-    row = {"weights": "int8", "method": "full", "figure": "decode", "length": 2048, "llama_cpp": 80.0}
-    rows = [{**row, "lce": None, "ratio": None}, {**row, "lce": 60.0, "ratio": 0.75}]
-    assert vs_llama_cpp.table("small", rows).splitlines()[-2:] == [
-        "| int8 | decode | 2,048 | `full` | – | 80 | – |",
-        "| int8 | decode | 2,048 | `full` | 60 | 80 | 0.75 |",
+def test_a_row_has_ratios_speeds_and_the_share_of_reading(vs_llama_cpp: ModuleType) -> None:
+    at = {512: {"prefill": [3000.0, 1500.0], "decode": [94.25, 89.1], "share": 0.618}}
+    assert vs_llama_cpp.table([512], {"Q4_0": {"lengths": at}}).splitlines() == [
+        "| weights | prefill 512 | decode 512 |",
+        "|---|---:|---:|",
+        "| Q4_0 | **2.00** 3,000 | **1.06** 94.2, 0.62 |",
     ]
 
 
-def test_without_the_packages_one_line_says_so(
-    vs_llama_cpp: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_decode_step_reads_the_weights_and_what_is_cached(
+    vs_llama_cpp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vs_llama_cpp, "token_ids", lambda n: [i % 700 + 2 for i in range(n)])
+    worker, found = vs_llama_cpp.Lce(), []
+    assert worker.load("demo", n_ctx=256, threads=1) == "float32"
+    for length in (60, 160):
+        assert min(worker.prefill(length), worker.decode(3)) > 0
+        found.append((len(worker.context), worker.reading()[0]))
+    config, (less, more) = worker.engine.model.config, found
+    row = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # bytes of a token's keys and values
+    assert more[1] - less[1] == row * (more[0] - less[0])
+    stored = (lce.info("demo").folder / "model.safetensors").stat().st_size
+    assert 0.9 * stored < less[1] - row * less[0] < 2.1 * stored
+
+
+def test_without_the_packages_one_line_says_so(
+    vs_llama_cpp: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "llama_cpp.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["vs_llama_cpp.py"])
     vs_llama_cpp.main()
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert "pip install llama-cpp-python gguf" in out
+    assert "pip install llama-cpp-python" in out

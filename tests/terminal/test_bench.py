@@ -13,7 +13,7 @@ from tests.command import assert_error, run
 
 REPORT = Report(
     "demo", "a machine", "1.0", "bfloat16", "cpu", 4096, 3, 32, 0, {"full": "Full()"},
-    Ceilings(35.04e9, 20e9, 400e9, 512),
+    Ceilings(35.04e9, 20e9, {"float32": 400e9, "int8": 350e9}, 512),
     [
         Row("full", 8192, Spread(1622.4, 1600, 1650.0), Spread(40.66, 40.0, 41), Spread(0.3158, 0.31, 0.32),
             3 << 20, 1 << 20, 1e9, 0.351, 0.284, None),
@@ -26,7 +26,7 @@ REPORT = Report(
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "ceilings", lambda *_: Ceilings(1e9, 2e9, 3e12, 8))
+    monkeypatch.setattr(measure, "ceilings", lambda *_: Ceilings(1e9, 2e9, {"int8": 3e12}, 8))
 
 
 def test_a_report_as_markdown() -> None:
@@ -39,7 +39,10 @@ def test_a_report_as_markdown() -> None:
         "|---|---:|",
         "| reading memory | 35.0 GB/s |",
         "| copying memory, read and written | 20.0 GB/s |",
-        "| products of 512 rows, bfloat16 | 400 GFLOP/s |",
+        "| products of 512 rows, float32 | 400 GFLOP/s |",
+        "| products of 512 rows, int8 | 350 GOP/s |",
+        "",
+        "Prefill is compared with products in float32, the fastest, and decode with reading memory.",
         "",
         "| method | length | prefill tok/s | of products | decode tok/s | of reading | read a token | first token s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -68,7 +71,12 @@ def test_prints_markdown_and_writes_json(tiny_model: Path, tmp_path: Path) -> No
     assert content["methods"]["longheads"].startswith("LongHeads(chunk_size=8")
     alone = run(*args, "--json", "-", "--quiet")
     assert (alone.exit_code, alone.stderr) == (0, "")
-    assert json.loads(alone.stdout)["ceilings"] == {"reading": 1e9, "copying": 2e9, "product": 3e12, "rows": 40}
+    assert json.loads(alone.stdout)["ceilings"] == {
+        "reading": 1e9,
+        "copying": 2e9,
+        "products": {"int8": 3e12},
+        "rows": 40,
+    }
 
 
 def test_says_once_that_a_text_is_beyond_the_window(tiny_model: Path) -> None:

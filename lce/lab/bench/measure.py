@@ -49,8 +49,9 @@ class Row:
     """The results of one method at one length. `prefill` and `decode` are tokens per second, `first_token` seconds.
 
     A decode step reads `weight_bytes` of weights, and `cache_bytes` of keys, values and what a method scores. A prefill
-    computes `prefill_flops`. `prefill_share` is the median prefill speed divided by what the machine's rate of matrix
-    products allows, `decode_share` the median decode speed divided by what its rate of reading memory allows.
+    computes `prefill_flops`. `prefill_share` is the median prefill speed divided by what the machine's highest rate of
+    matrix products in any dtype allows, `decode_share` the median decode speed divided by what its rate of reading
+    memory allows.
     `warning` says that the text is longer than the method can read, and is None otherwise.
     """
 
@@ -187,7 +188,7 @@ class Bench:
             except CapacityError as error:
                 error.add_note(f"this is what {name} is measured with at a length of {length:,}")
                 raise
-        self.ceilings = Ceilings(0.0, 0.0, 0.0, min(MOST_ROWS, max(self.lengths)))
+        self.ceilings = Ceilings(0.0, 0.0, {}, min(MOST_ROWS, max(self.lengths)))
         self._planning = {name: loading[name] for name in OF_PLANS if name in loading}
         self._runs: dict[tuple[int, str], Measured] = {}
         self._profile: list[StepTimes] = []

@@ -16,7 +16,7 @@ NORMS = 64
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose ceilings are known."""
-    found = iter([Ceilings(1e9, 2e9, 1e12, 8), Ceilings(5e8, 3e9, 2e12, 8)] * 9)
+    found = iter([Ceilings(1e9, 2e9, {"float32": 1e12}, 8), Ceilings(5e8, 3e9, {"float32": 2e12}, 8)] * 9)
     monkeypatch.setattr(measure, "ceilings", lambda *_: next(found))
 
 
@@ -29,7 +29,7 @@ def test_every_method_and_length(tiny_model: Path) -> None:
     assert told == [(done, 12) for done in range(13)]
     rows = [(length, name) for length in (16, 40) for name in ("full", "longheads")]
     assert [(row.length, row.method) for row in report.rows] == rows
-    assert report.ceilings == Ceilings(1e9, 3e9, 2e12, 40)
+    assert report.ceilings == Ceilings(1e9, 3e9, {"float32": 2e12}, 40)
     assert report.methods["longheads"] == repr(method)
     assert (report.dtype, report.window, report.repeats, report.new_tokens) == ("float32", 64, 2, 3)
     for row in report.rows:
