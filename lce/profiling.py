@@ -77,10 +77,15 @@ _COUNTING = "counting"  # the category of the profile's own counting, whose time
 _NOTHING = nullcontext()
 
 
+def is_profiling() -> bool:
+    """Return whether this thread is taking a profile."""
+    return _clock is not None and _clock.thread == threading.get_ident()
+
+
 def section(category: str) -> AbstractContextManager[None]:
     """Add the time inside `with` to `category` of the profile, if this thread is taking one."""
     clock = _clock
-    return _NOTHING if clock is None or clock.thread != threading.get_ident() else clock.section(category)
+    return clock.section(category) if clock is not None and is_profiling() else _NOTHING
 
 
 Count = Callable[..., None]  # takes the clock, a marked function's result, and that function's arguments

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig, RopeConfig, check_layer_types, check_supported, read_rope
-from lce.models.products import Gate, linear, rows_of
+from lce.models.products import Gate, Replays, linear, rows_of
 from lce.weights.packed import Scheme, all_schemes
 
 # The attention hook takes (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, and returns [H, T, D].
@@ -86,6 +86,7 @@ class Model:
         self.final_norm = weights["norm"]
         self.head = weights.get("head", self.embed)
         devices = [layer.device for layer in self.layers]
+        self._replays = Replays()
         self.borders = {i: devices[i] for i in range(1, len(devices)) if devices[i] != devices[i - 1]}
 
     def __call__(self, ids: Tensor, indices: Tensor, attend: Attend) -> Tensor:
@@ -93,7 +94,10 @@ class Model:
 
         The tokens may belong to several texts. No shape and no branch depends on the values of `ids` and `indices`.
         """
-        x = self.embedded(ids)
+        return self._replays.run(self.embedded(ids), self._through, attend)
+
+    def _through(self, x: Tensor, attend: Attend) -> Tensor:
+        """Return the last layer's hidden states for the first ones, `x [T, hidden]`, which may be overwritten."""
         borders = self.borders
         for layer in self.layers:
             if layer.index in borders:

@@ -19,6 +19,7 @@ from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.elementwise import runs_on
 from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.products import product
+from lce.kernels.cpu.replay import Replays as Replays  # for models
 from lce.kernels.cuda import launching
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked

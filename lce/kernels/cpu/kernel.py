@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +15,8 @@ from lce.kernels.code.shared import Layout
 from lce.kernels.cpu import threads
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in kernels' code
+
+_thread = threading.local()  # `calls`: where this thread's calls of kernels are recorded, if they are
 
 
 class Kernel:
@@ -30,6 +35,9 @@ class Kernel:
 
         Each thread has `memory` bytes of its own, not initialised, at an address that is a multiple of 64.
         """
+        calls: list[Call] | None = getattr(_thread, "calls", None)
+        if calls is not None:
+            calls.append(Call(self, n, [*args], least, memory))
         threads.run(self.address, n, args, least, memory)
 
     @cached_property
@@ -38,6 +46,29 @@ class Kernel:
         from lce.kernels.code import provisional
 
         return provisional.address(self.name, self.kind)
+
+
+class Call(NamedTuple):
+    """A recorded call of a kernel."""
+
+    kernel: Kernel
+    n: int
+    args: list[int]
+    least: int
+    memory: int
+
+    def __call__(self) -> None:
+        threads.run(self.kernel.address, self.n, self.args, self.least, self.memory)
+
+
+@contextmanager
+def recording(calls: list[Call] | None) -> Iterator[list[Call]]:
+    """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
+    before, _thread.calls = getattr(_thread, "calls", None), calls
+    try:
+        yield calls if calls is not None else []
+    finally:
+        _thread.calls = before
 
 
 class Kernels(dict[Any, Kernel]):

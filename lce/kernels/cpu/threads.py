@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,7 @@ _MOST = 1024  # threads
 _MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
 
 
-def run(address: int, n: int, args: tuple[int, ...], least: int, memory: int) -> None:
+def run(address: int, n: int, args: Sequence[int], least: int, memory: int) -> None:
     """Run the kernel at an address on the items `0..n-1`; threads take `least` items or more at a time.
 
     Each thread has `memory` bytes of its own, not initialised, at an address that is a multiple of 64. If two threads

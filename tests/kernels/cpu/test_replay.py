@@ -1,0 +1,72 @@
+"""A decode step that replays the kernels of an earlier one computes the same as the model's own code."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import lce
+from lce.kernels.cpu.kernel import Call
+from lce.kernels.cpu.replay import Replays
+from tests.checkpoints import save_tiny, tokens
+
+FAMILIES = {  # and whether their steps are replayed: PyTorch adds and converts between kernels in the others
+    ("LlamaForCausalLM", "llama"): True,
+    ("Qwen3ForCausalLM", "qwen3"): True,
+    ("Gemma3ForCausalLM", "gemma3_text"): False,
+}
+
+
+def steps(engine: lce.Engine) -> list[tuple[int, float]]:
+    """Eight tokens behind a text of 90, and the logarithms of their probabilities."""
+    found = engine.generate(tokens(90), max_tokens=8, temperature=0, logprobs=1)
+    return [(each.token_id, each.logprob) for each in found.logprobs or []]
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The recorded calls of kernels that were run again."""
+    found: list[Call] = []
+    run = Call.__call__
+
+    def noted(self: Call) -> None:
+        found.append(self)
+        run(self)
+
+    monkeypatch.setattr(Call, "__call__", noted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("names", FAMILIES, ids=lambda names: names[1])
+def test_a_replayed_step_has_the_same_bits(
+    names: tuple[str, str], dtype: str, replayed: list[Call], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture, kind = names
+    save_tiny(tmp_path, architectures=[architecture], model_type=kind, torch_dtype=dtype)
+    found = {method: steps(lce.load(tmp_path, method=method)) for method in ("streaming", "longheads")}
+    assert bool(replayed) is FAMILIES[names]
+    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    for method, ours in found.items():
+        assert ours == steps(lce.load(tmp_path, method=method))
+
+
+def test_threads_do_not_share_a_recording(tmp_path: Path, replayed: list[Call]) -> None:
+    engine = lce.load(save_tiny(tmp_path), method="streaming")
+    expected, found = steps(engine), dict[int, list[tuple[int, float]]]()
+    threads = [threading.Thread(target=lambda i=i: found.update({i: steps(engine)})) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert replayed
+    assert found == dict.fromkeys(range(3), expected)
+
+
+def test_a_profile_sees_the_steps_own_parts(tmp_path: Path, replayed: list[Call]) -> None:
+    engine = lce.load(save_tiny(tmp_path), method="streaming")
+    steps(engine)
+    replayed.clear()
+    with lce.profiled(engine) as profile:
+        steps(engine)
+    assert profile.seconds["products"] > 0
+    assert not replayed
