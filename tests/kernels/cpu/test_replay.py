@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 import lce
 from lce.kernels.cpu.kernel import Call
 from lce.kernels.cpu.replay import Replays
