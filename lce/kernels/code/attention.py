@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray, float32, int64
 
 from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
-from lce.kernels.code.numbers import exp2, itemsize, pointer, read, stored, write
+from lce.kernels.code.numbers import exp2, itemsize, log2, pointer, read, stored, write
 from lce.kernels.code.rows import LOWEST, finish, put_query, scratch
 from lce.kernels.code.shared import QUERY_ROWS
 from lce.kernels.code.vectors import take
@@ -190,4 +190,4 @@ def merge_slots(first, stop, memory, out_at, lse_at, merged_at, total_at, n_slot
         share = np.float32(1) / weights if weights != 0 else np.float32(0)
         for d in range(dim):
             merged[row, d] = write(sums[d] * share)
-        total[row] = top + np.log(weights) if weights != 0 else np.float32(-np.inf)
+        total[row] = top + log2(weights) / per_log2 if weights != 0 else np.float32(-np.inf)

@@ -6,7 +6,7 @@ import numpy as np
 from numba import carray, float32, int64
 
 from lce.kernels.code.compiling import by_dtype, kernel
-from lce.kernels.code.numbers import exp, itemsize, pointer, read, stored, write
+from lce.kernels.code.numbers import exp, itemsize, log2, pointer, read, stored, write
 
 
 @by_dtype(kernel)
@@ -24,7 +24,7 @@ def merged(first, stop, memory, n_parts, size, out_at, total_at, parts_at):
         for i in range(n_parts):
             weights[i] = exp(weights[i] - top) if weights[i] != np.float32(-np.inf) else np.float32(0)
             whole += weights[i]
-        total[row] = top + np.log(whole)
+        total[row] = top + log2(whole) * np.float32(0.6931471805599453)
         scale = np.float32(1) / whole if whole != np.float32(0) else np.float32(0)
         sums[:] = 0
         for i in range(n_parts):

@@ -146,3 +146,17 @@ def exp2(x):
     p = p * r + np.float32(1)
     power = float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
     return np.float32(0) if x < np.float32(-126) else p * power
+
+
+@inner
+def log2(x):
+    """Compute the base-2 logarithm in float32 of a normal x > 0, to within 2 units in the last place; NaN for NaN."""
+    x = np.float32(x)
+    bits = bits_of_float(x)
+    exponent = np.int32(bits - np.uint32(0x3F3504F3)) >> np.int32(23)  # x = m * 2**exponent, 0.7071 <= m < 1.4143
+    m = np.float64(float_of_bits(bits - (np.uint32(exponent) << np.uint32(23))))
+    s = (m - 1) / (m + 1)  # log(m) = 2 * (s + s**3/3 + s**5/5 + ...), |s| < 0.1716
+    t = s * s
+    series = 1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t / 11))))
+    found = np.float32(exponent + 2.8853900817779268 * s * series)
+    return found if x == x else x

@@ -18,30 +18,36 @@ from numba import carray, float32, int64, uint32
 
 from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
-from lce.kernels.code.numbers import bits_of_float, exp2, float_of_bits, itemsize, pointer, read, stored, write
+from lce.kernels.code.numbers import bits_of_float, exp2, float_of_bits, itemsize, log2, pointer, read, stored, write
 from lce.kernels.code.shared import ITEMSIZE, KEYS
 from lce.kernels.code.vectors import largest
 
 FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
 LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
+_PANEL = 64 if vectors.WIDE else 16  # columns of a panel of packed keys or values: a product's columns at once
 
 
 @cache
-def _panels(pairs: bool, dtype: str) -> Callable[..., Any]:
-    """Return a compiled function, which kernels call to compute `C [rows, width] += A [rows, n] · B [n, width]`.
+def _panels(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable[..., Any]:
+    """Return a compiled function, which kernels call to compute columns of `C += A [rows, n] · B`.
 
-    `rows` is 6, 4, 2 or 1, and `width` is a multiple of 16. `a`, `b` and `c` are the addresses of the matrices, each
-    followed by the bytes between its rows. `vectors.multiply` explains `pairs` and `dtype`.
+    The columns are `first..stop-1`, both multiples of 16. `rows` is one of `heights`. `a`, `b` and `c` are the
+    addresses of the matrices, each followed by the bytes between its rows. B consists of panels of `_PANEL` columns,
+    `b_panel` bytes from one to the next. `vectors.multiply` explains `pairs` and `dtype`.
     """
-    multiply, itemsize = vectors.multiply(pairs, dtype), ITEMSIZE[dtype]
+    widths = (4, 2, 1) if vectors.WIDE else (1,)
+    multiply = vectors.multiply(pairs, dtype, tuple((rows, width) for rows in heights for width in widths))
+    itemsize = ITEMSIZE[dtype]
 
     @separate
-    def product(rows, a, a_stride, b, b_stride, c, c_stride, n, width):
-        column = 0
-        while column < width:
-            left = width - column
-            vectors = 4 if left >= 64 else 2 if left >= 32 else 1
-            multiply(rows, vectors, a, a_stride, b + itemsize * column, b_stride, c + 4 * column, c_stride, n)
+    def product(rows, a, a_stride, b, b_stride, b_panel, c, c_stride, n, first, stop):
+        column = first
+        while column < stop:
+            behind = column % _PANEL
+            left = min(stop - column, _PANEL - behind)
+            vectors = 4 if left >= 64 else 2 if left >= 32 and _PANEL > 16 else 1
+            b_at = b + column // _PANEL * b_panel + behind * itemsize
+            multiply(rows, vectors, a, a_stride, b_at, b_stride, c + 4 * column, c_stride, n)
             column += 16 * vectors
 
     return product
@@ -51,63 +57,69 @@ def _panels(pairs: bool, dtype: str) -> Callable[..., Any]:
 # step of `_dots` takes, and the compiled products and transposition.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
-_chunk = ByDtype(lambda dtype: 16 * per_word[dtype])
+_lanes = 16 if vectors.WIDE else 8
+_chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
 _transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
-_product = ByDtype(lambda dtype: _panels(_pairs[dtype], "float32"))
-_direct = ByDtype(lambda dtype: _panels(False, dtype))
-_dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {1: 16, 2: 8, 4: 4, 8: 2}))
+_widen = ByDtype(lambda dtype: vectors.widen(dtype))
+_product = ByDtype(lambda dtype: _panels(_pairs[dtype], "float32", (6,)))
+_direct = ByDtype(lambda dtype: _panels(False, dtype, (4, 2, 1)))
+_dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {n: _lanes // n for n in (1, 2, 4)}, 1, _lanes))
 
 
 @by_dtype(separate)
 def _pack_keys(k_at, k_row, n, dim, packed):
-    """Pack keys `[n, D]` at an address: `packed[i, w]` has word w of the 64 keys from key `64·i` on, side by side.
+    """Pack keys `[n, D]` at an address: `packed[i, w]` has word w of the keys from key `_PANEL·i` on, side by side.
 
-    `packed` is `[KEYS/64, D/per_word, 64]`; a word has `per_word` numbers of one key.
+    `packed` is `[KEYS/_PANEL, D/per_word, _PANEL]`; a word has `per_word` numbers of one key.
     """
     words, packed_at = dim // per_word, packed.ctypes.data
     whole_keys, whole_words = n // 16 * 16, words // 16 * 16
     for key in range(0, whole_keys, 16):
         for word in range(0, whole_words, 16):
-            target = packed_at + 4 * ((key // 64 * words + word) * 64 + key % 64)
-            _transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 256)
+            target = packed_at + 4 * ((key // _PANEL * words + word) * _PANEL + key % _PANEL)
+            _transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 4 * _PANEL)
     for key in range(n):
         first = whole_words if key < whole_keys else 0
         source = carray(pointer(k_at + key * k_row + first * per_word * itemsize, stored), (dim,))
         for i in range(words - first):
             if _pairs:
                 bits = uint32(source[2 * i]) | (uint32(source[2 * i + 1]) << uint32(16))
-                packed[key // 64, first + i, key % 64] = float_of_bits(bits)
+                packed[key // _PANEL, first + i, key % _PANEL] = float_of_bits(bits)
             else:
-                packed[key // 64, first + i, key % 64] = read(source[i])
+                packed[key // _PANEL, first + i, key % _PANEL] = read(source[i])
 
 
 @by_dtype(separate)
 def _pack_values(v_at, row, n, dim, packed):
-    """Pack values `[n, D]` at an address into `packed [KEYS/per_word, D]`, with zeros up to a multiple of 32 values.
+    """Pack values `[n, D]` at an address into panels, with zeros up to a multiple of 32 values.
 
-    With `_pairs`, a word has the same dimension of two values: values i and i + 16 of each 32 values.
+    `packed` is `[panels, KEYS/per_word, _PANEL]`. With `_pairs`, a word has the same dimension of two values: values i
+    and i + 16 of each 32 values.
     """
     for key in range((n + 31) // 32 * 32):
         source = carray(pointer(v_at + key * row, stored), (dim,))
-        if _pairs:
-            if key & 16:
-                continue
-            other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
-            target = packed[key // 32 * 16 + key % 16]
-            if key + 16 < n:
-                for d in range(dim):
-                    target[d] = float_of_bits(uint32(source[d]) | (uint32(other[d]) << uint32(16)))
-            elif key < n:
-                for d in range(dim):
-                    target[d] = float_of_bits(uint32(source[d]))
-            else:
+        other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
+        if _pairs and key & 16:
+            continue
+        for panel in range(len(packed)):
+            first, target = panel * _PANEL, packed[panel, key // 32 * 16 + key % 16 if _pairs else key]
+            width = min(dim - first, _PANEL)
+            if key >= n:
                 target[:] = np.float32(0)
-        elif key < n:
-            target = packed[key]
-            for d in range(dim):
-                target[d] = read(source[d])
-        else:
-            packed[key] = np.float32(0)
+            elif _pairs:
+                if key + 16 < n:
+                    for d in range(width):
+                        bits = uint32(source[first + d]) | (uint32(other[first + d]) << uint32(16))
+                        target[d] = float_of_bits(bits)
+                else:
+                    for d in range(width):
+                        target[d] = float_of_bits(uint32(source[first + d]))
+            else:
+                whole = width // 16 * 16
+                for d in range(0, whole, 16):
+                    _widen(v_at + key * row + (first + d) * itemsize, target[d:].ctypes.data)
+                for d in range(whole, width):
+                    target[d] = read(source[first + d])
 
 
 @by_dtype(inner)
@@ -138,44 +150,47 @@ def _soften(scores, first, stop, scale, state, sums, dim):
 
 
 @by_dtype(separate)
-def _score_keys(rows, q_at, q_row, k_at, k_row, n, out, dim):
-    """Write the dot products of 8, 4, 2 or 1 queries with n ≥ 16 keys, read in place, to `out [rows, n]`."""
-    n_chunks, at_once, key = dim // _chunk, 16 // rows, 0
+def _score_keys(rows, q_at, q_row, k_at, k_row, n, out_at, dim):
+    """Write the dot products of 4, 2 or 1 queries with n ≥ 16 keys, read in place, to rows of scores at `out_at`."""
+    n_chunks, at_once, key = dim // _chunk, _lanes // rows, 0
     while key < n:
         key = min(key, n - at_once)  # the last step computes some scores again
-        _dots(rows, q_at, q_row, k_at + key * k_row, k_row, out[0, key:].ctypes.data, 4 * KEYS, n_chunks)
+        _dots(rows, q_at, q_row, k_at + key * k_row, k_row, out_at + 4 * key, 4 * KEYS, n_chunks)
         key += at_once
 
 
 @by_dtype(inner)
 def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
-    """Do what `attend_rows` does, for few rows: read keys and values in place, because packing would cost more."""
+    """Do what `attend_rows` does, for few rows: read keys and values in place, because packing would cost more.
+
+    Rows are multiplied four or two at a time: three rows with another one, so that keys are read once.
+    """
     queries, spans, state, sums, _, _, scores, _ = memory
-    q_row, sums_row, start = 4 * queries.shape[1], 4 * sums.shape[1], first
+    q_row, sums_row, panel, start = 4 * queries.shape[1], 4 * sums.shape[1], _PANEL * itemsize, first
+    n_rows = n if n == 1 else (n + 1) // 2 * 2
     while start < stop:
         left = stop - start
         size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # leaves 0 keys or at least 16
         row = 0
-        while row < n:
-            left = n - row
-            rows = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-            q_at, out = queries[row:].ctypes.data, scores[row : row + rows]
-            _score_keys(rows, q_at, q_row, k_at + start * k_row, k_row, size, out, dim)
+        while row < n_rows:
+            rows = min(4, n_rows - row)
+            _score_keys(
+                rows, queries[row:].ctypes.data, q_row, k_at + start * k_row, k_row, size, scores[row:].ctypes.data, dim
+            )
             row += rows
-        for row in range(n):
+        for row in range(n_rows):
             low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
-            if low < high:
+            if row < n and low < high:
                 _soften(scores[row], low, high, scale, state[row], sums[row], dim)
                 scores[row, : low // 32 * 32] = np.float32(0)
                 scores[row, high:size] = np.float32(0)
             else:
                 scores[row, :size] = np.float32(0)
         row = 0
-        while row < n:
-            left = n - row
-            rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
+        while row < n_rows:
+            rows = min(4, n_rows - row)
             weights_at, to = scores[row:].ctypes.data, sums[row].ctypes.data
-            _direct(rows, weights_at, scores.strides[0], v_at + start * v_row, v_row, to, sums_row, size, dim)
+            _direct(rows, weights_at, 4 * KEYS, v_at + start * v_row, v_row, panel, to, sums_row, size, 0, dim)
             row += rows
         start += size
 
@@ -190,34 +205,31 @@ def attend_rows(first, stop, _memory, args):
     """
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
-    if n <= FEW_ROWS and dim % _chunk == 0 and stop - first >= 16:
+    queries, spans, state, sums, keys, values, scores, weights = memory
+    for row in range(n, (n + 5) // 6 * 6):  # rows that are multiplied beside the others
+        queries[row], sums[row] = np.float32(0), np.float32(0)
+        spans[row, 0], spans[row, 1] = 0, 0
+    if n <= FEW_ROWS and dim % 16 == 0 and dim % _chunk == 0 and stop - first >= 16:
         _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
         return
-    queries, spans, state, sums, keys, values, scores, weights = memory
     words, sums_row, wide = dim // per_word, 4 * sums.shape[1], sums.shape[1]
     for start in range(first, stop, KEYS):
         size = min(KEYS, stop - start)
         _pack_keys(k_at + start * k_row, k_row, size, dim, keys)
         _pack_values(v_at + start * v_row, v_row, size, dim, values)
-        row = 0
-        while row < n:
-            left = n - row
-            rows = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
+        for row in range(0, n, 6):
             begin, end = size, int64(0)
-            for i in range(row, row + rows):
+            for i in range(row, row + 6):
                 low, high = max(spans[i, 0] - start, 0), min(spans[i, 1] - start, size)
                 if low < high:
                     begin, end = min(begin, low // 32 * 32), max(end, (high + 31) // 32 * 32)
             if begin < end:
-                for i in range(rows):
+                for i in range(6):
                     scores[i, begin:end] = np.float32(0)
-                column, q_at = begin, queries[row:].ctypes.data
-                while column < end:
-                    width = min(end, column // 64 * 64 + 64) - column
-                    at_keys, to = keys[column // 64, 0, column % 64 :].ctypes.data, scores[0, column:].ctypes.data
-                    _product(rows, q_at, 4 * words, at_keys, keys.strides[1], to, scores.strides[0], words, width)
-                    column += width
-                for i in range(rows):
+                q_at, to = queries[row:].ctypes.data, scores.ctypes.data
+                panel = keys.strides[0]
+                _product(6, q_at, 4 * words, keys.ctypes.data, 4 * _PANEL, panel, to, 4 * KEYS, words, begin, end)
+                for i in range(6):
                     low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
                     if low < high:
                         _soften(scores[i], low, high, scale, state[row + i], sums[row + i], dim)
@@ -227,7 +239,7 @@ def attend_rows(first, stop, _memory, args):
                     scores[i, begin:low] = np.float32(0)
                     scores[i, high:end] = np.float32(0)
                 if _pairs:
-                    for i in range(rows):
+                    for i in range(6):
                         for j in range(begin, end, 32):
                             lower, upper = scores[i, j : j + 16], scores[i, j + 16 : j + 32]
                             packed = weights[i, j // 2 : j // 2 + 16]
@@ -238,9 +250,9 @@ def attend_rows(first, stop, _memory, args):
                     left_at, left_row = weights[0, begin // 2 :].ctypes.data, weights.strides[0]
                 else:
                     left_at, left_row = scores[0, begin:].ctypes.data, scores.strides[0]
-                right_at, to = values[begin // per_word].ctypes.data, sums[row].ctypes.data
-                _product(rows, left_at, left_row, right_at, sums_row, to, sums_row, (end - begin) // per_word, wide)
-            row += rows
+                right_at, to, panel = values[0, begin // per_word].ctypes.data, sums[row].ctypes.data, values.strides[0]
+                n_words = (end - begin) // per_word
+                _product(6, left_at, left_row, right_at, 4 * _PANEL, panel, to, sums_row, n_words, 0, wide)
 
 
 @by_dtype(inner)
@@ -274,14 +286,7 @@ def finish(state, sums, out, lse, at, dim):
     share = np.float32(1) / state[1] if seen else np.float32(0)
     for d in range(dim):
         out[at, d] = write(sums[d] * share)
-    lse[at] = (state[0] + np.log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
-
-
-@by_dtype(inner)
-def scratch_size(n_rows, dim):
-    """Return the size of the memory that `scratch` divides, in words of four bytes."""
-    wide = (dim + 15) // 16 * 16
-    return n_rows * (dim // per_word + 6 + wide) + (dim + wide) * KEYS // per_word + 14 * KEYS + 32
+    lse[at] = (state[0] + log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
 
 
 @by_dtype(inner)
@@ -290,13 +295,14 @@ def scratch(at, n_rows, dim):
 
     The arrays are views of an address: if Numba allocated the arrays itself, Numba would count references at each use.
     """
-    wide, words = (dim + 15) // 16 * 16, dim // per_word
+    wide, words, n_rows = (dim + 15) // 16 * 16, dim // per_word, (n_rows + 5) // 6 * 6
+    n_panels = (wide + _PANEL - 1) // _PANEL
     spans = carray(pointer(at, int64), (n_rows, 2))
     at += 16 * n_rows
-    keys = carray(pointer(at, float32), (KEYS // 64, words, 64))
+    keys = carray(pointer(at, float32), (KEYS // _PANEL, words, _PANEL))
     at += 4 * words * KEYS
-    values = carray(pointer(at, float32), (KEYS // per_word, wide))
-    at += 4 * KEYS // per_word * wide
+    values = carray(pointer(at, float32), (n_panels, KEYS // per_word, _PANEL))
+    at += 4 * KEYS // per_word * n_panels * _PANEL
     scores = carray(pointer(at, float32), (8, KEYS))
     at += 32 * KEYS
     weights = carray(pointer(at, float32), (6, KEYS // 2))

@@ -18,6 +18,7 @@ from lce.kernels.code.compiling import features, intrinsic_of
 from lce.kernels.code.shared import ITEMSIZE, LANES
 
 PAIRS = "avx512bf16" in features()
+WIDE = "avx512f" in features()  # whether a register holds 16 numbers, and there are 32 of them
 
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 _WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
@@ -51,11 +52,12 @@ def splat(builder: Any, number: Any, kind: Any) -> Any:
 
 
 def multiply_add(builder: Any, pairs: bool, x: Any, y: Any, total: Any) -> Any:
-    """Emit `x * y + total` on 16 float32 numbers; with `pairs`, x and y are 16 words of two bfloat16 numbers each."""
-    kind = _PAIRED if pairs else _FLOATS
-    x, y = builder.bitcast(x, kind), builder.bitcast(y, kind)
-    name, args = ("llvm.x86.avx512bf16.dpbf16ps.512", [total, x, y]) if pairs else ("llvm.fma.v16f32", [x, y, total])
-    return call_llvm(builder, name, _FLOATS, args)
+    """Emit `x * y + total` on float32 numbers; with `pairs`, x and y are 16 words of two bfloat16 numbers each."""
+    kind = _PAIRED if pairs else total.type
+    x, y, lanes = builder.bitcast(x, kind), builder.bitcast(y, kind), total.type.count
+    if pairs:
+        return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [total, x, y])
+    return call_llvm(builder, f"llvm.fma.v{lanes}f32", kind, [x, y, total])
 
 
 def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
@@ -64,11 +66,11 @@ def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
     return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
 
 
-def multiply(pairs: bool, dtype: str) -> Callable[..., Any]:
+def multiply(pairs: bool, dtype: str, shapes: tuple[tuple[int, int], ...]) -> Callable[..., Any]:
     """Return an intrinsic that computes `C [rows, 16·columns] += A [rows, n] · B [n, 16·columns]` in a kernel.
 
-    The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride, n)`: 6, 4, 2 or 1 rows; 4, 2 or 1
-    columns of 16 numbers; the address of each matrix, followed by the bytes between its rows; and n ≥ 1. A and C are
+    The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride, n)`: rows and columns of 16 numbers, a
+    pair of `shapes`; the address of each matrix, followed by the bytes between its rows; and n ≥ 1. A and C are
     float32, and B is of `dtype`. With `pairs`, A and B consist of words of two bfloat16 numbers, and both products of
     two words are added to C. All of C stays in `rows · columns` vector registers. Each number of C is one sum over n in
     order, so its bits do not depend on `rows` and `columns`.
@@ -100,14 +102,13 @@ def multiply(pairs: bool, dtype: str) -> Callable[..., Any]:
             builder.store(sums[cell], place, align=4)
 
     def emit_all(builder: Any, n_rows: Any, n_columns: Any, *args: Any) -> None:
-        shapes = [(rows, columns) for rows in (6, 4, 2, 1) for columns in (4, 2, 1)]
         cases = {8 * rows + columns: partial(emit, builder, rows, columns, args) for rows, columns in shapes}
         _switch(builder, builder.add(builder.mul(n_rows, i64(8)), n_columns), cases)
 
-    return intrinsic_of(f"multiply {pairs} {dtype}", types.void(*[types.intp] * 9), emit_all)
+    return intrinsic_of(f"multiply {pairs} {dtype} {shapes}", types.void(*[types.intp] * 9), emit_all)
 
 
-def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1) -> Callable[..., Any]:
+def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1, lanes: int = LANES) -> Callable[..., Any]:
     """Return an intrinsic that computes the product `Q · Kᵀ` of a few rows of Q with a few rows of K in a kernel.
 
     The intrinsic takes `(rows, q, q_stride, k, k_stride, out, out_stride, n)`: the number of rows of Q; the address of
@@ -117,7 +118,8 @@ def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1) -> C
     `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. `rows · columns` is a power of two. The
     order of a sum does not depend on `rows` and `columns`.
     """
-    width, kind = 64 if pairs else 16 * ITEMSIZE[dtype], "float32" if pairs else dtype
+    width, kind = lanes * 4 if pairs else lanes * ITEMSIZE[dtype], "float32" if pairs else dtype
+    floats, n_bytes = ir.VectorType(_F32, lanes), 4 * lanes
 
     def emit(builder: Any, rows: int, n_keys: int, args: Any) -> None:
         q, q_stride, k, k_stride, out, out_stride, n = args
@@ -127,36 +129,41 @@ def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1) -> C
             left, right, after = {}, {}, {}
             for chain, i, j in cells:
                 if j == 0:
-                    here = builder.add(builder.mul(step, i64(64 * chains)), i64(64 * chain))
+                    here = builder.add(builder.mul(step, i64(n_bytes * chains)), i64(n_bytes * chain))
                     at = builder.add(builder.mul(q_stride, i64(i)), here)
-                    left[i] = _load_words(builder, q, at, "float32")
+                    left[i] = _load_words(builder, q, at, "float32", lanes)
                 if i == 0:
                     there = builder.add(builder.mul(step, i64(width * chains)), i64(width * chain))
-                    right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, i64(j)), there), kind)
+                    right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, i64(j)), there), kind, lanes)
                 after[chain, i, j] = multiply_add(builder, pairs, left[i], right[j], sums[chain, i, j])
             return after
 
-        after = loop(builder, n, dict.fromkeys(cells, ir.Constant(_FLOATS, [0.0] * LANES)), turn)
+        after = loop(builder, n, dict.fromkeys(cells, ir.Constant(floats, [0.0] * lanes)), turn)
         sums = [after[0, i, j] for i in range(rows) for j in range(n_keys)]
         for chain in range(1, chains):
             sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
-        for distance in (8, 4, 2, 1):
+        for distance in _halves(lanes):
             if distance < len(sums):  # two vectors become one vector with the partial sums of both
                 halves = [exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
                 sums = [builder.fadd(*pair) for pair in halves]
             else:
-                order = ir.Constant(_WORDS, [lane ^ distance for lane in range(LANES)])
+                order = ir.Constant(ir.VectorType(_I32, lanes), [lane ^ distance for lane in range(lanes)])
                 sums = [builder.fadd(each, builder.shuffle_vector(each, each, order)) for each in sums]
         for i in range(rows):
-            lanes = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
-            part = builder.shuffle_vector(sums[0], sums[0], lanes)
+            chosen = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
+            part = builder.shuffle_vector(sums[0], sums[0], chosen)
             place = _at(builder, out, builder.mul(out_stride, i64(i)), ir.VectorType(_F32, n_keys))
             builder.store(part, place, align=4)
 
     def emit_all(builder: Any, n_rows: Any, *args: Any) -> None:
         _switch(builder, n_rows, {rows: partial(emit, builder, rows, n, args) for rows, n in columns.items()})
 
-    return intrinsic_of(f"dots {pairs} {dtype} {columns} {chains}", types.void(*[types.intp] * 8), emit_all)
+    return intrinsic_of(f"dots {pairs} {dtype} {columns} {chains} {lanes}", types.void(*[types.intp] * 8), emit_all)
+
+
+def _halves(lanes: int) -> list[int]:
+    """Return `[lanes/2, lanes/4, ..., 1]`: the distances in a sum over lanes or a transposition."""
+    return [lanes >> i for i in range(1, lanes.bit_length())]
 
 
 def loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict[Any, Any]]) -> dict[Any, Any]:
@@ -200,20 +207,29 @@ def transpose(dtype: str, pairs: bool) -> Callable[..., Any]:
     from `dtype`, or with `pairs` two bfloat16 numbers, which stay together.
     """
 
+    lanes = LANES if WIDE else LANES // 2  # all vectors of a block of lanes * lanes words fit in registers
+
     def emit(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
-        kind, steps = "float32" if pairs else dtype, [i64(i) for i in range(LANES)]
-        rows = [_load_words(builder, source, builder.mul(source_stride, i), kind) for i in steps]
-        for i, row in zip(steps, transposed(builder, rows), strict=True):
-            builder.store(row, _at(builder, target, builder.mul(target_stride, i), _WORDS), align=4)
+        kind = "float32" if pairs else dtype
+        for first in range(0, LANES, lanes):
+            for word in range(0, LANES, lanes):
+                places = [
+                    builder.add(builder.mul(source_stride, i64(first + i)), i64(ITEMSIZE[kind] * word))
+                    for i in range(lanes)
+                ]
+                rows = [_load_words(builder, source, place, kind, lanes) for place in places]
+                for i, row in enumerate(transposed(builder, rows)):
+                    place = builder.add(builder.mul(target_stride, i64(word + i)), i64(4 * first))
+                    builder.store(row, _at(builder, target, place, row.type), align=4)
 
     return intrinsic_of(f"transpose {dtype} {pairs}", types.void(*[types.intp] * 4), emit)
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Emit the transposition of 16 vectors of 16 words."""
+    """Emit the transposition of n vectors of n words."""
     rows = list(rows)
-    for distance in (8, 4, 2, 1):
-        for i in range(LANES):
+    for distance in _halves(len(rows)):
+        for i in range(len(rows)):
             if not i & distance:
                 rows[i], rows[i + distance] = exchanged(builder, rows[i], rows[i + distance], distance)
     return rows
@@ -224,21 +240,33 @@ def exchanged(builder: Any, first: Any, second: Any, distance: int) -> tuple[Any
 
     The upper half of each block of `first` changes places with the lower half of the same block of `second`.
     """
-    low = [e if not e & distance else LANES + e - distance for e in range(LANES)]
-    high = [e + distance if not e & distance else LANES + e for e in range(LANES)]
-    result = (builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes)) for lanes in (low, high))
+    lanes = first.type.count
+    low = [e if not e & distance else lanes + e - distance for e in range(lanes)]
+    high = [e + distance if not e & distance else lanes + e for e in range(lanes)]
+    kind = ir.VectorType(_I32, lanes)
+    result = (builder.shuffle_vector(first, second, ir.Constant(kind, chosen)) for chosen in (low, high))
     return next(result), next(result)
 
 
-def _load_words(builder: Any, address: Any, offset: Any, dtype: str) -> Any:
-    """Emit a load of 16 numbers of a dtype, widened to float32, as words with the bits of the float32 numbers."""
+def _load_words(builder: Any, address: Any, offset: Any, dtype: str, lanes: int = LANES) -> Any:
+    """Emit a load of `lanes` numbers of a dtype, widened to float32, as words with the bits of the float32 numbers."""
+    words = ir.VectorType(_I32, lanes)
     if dtype == "float32":
-        return builder.load(_at(builder, address, offset, _WORDS), align=4)
+        return builder.load(_at(builder, address, offset, words), align=4)
     if dtype == "float16":
-        half = builder.load(_at(builder, address, offset, ir.VectorType(ir.HalfType(), LANES)), align=2)
-        return builder.bitcast(builder.fpext(half, _FLOATS), _WORDS)
-    bits = builder.load(_at(builder, address, offset, ir.VectorType(ir.IntType(16), LANES)), align=2)
-    return builder.shl(builder.zext(bits, _WORDS), ir.Constant(_WORDS, [16] * LANES))
+        half = builder.load(_at(builder, address, offset, ir.VectorType(ir.HalfType(), lanes)), align=2)
+        return builder.bitcast(builder.fpext(half, ir.VectorType(_F32, lanes)), words)
+    bits = builder.load(_at(builder, address, offset, ir.VectorType(ir.IntType(16), lanes)), align=2)
+    return builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * lanes))
+
+
+def widen(dtype: str) -> Callable[..., Any]:
+    """Return the intrinsic `(source, target)`: it copies 16 numbers of a dtype at an address to another, as float32."""
+
+    def emit(builder: Any, source: Any, target: Any) -> None:
+        builder.store(_load_words(builder, source, i64(0), dtype), _at(builder, target, i64(0), _WORDS), align=4)
+
+    return intrinsic_of(f"widen {dtype}", types.void(types.intp, types.intp), emit)
 
 
 def _largest(builder: Any, address: Any, n: Any) -> Any:

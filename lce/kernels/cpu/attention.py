@@ -17,9 +17,8 @@ from lce.kernels.code.shared import KEYS, QUERY_ROWS
 from lce.kernels.cpu.kernel import Kernels, argument_of
 
 FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
-PIECE = (
-    512  # keys of a piece; if a KV head has more than FEW and at most QUERY_ROWS queries, a piece has 8 times as many
-)
+PIECE = 512  # keys of a piece; with more than FEW and at most QUERY_ROWS queries, a piece has 8 times as many
+_LEAST_PIECE = 128  # keys of a piece of a short text: all threads have work
 _SLOT_ROWS = 64  # the smallest number of queries that a thread of `merge_slots` takes
 
 _attend, _attend_tiles = Kernels("attention.attend"), Kernels("attention.attend_tiles")
@@ -56,7 +55,8 @@ def attend(
     if n_rows > QUERY_ROWS:
         per_block = max(1, QUERY_ROWS // rep)
     else:
-        piece = PIECE if n_rows <= FEW else 8 * PIECE
+        most = PIECE if n_rows <= FEW else 8 * PIECE
+        piece = max(_LEAST_PIECE, min(most, groups * n_keys // 16 // _LEAST_PIECE * _LEAST_PIECE))
         n_pieces = -(-n_keys // piece)
     n_tasks = groups * -(-n_queries // per_block) * n_pieces
     partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # unused with one piece
@@ -122,5 +122,5 @@ def _steepness(dim: int) -> int:
 
 def _memory(n_rows: int, dim: int) -> int:
     """Return the bytes of a thread's memory: what `rows.scratch` divides for n rows, and arguments of `attend_rows`."""
-    wide = -(-dim // 16) * 16
-    return 128 + 4 * (n_rows * (dim + 6 + wide) + (dim + wide + 14) * KEYS + 32)
+    wide = -(-dim // 64) * 64
+    return 128 + 4 * ((n_rows + 5) * (dim + 6 + wide) + (dim + wide + 14) * KEYS + 32)
