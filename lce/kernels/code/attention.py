@@ -1,8 +1,7 @@
 """Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to its chosen tiles.
 
-A tile is the keys and values of one chunk of one KV head. Threads take tasks from a queue, and `rows.attend_rows`
-computes a task. Only shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of
-threads.
+A tile is the keys and values of one chunk of one KV head. An item is a task, which `rows.attend_rows` computes. Only
+shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ def _merge_pieces(states, partial, dim):
 
 
 @by_dtype(kernel)
-def attend(_first, _stop, memory, args):
+def attend(first_task, stop_task, memory, args):
     q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
     groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece = arguments(args + 56, 9)
     q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, partial_at = arguments(args + 128, 9)
-    queue, done = args + 200, args + 208  # addresses: the next task's number, and each KV head's count of done pieces
+    done = args + 200  # the address of each KV head's count of done pieces
     out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
     lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))
     n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_keys + piece - 1) // piece
@@ -54,10 +53,7 @@ def attend(_first, _stop, memory, args):
     queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
     given[5], given[7] = k_row * itemsize, v_row * itemsize
-    while True:
-        task = take(queue)
-        if task >= n_tasks:
-            break
+    for task in range(first_task, stop_task):
         group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
         if causal:  # the last queries see the most keys, so their tasks start first
             block = n_blocks - 1 - block
@@ -94,32 +90,21 @@ def attend(_first, _stop, memory, args):
 
 
 @by_dtype(kernel)
-def attend_tiles(_first, _stop, memory, args):
-    q_at, cos_at, sin_at, tile_at, k_at, v_at, out_at, lse_at = arguments(args, 8)
-    n_heads, n_queries, n_slots, n_turns, n_tiles, size, dim = arguments(args + 64, 7)
-    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at = arguments(args + 120, 8)
-    queue, n_rows = args + 184, n_heads * n_queries * n_slots
-    tile = carray(pointer(tile_at, int64), (n_rows,))
+def attend_tiles(first_task, stop_task, memory, args):
+    q_at, cos_at, sin_at, sorted_at, k_at, v_at, out_at, lse_at = arguments(args, 8)
+    n_heads, n_queries, n_slots, n_turns, size, dim = arguments(args + 64, 6)
+    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at = arguments(args + 112, 8)
+    n_rows = n_heads * n_queries * n_slots
     out = carray(pointer(out_at, stored), (n_rows, dim))
     lse = carray(pointer(lse_at, float32), (n_rows,))
-    order = _sorted_rows(tile, n_tiles, memory)  # row numbers; each thread sorts all of them
-    memory += 16 * n_rows + 8 * 2064
-    tasks = carray(pointer(memory, int64), (n_rows + 1,))  # the index in `order` of each task's first row
-    memory += (8 * n_rows + 8 + 63) // 64 * 64
-    n_tasks, begin = 0, 0
-    for i in range(len(order)):
-        if i == 0 or tile[order[i]] != tile[order[i - 1]] or i - begin == QUERY_ROWS:
-            tasks[n_tasks] = begin = i
-            n_tasks += 1
-    tasks[n_tasks] = len(order)
+    order_at, tile_at, tasks_at = arguments(sorted_at + 8, 3)
+    order, tile = carray(pointer(order_at, int64), (n_rows,)), carray(pointer(tile_at, int64), (n_rows,))
+    tasks = carray(pointer(tasks_at, int64), (n_rows + 1,))
     given, memory = carray(pointer(memory, int64), (9,)), memory + 128
     queries, spans, state, sums, _, _, _, _ = scratch(memory, QUERY_ROWS, dim)
     given[0], given[1], given[2], given[8] = memory, QUERY_ROWS, dim, steepness
     given[5], given[7] = k_row * itemsize, v_row * itemsize
-    while True:
-        task = take(queue)
-        if task >= n_tasks:
-            break
+    for task in range(first_task, stop_task):
         first, n = tasks[task], tasks[task + 1] - tasks[task]
         for i in range(n):
             row = order[first + i]
@@ -138,14 +123,17 @@ def attend_tiles(_first, _stop, memory, args):
             finish(state[i], sums[i], out, lse, order[first + i], dim)
 
 
-@inner
-def _sorted_rows(tile, n_tiles, memory):
-    """Return the numbers of the rows whose tile is not -1, sorted by tile: a stable radix sort with 11-bit digits."""
-    n = 0
-    for row in range(len(tile)):
-        n += tile[row] >= 0
-    order, spare = carray(pointer(memory, int64), (n,)), carray(pointer(memory + 8 * len(tile), int64), (n,))
-    starts = carray(pointer(memory + 16 * len(tile), int64), (2049,))
+@kernel
+def sort_rows(_first, _stop, _memory, tile_at, n_rows, n_tiles, at):
+    """Sort the rows whose tile is not -1 by tile, and cut them into tasks: a stable radix sort with 11-bit digits.
+
+    Writes four integers to the address `at`: the number of tasks; the addresses of the sorted rows' numbers, of `tile`,
+    and of the index of each task's first row among the sorted rows. Uses `3 * n_rows + 2054` integers from there on.
+    """
+    tile, found = carray(pointer(tile_at, int64), (n_rows,)), carray(pointer(at, int64), (4,))
+    starts, tasks = carray(pointer(at + 32, int64), (2049,)), carray(pointer(at + 16424, int64), (n_rows + 1,))
+    order_at = at + 16432 + 8 * n_rows
+    order, spare = carray(pointer(order_at, int64), (n_rows,)), carray(pointer(order_at + 8 * n_rows, int64), (n_rows,))
     n = 0
     for row in range(len(tile)):
         if tile[row] >= 0:
@@ -164,7 +152,13 @@ def _sorted_rows(tile, n_tiles, memory):
             starts[digit] += 1
         order, spare = spare, order
         shift += 11
-    return order
+    n_tasks, begin = 0, 0
+    for i in range(n):
+        if i == 0 or tile[order[i]] != tile[order[i - 1]] or i - begin == QUERY_ROWS:
+            tasks[n_tasks] = begin = i
+            n_tasks += 1
+    tasks[n_tasks] = n
+    found[0], found[1], found[2], found[3] = n_tasks, order.ctypes.data, tile_at, tasks.ctypes.data
 
 
 @by_dtype(kernel)

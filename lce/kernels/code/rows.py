@@ -20,10 +20,11 @@ from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
 from lce.kernels.code.numbers import bits_of_float, exp2, float_of_bits, itemsize, log2, pointer, read, stored, write
 from lce.kernels.code.shared import ITEMSIZE, KEYS
-from lce.kernels.code.vectors import largest
+from lce.kernels.code.vectors import largest, prefetch
 
 FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
 LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
+_STEP = 32  # values that few rows read at a time, while the next keys are fetched
 _PANEL = 64 if vectors.WIDE else 16  # columns of a panel of packed keys or values: a product's columns at once
 
 
@@ -62,8 +63,9 @@ _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
 _transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
 _widen = ByDtype(lambda dtype: vectors.widen(dtype))
 _product = ByDtype(lambda dtype: _panels(_pairs[dtype], "float32", (6,)))
-_direct = ByDtype(lambda dtype: _panels(False, dtype, (4, 2, 1)))
-_dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, {n: _lanes // n for n in (1, 2, 4)}, 1, _lanes))
+_direct = ByDtype(lambda dtype: _panels(False, dtype, (4, 3, 2, 1)))
+_columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
+_dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, _columns, 1, _lanes))
 
 
 @by_dtype(separate)
@@ -149,50 +151,56 @@ def _soften(scores, first, stop, scale, state, sums, dim):
     state[0] = top
 
 
+@by_dtype(inner)
+def _fetch(at, row, n, dim):
+    """Ask for n rows `[D]` of an array, which are `row` bytes apart, before they are read."""
+    for i in range(n):
+        for byte in range(0, dim * itemsize, 64):
+            prefetch(at + i * row + byte)
+
+
 @by_dtype(separate)
-def _score_keys(rows, q_at, q_row, k_at, k_row, n, out_at, dim):
-    """Write the dot products of 4, 2 or 1 queries with n ≥ 16 keys, read in place, to rows of scores at `out_at`."""
-    n_chunks, at_once, key = dim // _chunk, _lanes // rows, 0
+def _score_keys(rows, q_at, q_row, k_at, k_row, n, out_at, v_at, v_row, dim):
+    """Write the dot products of 1 to 4 queries with n ≥ 16 keys, read in place, to rows of scores at `out_at`.
+
+    Fetches the keys' values, which are read next.
+    """
+    n_chunks, at_once, key = dim // _chunk, _lanes // (4 if rows == 3 else rows), 0
     while key < n:
         key = min(key, n - at_once)  # the last step computes some scores again
+        _fetch(v_at + key * v_row, v_row, at_once, dim)
         _dots(rows, q_at, q_row, k_at + key * k_row, k_row, out_at + 4 * key, 4 * KEYS, n_chunks)
         key += at_once
 
 
 @by_dtype(inner)
 def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
-    """Do what `attend_rows` does, for few rows: read keys and values in place, because packing would cost more.
-
-    Rows are multiplied four or two at a time: three rows with another one, so that keys are read once.
-    """
+    """Do what `attend_rows` does, for few rows: read keys and values in place, because packing would cost more."""
     queries, spans, state, sums, _, _, scores, _ = memory
     q_row, sums_row, panel, start = 4 * queries.shape[1], 4 * sums.shape[1], _PANEL * itemsize, first
-    n_rows = n if n == 1 else (n + 1) // 2 * 2
     while start < stop:
         left = stop - start
         size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # leaves 0 keys or at least 16
-        row = 0
-        while row < n_rows:
-            rows = min(4, n_rows - row)
-            _score_keys(
-                rows, queries[row:].ctypes.data, q_row, k_at + start * k_row, k_row, size, scores[row:].ctypes.data, dim
-            )
-            row += rows
-        for row in range(n_rows):
+        keys_at, values_at = k_at + start * k_row, v_at + start * v_row
+        for row in range(0, n, 4):
+            q_at, to = queries[row:].ctypes.data, scores[row:].ctypes.data
+            _score_keys(min(4, n - row), q_at, q_row, keys_at, k_row, size, to, values_at, v_row, dim)
+        for row in range(n):
             low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
-            if row < n and low < high:
+            if low < high:
                 _soften(scores[row], low, high, scale, state[row], sums[row], dim)
                 scores[row, : low // 32 * 32] = np.float32(0)
                 scores[row, high:size] = np.float32(0)
             else:
                 scores[row, :size] = np.float32(0)
-        row = 0
-        while row < n_rows:
-            rows = min(4, n_rows - row)
-            weights_at, to = scores[row:].ctypes.data, sums[row].ctypes.data
-            _direct(rows, weights_at, 4 * KEYS, v_at + start * v_row, v_row, panel, to, sums_row, size, 0, dim)
-            row += rows
         start += size
+        for key in range(0, size, _STEP):
+            here = min(_STEP, size - key)
+            _fetch(k_at + (start + key) * k_row, k_row, min(here, stop - start - key), dim)
+            for row in range(0, n, 4):
+                weights_at, to = scores[row, key:].ctypes.data, sums[row].ctypes.data
+                at = values_at + key * v_row
+                _direct(min(4, n - row), weights_at, 4 * KEYS, at, v_row, panel, to, sums_row, here, 0, dim)
 
 
 @by_dtype(kernel)

@@ -115,8 +115,8 @@ def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1, lane
     each matrix, followed by the bytes between its rows; and the number of steps, n ≥ 1. `columns` maps each number of
     rows of Q to the number of rows of K. Both matrices are read in place. One step takes `chains` vectors of 16 numbers
     of each row, and adds the products of each vector to a sum of its own. Q and the result are float32, and K is of
-    `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. `rows · columns` is a power of two. The
-    order of a sum does not depend on `rows` and `columns`.
+    `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. A vector has at least `rows · columns`
+    lanes. The order of a sum does not depend on `rows` and `columns`.
     """
     width, kind = lanes * 4 if pairs else lanes * ITEMSIZE[dtype], "float32" if pairs else dtype
     floats, n_bytes = ir.VectorType(_F32, lanes), 4 * lanes
@@ -142,6 +142,7 @@ def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1, lane
         sums = [after[0, i, j] for i in range(rows) for j in range(n_keys)]
         for chain in range(1, chains):
             sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
+        sums += [ir.Constant(floats, [0.0] * lanes)] * ((1 << (len(sums) - 1).bit_length()) - len(sums))
         for distance in _halves(lanes):
             if distance < len(sums):  # two vectors become one vector with the partial sums of both
                 halves = [exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
@@ -269,6 +270,11 @@ def widen(dtype: str) -> Callable[..., Any]:
     return intrinsic_of(f"widen {dtype}", types.void(types.intp, types.intp), emit)
 
 
+def _prefetch(builder: Any, address: Any) -> None:
+    line = builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [line, _I32(0), _I32(3), _I32(1)])
+
+
 def _largest(builder: Any, address: Any, n: Any) -> Any:
     def turn(step: Any, best: Any) -> Any:
         row = builder.load(_at(builder, address, builder.mul(step, i64(4 * LANES)), _FLOATS), align=4)
@@ -292,3 +298,5 @@ largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _larges
 # `take(address)` atomically adds 1 to the integer at an address and returns its old value, so that threads can take
 # numbered tasks from a queue. After a call, a thread sees what other threads wrote before their earlier calls.
 take = intrinsic_of("take", types.intp(types.intp), _take)
+# `prefetch(address)` asks the processor to bring the cache line of an address near; any address is allowed.
+prefetch = intrinsic_of("prefetch", types.void(types.intp), _prefetch)

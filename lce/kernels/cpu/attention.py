@@ -1,8 +1,7 @@
 """Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to its chosen tiles.
 
-A tile is the keys and values of one chunk of one KV head. Threads take tasks from a queue, and `rows.attend_rows`
-computes a task. Only shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of
-threads.
+A tile is the keys and values of one chunk of one KV head. An item is a task, which `rows.attend_rows` computes. Only
+shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.kernels.code.shared import KEYS, QUERY_ROWS
-from lce.kernels.cpu.kernel import Kernels, argument_of
+from lce.kernels.cpu.kernel import Kernel, Kernels, argument_of
 
 FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
 PIECE = 512  # keys of a piece; with more than FEW and at most QUERY_ROWS queries, a piece has 8 times as many
@@ -22,6 +21,7 @@ _LEAST_PIECE = 128  # keys of a piece of a short text: all threads have work
 _SLOT_ROWS = 64  # the smallest number of queries that a thread of `merge_slots` takes
 
 _attend, _attend_tiles = Kernels("attention.attend"), Kernels("attention.attend_tiles")
+_sort_rows = Kernel("attention.sort_rows")
 _attend_rows, _merge_slots = Kernels("rows.attend_rows"), Kernels("attention.merge_slots")
 
 
@@ -63,8 +63,8 @@ def attend(
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
     strides = q_head, q_row, k_group, k_row, v_group, v_row
-    kernels, queues = (_steepness(dim), _attend_rows[q.dtype].address), [0] * (1 + groups)
-    given = array("q", (*addresses, *sizes, *strides, *kernels, partial.data_ptr(), *queues))
+    kernels, done = (_steepness(dim), _attend_rows[q.dtype].address), [0] * groups
+    given = array("q", (*addresses, *sizes, *strides, *kernels, partial.data_ptr(), *done))
     _attend[q.dtype](n_tasks, given.buffer_info()[0], memory=_memory(rep * per_block, dim))
     return out, lse
 
@@ -92,12 +92,13 @@ def attend_tiles(
     assert fits, (tile.shape, out.shape)
     assert tile.dtype == torch.int64
     assert cos.dtype == sin.dtype == q.dtype == out.dtype
-    addresses = (x.data_ptr() for x in (q, cos, sin, tile, k, v, out, lse))
-    sizes = n_heads, n_queries, n_slots, n_turns, n_tiles, size, dim
+    tasks = torch.empty(3 * tile.numel() + 2054, dtype=torch.int64)  # the first number is the number of tasks
+    _sort_rows(1, tile.data_ptr(), tile.numel(), n_tiles, tasks.data_ptr())
+    addresses = (x.data_ptr() for x in (q, cos, sin, tasks, k, v, out, lse))
+    sizes = n_heads, n_queries, n_slots, n_turns, size, dim
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
-    given = array("q", (*addresses, *sizes, *strides, _steepness(dim), _attend_rows[q.dtype].address, 0))
-    memory = _memory(QUERY_ROWS, dim) + 24 * tile.numel() + 8 * 2100
-    _attend_tiles[q.dtype](tile.numel(), given.buffer_info()[0], memory=memory)
+    given = array("q", (*addresses, *sizes, *strides, _steepness(dim), _attend_rows[q.dtype].address))
+    _attend_tiles[q.dtype](int(tasks[0]), given.buffer_info()[0], memory=_memory(QUERY_ROWS, dim))
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
