@@ -87,3 +87,14 @@ def test_what_is_not_finite_stays_visible(bits: int, value: float) -> None:
     out = matrix.product(x)
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
+
+
+@each_bits
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, -1)])
+def test_the_largest_codes_and_inputs_do_not_overflow(bits: int, signs: tuple[int, int]) -> None:
+    largest = 255 / 128 * torch.ones(MOST_ROWS, 1024).bfloat16()  # 32640 as an integer
+    matrix = packed(signs[0] * torch.ones(32, 1024), bits)
+    exact = matrix.unpacked(0, torch.empty(32, 1024))
+    for n in (1, MOST_ROWS):
+        got = matrix.product(signs[1] * largest[:n], norm=None, out_dtype=torch.float32)
+        assert error(got, truth.product(signs[1] * largest[:n], exact)) < 1e-6
