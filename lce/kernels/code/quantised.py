@@ -111,12 +111,19 @@ def _codes(builder: Any, bits: int, offset: int, words: Any) -> list[tuple[Any, 
     return found
 
 
-def _pairs(builder: Any, bits: int, words: Any) -> list[Any]:
-    """Emit the extraction of codes from 16 words, one per row: vectors of halfwords, two inputs' codes per row."""
+def _pairs(builder: Any, bits: int, in_place: bool, words: Any) -> list[Any]:
+    """Emit the extraction of codes from 16 words, one per row: vectors of halfwords, two inputs' codes per row.
+
+    With `in_place`, codes of 4 bits are not shifted where a mask suffices: vectors 1 and 2 have `2^4` and `2^8` times
+    the codes.
+    """
     halves = builder.bitcast(words, _PAIRED)
     if bits == 8:
         eight = _const(_PAIRED, 8)
         return [builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)]
+    if in_place:
+        masked = [builder.and_(halves, _const(_PAIRED, 15 << 4 * n)) for n in range(3)]
+        return [*masked, builder.lshr(halves, _const(_PAIRED, 12))]
     found = [builder.lshr(halves, _const(_PAIRED, 4 * n)) if n else halves for n in range(4)]
     return [builder.and_(each, _const(_PAIRED, 15)) for each in found[:3]] + found[3:]
 
@@ -188,12 +195,14 @@ def _dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
     and of the result `out [rows, 16]`; numbers other than x and the block are float32. For each row and group of x,
     `factors[0]` is the number that the integer 1 stands for, and `factors[1]` is the sum of the integers times
     `_of_sum(layout)`, which is multiplied with the zeros or mins. Instructions per 64 bytes of codes: 3 to extract the
-    codes with 8 bits or 6 with 4 bits, and for each row and plane of x, 2 with 8 bits or 4 with 4 bits.
+    codes with 8 bits or 6 with 4 bits (4 for a single row with AVX-512), and for each row and plane of x, 2 with 8 bits
+    or 4 with 4 bits.
     """
     size, bits = layout.group, layout.bits
     n_vectors, n_pairs = size * bits // 32, 16 // bits  # vectors of a group; pairs of inputs in a vector
     n_unrolled = min(_STEP, n_vectors)
-    n_chains = max(1, _CHAINS // rows)
+    in_place = _WIDE and bits == 4 and rows == 1  # with a sum for each place; 64 inputs of a group would not overflow
+    n_chains = 4 if in_place else max(1, _CHAINS // rows)
     cells = [(plane, t) for plane in range(planes) for t in range(rows)]
     no_sums = {(*cell, chain): _const(_WORDS, 0) for cell in cells for chain in range(n_chains)}
 
@@ -210,7 +219,7 @@ def _dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
                 number = builder.mul(vector, i64(n_pairs))
                 for j in range(n_unrolled):
                     words = _load(builder, codes, builder.add(first, builder.add(vector, i64(j))), _WORDS)
-                    for n, weights in enumerate(_pairs(builder, bits, words), j * n_pairs):
+                    for n, weights in enumerate(_pairs(builder, bits, in_place, words), j * n_pairs):
                         for cell in cells:
                             place = builder.add(starts[cell], builder.add(number, i64(n)))
                             numbers = builder.bitcast(_load_splat(builder, x, place, _WORDS), _PAIRED)
@@ -226,7 +235,10 @@ def _dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
                 for plane in range(planes):
                     dot = sums[plane, t, 0]
                     for chain in range(1, n_chains):
-                        dot = builder.add(dot, sums[plane, t, chain])
+                        part = sums[plane, t, chain]
+                        if in_place and chain < 3:
+                            part = builder.ashr(part, _const(_WORDS, 4 * chain))  # exact
+                        dot = builder.add(dot, part)
                     dots.append(builder.sitofp(dot, _FLOATS))
                 dot = dots[0]
                 if planes == 2:

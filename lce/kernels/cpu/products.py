@@ -60,8 +60,9 @@ def around_product(
     assert onto is None or (onto.shape == (n, n_out) and onto.is_contiguous()), onto.shape
     assert bias is None or bias.dtype is dtype, bias.dtype
     out = torch.empty(n, n_out, dtype=out_dtype or dtype) if onto is None else onto
-    wide = x.dtype is not dtype, out.dtype is not dtype
-    assert all(y.dtype in (dtype, torch.float32) for y in (x, out)), (x.dtype, out.dtype, dtype)
+    wide_x, wide_out = x.dtype is not dtype, out.dtype is not dtype
+    assert not wide_x or x.dtype is torch.float32, (x.dtype, dtype)
+    assert not wide_out or out.dtype is torch.float32, (out.dtype, dtype)
     bias_at, norm_at = 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr()
-    flags = GATES[gate] | (onto is not None) << 2 | wide[0] << 3 | wide[1] << 4
+    flags = GATES[gate] | (onto is not None) << 2 | wide_x << 3 | wide_out << 4
     return dtype, out, n_out, (bias_at, norm_at, out.data_ptr(), n, n_out, width, flags, argument_of(eps))
