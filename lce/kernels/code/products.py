@@ -22,7 +22,7 @@ from lce.kernels.code.numbers import (
     sum_of_squares,
     write_row,
 )
-from lce.kernels.code.shared import CALL_BYTES, LANES, MOST_ROWS, PRODUCT_ROWS
+from lce.kernels.code.shared import BEGUN_BYTES, LANES, MOST_ROWS, PRODUCT_ROWS
 
 _CHAINS = 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 
@@ -31,13 +31,13 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 
 @by_dtype(kernel)
-def product(begin, end, memory, call, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, around, eps):
+def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, around, eps):
     gate_kind, adds, wide_x, wide_out = around_of(around)
     n_parts = 2 if gate_kind else 1
-    x_at_first = memory + CALL_BYTES
+    x_at_first = memory + BEGUN_BYTES
     x = carray(pointer(x_at_first, float32), (n if n <= 2 else (n + 3) // 4 * 4, size + _APART))
     sums = carray(pointer(x_at_first + 4 * MOST_ROWS * (size + _APART), float32), (2, MOST_ROWS, PRODUCT_ROWS))
-    if first_of(call, memory):
+    if begins(memory):
         norm = carray(pointer(norm_at, stored), (size,))
         x[n:] = np.float32(0)
         for i in range(n):
@@ -71,15 +71,15 @@ def product(begin, end, memory, call, x_at, weight_at, bias_at, norm_at, out_at,
 
 
 @inner
-def first_of(call, memory):
-    """Return whether a thread's memory is not prepared for the call with this number, and write the number there.
+def begins(memory):
+    """Return whether a thread runs a kernel for the first of its pieces, and note in its memory that it did.
 
-    A thread runs a kernel for several pieces of its items. x is the same for all of them.
+    The first 8 bytes of the memory are 0 before. What a thread prepares from x serves all its pieces.
     """
-    prepared = carray(pointer(memory, int64), (1,))
-    if prepared[0] == call:
+    began = carray(pointer(memory, int64), (1,))
+    if began[0]:
         return False
-    prepared[0] = call
+    began[0] = 1
     return True
 
 

@@ -39,8 +39,8 @@ from lce.kernels.code.numbers import (
     write,
     write_row,
 )
-from lce.kernels.code.products import around_of, first_of
-from lce.kernels.code.shared import CALL_BYTES, ITEMSIZE, LANES, QUANTISED_TASK, SUPER, Layout
+from lce.kernels.code.products import around_of, begins
+from lce.kernels.code.shared import BEGUN_BYTES, ITEMSIZE, LANES, QUANTISED_TASK, SUPER, Layout
 from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, transposed
 
 _ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
@@ -379,7 +379,7 @@ _read_scale, _write_scale = read["bfloat16"], write["bfloat16"]
 
 @by_dtype(kernel)
 def product(
-    begin, end, memory, call, x_at, codes, scales, lows, supers, bias_at, norm_at, out_at, n, n_out, n_in, around, eps
+    begin, end, memory, x_at, codes, scales, lows, supers, bias_at, norm_at, out_at, n, n_out, n_in, around, eps
 ):
     gate, adds, wide_x, wide_out = around_of(around)
     n_parts = 2 if gate else 1
@@ -388,12 +388,12 @@ def product(
     n_tiles = (n + rows - 1) // rows
     tile_size = rows * n_groups  # groups in a tile; a tile is `rows` rows of x, multiplied with a block together.
     # Each thread has its own memory for x as integers, for factors, for one row of x as float32, and for dot products.
-    integers_at = memory + CALL_BYTES
+    integers_at = memory + BEGUN_BYTES
     factors_at = integers_at + 2 * _planes * n_tiles * tile_size * _size
     wide_at = factors_at + 8 * n_tiles * tile_size
     dots_at = wide_at + 4 * n_groups * _size
     dots = carray(pointer(dots_at, float32), (2, n_tiles * rows, LANES))
-    if first_of(call, memory):
+    if begins(memory):
         _as_integers(x_at, wide_x, norm_at, number_of(eps), integers_at, factors_at, wide_at, rows, n_tiles, n, n_in)
     for first in range(begin * QUANTISED_TASK, min(n_blocks, end * QUANTISED_TASK)):
         for part in range(n_parts):

@@ -15,7 +15,7 @@ GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # the kern
 
 PRODUCT_ROWS = 32  # weight rows that a thread of `products` takes at a time
 QUANTISED_TASK = 2  # blocks that a thread of `quantised` takes at a time
-CALL_BYTES = 64  # bytes of the memory of products that come before x: the number of the call that x was prepared for
+BEGUN_BYTES = 64  # bytes at the start of the memory of products, which say whether x is prepared
 SUPER = 256  # inputs that share the numbers in `supers`
 QUERY_ROWS = 96  # the most queries (of all heads) in a task; packing keys costs little beside so many
 KEYS = 256  # keys that are packed together: with D from 64 to 128, keys and values stay in a core's L2 cache

@@ -138,6 +138,9 @@ def work(first, stop, memory):
 def run(first, stop, memory, job):
     """Run the job at an address: with the pool's workers, or alone if another thread has the pool."""
     pool, n, n_threads = load(job + words.CALL_POOL), load(job + words.CALL_ITEMS), load(job + words.CALL_THREADS)
+    memory_at, stride = load(job + words.CALL_MEMORY), load(job + words.CALL_STRIDE)
+    for i in range(n_threads if stride else 0):
+        store(memory_at + i * stride, 0)
     if n_threads > 1 and swap(pool + words.LOCK, 0, 1):
         _share(pool, job, n, n_threads)
         store(pool + words.LOCK, 0)

@@ -33,7 +33,7 @@ class Kernel:
     def __call__(self, n: int, *args: int, least: int = 1, memory: int = 0) -> None:
         """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items.
 
-        Each thread has `memory` bytes of its own, not initialised, at an address that is a multiple of 64.
+        Each thread has `memory` bytes of its own, as `threads.run` says.
         """
         calls: list[Call] | None = getattr(_thread, "calls", None)
         if calls is not None:

@@ -6,17 +6,13 @@ MLP, and the sum with the hidden states.
 
 from __future__ import annotations
 
-import itertools
-import secrets
-
 import torch
 from torch import Tensor
 
-from lce.kernels.code.shared import CALL_BYTES, GATES, MOST_ROWS, PRODUCT_ROWS, Gate
+from lce.kernels.code.shared import BEGUN_BYTES, GATES, MOST_ROWS, PRODUCT_ROWS, Gate
 from lce.kernels.cpu.kernel import Kernels, argument_of
 
 _product = Kernels("products.product")
-calls = itertools.count(secrets.randbits(62))  # numbers of calls, which no other contents of memory equal
 _APART = 80  # the most numbers of padding behind a row of x
 
 
@@ -38,9 +34,8 @@ def product(
     own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype)
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
-    memory = CALL_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART)
-    numbers = next(calls), x.data_ptr(), weight.data_ptr(), *given
-    _product[dtype](-(-n_out // PRODUCT_ROWS), *numbers, memory=memory)
+    memory = BEGUN_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART)
+    _product[dtype](-(-n_out // PRODUCT_ROWS), x.data_ptr(), weight.data_ptr(), *given, memory=memory)
     return out
 
 

@@ -27,9 +27,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.kernels.code.shared import CALL_BYTES, LANES, MOST_ROWS, QUANTISED_TASK, SUPER, Layout
+from lce.kernels.code.shared import BEGUN_BYTES, LANES, MOST_ROWS, QUANTISED_TASK, SUPER, Layout
 from lce.kernels.cpu.kernel import Kernels
-from lce.kernels.cpu.products import around_product, calls
+from lce.kernels.cpu.products import around_product
 
 _TASK_ROWS = QUANTISED_TASK * LANES  # rows of a matrix that a thread takes at a time
 _EDGE = 4 * LANES * 32  # bytes of the memory of kernels that unpack
@@ -81,9 +81,9 @@ class QuantisedMatrix:
         dtype, out, n_out, given = around_product(x, *self.shape, bias, **around)
         assert not around.get("gate") or n_out % LANES == 0, self.shape
         padded = -(-self.shape[1] // self.layout.group) * self.layout.group
-        memory = CALL_BYTES + MOST_ROWS * (4 * padded + 8 * padded // self.layout.group + 8 * LANES) + 4 * padded
-        numbers = next(calls), x.data_ptr(), *self._addresses, *given
-        _product[self.layout, dtype](-(-n_out // _TASK_ROWS), *numbers, memory=memory)
+        memory = BEGUN_BYTES + MOST_ROWS * (4 * padded + 8 * padded // self.layout.group + 8 * LANES) + 4 * padded
+        kernel = _product[self.layout, dtype]
+        kernel(-(-n_out // _TASK_ROWS), x.data_ptr(), *self._addresses, *given, memory=memory)
         return out
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:

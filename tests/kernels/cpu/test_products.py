@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lce.kernels.code.shared import MOST_ROWS, Gate
+from lce.kernels.cpu.kernel import recording
 from lce.kernels.cpu.products import product
 from tests.kernels import truth
 from tests.kernels.truth import EPS, random
@@ -65,6 +66,17 @@ def test_a_row_has_the_bits_that_it_has_alone(
         torch.set_num_threads(n_threads)
         for n in range(1, MOST_ROWS + 1):
             assert torch.equal(product(x[:n], weight, bias, **around), alone[:n]), n
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_a_call_that_is_replayed_reads_x_again(any_threads: None, n_threads: int) -> None:
+    torch.set_num_threads(n_threads)
+    x, weight = random(1, 576), random(960, 576, seed=2)
+    with recording([]) as calls:
+        out = product(x, weight)
+    x.copy_(random(1, 576, seed=3))
+    calls[0]()
+    assert_close(out, truth.product(x, weight))
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
