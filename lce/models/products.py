@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lce.kernels.code.shared import MOST_ROWS
 from lce.kernels.code.shared import Gate as Gate  # for families
-from lce.kernels.cpu import elementwise
+from lce.kernels.cpu import elementwise, panels
 from lce.kernels.cpu.elementwise import runs_on
 from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.products import product
@@ -59,12 +59,24 @@ def linear(
 
         around["gated"] = around.pop("gate") is not None
         return products.product(x, weight, bias, **around)
+    if dtype := _widened(x, weight, norm):
+        x = (x if norm is None else rms_norm(x.float(), norm.float(), eps)).float().contiguous()
+        dtype = torch.float32 if gate else out_dtype or dtype  # a gate's result is not rounded before it is multiplied
+        if not isinstance(weight, Stacked):
+            return panels.product(x, weight, bias, gate, onto, dtype)
+        out = torch.cat([panels.product(x, *part, None, None, dtype) for part in weight.with_biases(bias)], dim=1)
+        return _after(out, gate, onto)
     wide = out_dtype is not None and x.is_cpu  # the norm's result is not rounded either
     if norm is not None:
         x = rms_norm(x.to(out_dtype), norm.to(out_dtype), eps) if wide else rms_norm(x, norm, eps)
     if onto is not None and x.is_cuda and bias is None and not gate and isinstance(weight, Tensor):
         return onto.addmm_(x, weight.T)  # one kernel launch, which adds before it rounds
     out = _product_of_many(x.to(out_dtype) if wide else x, weight, bias, out_dtype)
+    return _after(out, gate, onto)
+
+
+def _after(out: Tensor, gate: Gate | None, onto: Tensor | None) -> Tensor:
+    """Apply what follows a product: `linear` says what `gate` and `onto` do."""
     if gate:
         out = gate_mul(out, gate)
     return out if onto is None else onto.add_(out)
@@ -76,6 +88,23 @@ def _plain(x: Tensor, weight: Tensor, norm: Tensor | None, onto: Tensor | None) 
     if x.dtype not in DTYPES or weight.dtype is not dtype or x.requires_grad or weight.requires_grad:
         return False
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
+
+
+def _widened(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | None:
+    """Return the dtype of the result if a product of many rows is faster in float32 than in that dtype, else None.
+
+    Packed matrices are multiplied so for a result in float32 too, where bfloat16 is slow: PyTorch has no more to offer.
+    """
+    if isinstance(weight, Stacked):
+        found = [_widened(x, part, norm) for part in weight.parts]
+        return found[0] if all(found) else None
+    if not x.is_cpu or x.requires_grad:
+        return None
+    slow = panels.slow_dtypes()
+    if isinstance(weight, Tensor):
+        return weight.dtype if weight.dtype in slow and weight.is_contiguous() and not weight.requires_grad else None
+    dtype = x.dtype if norm is None else norm.dtype
+    return dtype if dtype in slow or (dtype is torch.float32 and torch.bfloat16 in slow) else None
 
 
 def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -272,37 +272,55 @@ def _of_sum(layout: Layout) -> np.float32:
     return np.float32(-1 / 16 if layout.low == "zeros" else 1 if layout.low else -layout.offset)
 
 
+def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any) -> list[Any]:
+    """Emit the unpacking of inputs `32·n .. 32·n + 31` of a block: for each input, its 16 rows' weights, in float32.
+
+    `codes` and `beside` are addresses of the block's codes, scales, zeros or mins, and supers. Nothing but the sum of a
+    product and a min is rounded.
+    """
+    bits, n_groups, weights = layout.bits, max(1, 32 // layout.group), []
+    for part in range(n_groups):
+        group = builder.add(builder.mul(n, i64(n_groups)), i64(part))
+        if layout.group > 32:
+            group = builder.udiv(n, i64(layout.group // 32))
+        scale, low = _group_numbers(builder, layout, beside, group)
+        first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
+        words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits // n_groups)]
+        exponents = {24} if bits == 8 else set(range(0, 28, 4))
+        factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
+        in_order = [code for each in words for code in _codes(builder, bits, layout.offset, each)]
+        if layout.low == "zeros":  # none of these products and sums is rounded
+            low = builder.fmul(builder.fmul(low, _const(_FLOATS, -1 / 16)), scale)
+        if layout.low:
+            weights += [multiply_add(builder, False, code, factors[e], low) for code, e in in_order]
+        else:
+            weights += [builder.fmul(code, factors[e]) for code, e in in_order]
+    return weights
+
+
+def _columns(layout: Layout) -> Callable[..., Any]:
+    """Return the intrinsic `(codes, scales, lows, supers, n, out)`: writes what `_weights` unpacks to `out [32, 16]`."""
+
+    def emit(builder: Any, codes: Any, *others: Any) -> None:
+        *beside, n, out = others
+        place = builder.inttoptr(out, ir.PointerType(_FLOATS))
+        for i, column in enumerate(_weights(builder, layout, codes, beside, n)):
+            builder.store(column, builder.gep(place, [i64(i)]), align=4)
+
+    return intrinsic_of(f"columns {layout}", types.void(*[types.intp] * 6), emit)
+
+
 def _rows(layout: Layout, dtype: str) -> Callable[..., Any]:
     """Return the intrinsic `(codes, scales, lows, supers, n, out, stride)`: unpacks 32 inputs of a block's 16 rows.
 
-    It writes the weights of inputs `32·n .. 32·n + 31` to `out [16, 32]` as `dtype`. `codes`, `scales`, `lows` (zeros
-    or mins), `supers` and `out` are addresses: of the block's parts and of the result. `stride` is the number of bytes
-    between rows of `out`. Nothing but the sum of a product and a min is rounded before the conversion to `dtype`.
-    Two-byte numbers are joined in pairs to words; 16 words of each of 16 rows are transposed in registers.
+    It writes what `_weights` unpacks to `out [16, 32]` as `dtype`. `stride` is the number of bytes between rows of
+    `out`. Two-byte numbers are joined in pairs to words; 16 words of each of 16 rows are transposed in registers.
     Instructions: about 0.4 per weight.
     """
 
-    bits, n_groups = layout.bits, max(1, 32 // layout.group)
-
     def emit(builder: Any, codes: Any, *others: Any) -> None:
         *beside, n, out, stride = others
-        weights = []
-        for part in range(n_groups):
-            group = builder.add(builder.mul(n, i64(n_groups)), i64(part))
-            if layout.group > 32:
-                group = builder.udiv(n, i64(layout.group // 32))
-            scale, low = _group_numbers(builder, layout, beside, group)
-            first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
-            words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits // n_groups)]
-            exponents = {24} if bits == 8 else set(range(0, 28, 4))
-            factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
-            in_order = [code for each in words for code in _codes(builder, bits, layout.offset, each)]
-            if layout.low == "zeros":  # none of these products and sums is rounded
-                low = builder.fmul(builder.fmul(low, _const(_FLOATS, -1 / 16)), scale)
-            if layout.low:
-                weights += [multiply_add(builder, False, code, factors[e], low) for code, e in in_order]
-            else:
-                weights += [builder.fmul(code, factors[e]) for code, e in in_order]
+        weights = _weights(builder, layout, codes, beside, n)
         if dtype == "float32":
             words = [builder.bitcast(each, _WORDS) for each in weights]
         else:
@@ -369,6 +387,9 @@ _dot_4 = ByDtype(lambda kind: _dot(kind[0], _ROWS, _PLANES[kind[1]]))
 
 
 _unpacked = ByDtype(lambda kind: _rows(*kind))
+
+
+_columns_of = ByDtype(lambda kind: _columns(kind[0]))
 
 
 _itemsize = ByDtype(lambda kind: ITEMSIZE[kind[1]])
@@ -498,6 +519,21 @@ def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_row
             for i in range(height):
                 for j in range(min(32, n_in - n * 32)):
                     out[task * LANES + i, n * 32 + j] = edge[i, j]
+
+
+@by_dtype(kernel)
+def panels(begin, end, memory, codes, scales, lows, supers, panels_at, first, n_in):
+    """Unpack blocks to panels of `lce.kernels.code.panels`, with zeros for the inputs that pad a row to whole groups."""
+    n_groups = (n_in + _size - 1) // _size
+    n_steps = (n_groups * _size + 31) // 32
+    for task in range(begin, end):
+        block = first // LANES + task
+        group = block * n_groups * LANES
+        codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
+        lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
+        for n in range(n_steps):
+            at = panels_at + 4 * LANES * 32 * (task * n_steps + n)
+            _columns_of(codes_at, scales_at, lows_at, supers_at, n, at)
 
 
 @by_dtype(kernel)
