@@ -299,7 +299,7 @@ def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any
 
 
 def _columns(layout: Layout) -> Callable[..., Any]:
-    """Return the intrinsic `(codes, scales, lows, supers, n, out)`: writes what `_weights` unpacks to `out [32, 16]`."""
+    """Return the intrinsic `(codes, scales, lows, supers, n, out)`: writes what `_weights` unpacks, `out [32, 16]`."""
 
     def emit(builder: Any, codes: Any, *others: Any) -> None:
         *beside, n, out = others
@@ -523,7 +523,7 @@ def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_row
 
 @by_dtype(kernel)
 def panels(begin, end, memory, codes, scales, lows, supers, panels_at, first, n_in):
-    """Unpack blocks to panels of `lce.kernels.code.panels`, with zeros for the inputs that pad a row to whole groups."""
+    """Unpack blocks to panels of `lce.kernels.code.panels`; inputs that pad a row to whole groups have zeros."""
     n_groups = (n_in + _size - 1) // _size
     n_steps = (n_groups * _size + 31) // 32
     for task in range(begin, end):

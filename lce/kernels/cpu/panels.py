@@ -59,7 +59,8 @@ def product(
     n_out = n_rows // n_parts
     out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
     fits = x.dtype is torch.float32 and x.is_contiguous() and x.shape[1] == size and out.is_contiguous()
-    assert fits and out.shape == (n, n_out), (x.shape, x.stride(), weight.shape, out.shape)
+    assert fits, (x.shape, x.stride(), weight.shape)
+    assert out.shape == (n, n_out), out.shape
     stride = size if isinstance(weight, Tensor) else weight.padded
     panel_bytes = 4 * LANES * stride
     most = min(max(1, SCRATCH // (n_parts * panel_bytes)), -(-n_out // LANES))

@@ -105,8 +105,9 @@ class QuantisedMatrix:
         return -(-self.shape[1] // step) * step
 
     def panels(self, first: int, n: int, at: int) -> None:
-        """Unpack n blocks, from row `first` (a multiple of 16) on, to panels of `lce.kernels.cpu.panels` at an address."""
-        assert first % LANES == 0 and first + (n - 1) * LANES < self.shape[0], (first, n, self.shape)
+        """Unpack n blocks, from row `first` (a multiple of 16) on, to panels of `lce.kernels.cpu.panels`."""
+        fits = first % LANES == 0 and first + (n - 1) * LANES < self.shape[0]
+        assert fits, (first, n, self.shape)
         _panels[self.layout, torch.float32](n, *self._addresses, at, first, self.shape[1])
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
