@@ -17,7 +17,7 @@ from lce.kernels.code.shared import LANES, PANEL_ROWS, PANELS
 _INPUTS = 384  # the most inputs of a panel that are multiplied at a time
 
 _transpose = ByDtype(lambda dtype: vectors.transpose(dtype, False))
-_multiply = vectors.multiply(False, "float32")
+_multiply = vectors.multiply(False, "float32", ((6, 1), (4, 1), (2, 1), (1, 1)))
 
 
 @by_dtype(kernel)
