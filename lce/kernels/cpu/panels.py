@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,20 @@ from torch import Tensor
 from lce.kernels.code.shared import GATES, LANES, PANEL_ROWS, PANELS, Gate
 from lce.kernels.cpu.kernel import Kernels
 
-if TYPE_CHECKING:
-    from lce.weights.packed import PackedMatrix
-
 SCRATCH = 4 << 20  # the most bytes of panels that a thread keeps, except that a panel is not divided: these fit caches
 _pack, _product = Kernels("panels.pack"), Kernels("panels.product")
 _thread = threading.local()  # `memory`: this thread's scratch memory for panels
+
+
+class Packed(Protocol):
+    """A packed matrix `[out, in]`; `padded` is the number of inputs of the panels that `panels` writes."""
+
+    shape: tuple[int, int]
+
+    @property
+    def padded(self) -> int: ...
+
+    def panels(self, first: int, n: int, at: int) -> None: ...
 
 
 @cache
@@ -46,7 +54,7 @@ def slow_dtypes() -> frozenset[torch.dtype]:
 
 
 def product(
-    x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None, gate: Gate | None, onto: Tensor | None,
+    x: Tensor, weight: Tensor | Packed, bias: Tensor | None, gate: Gate | None, onto: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Return `x @ weight.T + bias` of `dtype`, `[T, out]`, for contiguous float32 `x [T, in]` and `weight [out, in]`.
