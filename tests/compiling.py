@@ -7,9 +7,10 @@ import fcntl
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from lce.kernels.code import compiling
+from lce.kernels.cpu import library
 
 LIMIT = 600.0  # seconds for one kernel
 
@@ -27,14 +28,13 @@ def another_limit() -> Iterator[None]:
 
 def take_turns() -> None:
     """Have a kernel compiled by one process at a time, outside the limits of tests."""
-    compiled = compiling.compiled
+    compiled = library.compiled
 
-    def in_turn(body: Callable[..., Any], signature: Any, **options: Any) -> Callable[..., Any]:
-        folder = compiling.usable_cache()
+    def in_turn(file: str, body: Callable[[], Any], folder: Path | None) -> bytes:
         if folder is None:
-            return compiled(body, signature, **options)
-        with another_limit(), (folder / f"{body.__name__}.turn").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            return compiled(body, signature, **options)
+            return compiled(file, body, folder)
+        with another_limit(), (folder / f"{file}.turn").open("w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            return library.read(folder / file) or compiled(file, body, folder)
 
-    compiling.compiled = in_turn
+    library.compiled = in_turn

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.kernels.code.shared import Layout
+from lce.kernels.code.shared import GGUF_LAYOUTS, Layout
 from lce.kernels.cpu.quantised import QuantisedMatrix, arrange, parts_of, put
 from lce.system import give_back_freed_memory
 from lce.weights.gguf_types import BY_NAME, Exploded
@@ -59,18 +59,7 @@ class Packed(Scheme):
                 put(each.reshape(n_rows, -1), parts[part])
 
 
-SCHEMES: Mapping[str, Scheme] = {
-    "Q4_0": Packed(Layout(4, 32, "float16", offset=8)),
-    "Q4_1": Packed(Layout(4, 32, "float16", "mins")),
-    "Q2_K": Packed(Layout(4, 16, "uint8", "mins")),
-    "Q3_K": Packed(Layout(4, 16, "int8", offset=4)),
-    "Q4_K": Packed(Layout(4, 32, "uint8", "mins")),
-    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL"), Packed(Layout(8, 32, "float16"))),
-    "Q5_1": Packed(Layout(8, 32, "float16", "mins")),
-    "Q5_K": Packed(Layout(8, 32, "uint8", "mins")),
-    "Q6_K": Packed(Layout(8, 16, "int8")),
-    "IQ4_XS": Packed(Layout(8, 32, "int8")),
-}
+SCHEMES: Mapping[str, Scheme] = {name: Packed(layout) for name, layout in GGUF_LAYOUTS.items()}
 
 
 @dataclass(frozen=True)

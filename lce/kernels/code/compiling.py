@@ -1,91 +1,217 @@
-"""Compiles CPU kernels by Numba, once per kind of processor; the code is cached."""
+"""Compiles CPU kernels by Numba and LLVM to flat code for a level of processors.
+
+Numba makes LLVM's code of a kernel and of the functions that it calls, and optimises nothing. All of it is linked to
+one module, then optimised and translated once for the level, so any machine can compile for any level.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import pickle
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from inspect import Parameter, Signature
-from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
-import llvmlite
+import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.core.compiler import CompileResult
-from numba.core.serialize import dumps
+from numba.core import cgutils, codegen, cpu, fastmathpass, typing
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from lce.files import read_file, write_whole
+from lce.kernels import levels
+from lce.kernels.code.linking import link
 from lce.kernels.code.shared import MOST_ARGUMENTS
-from lce.progress import StepNotices, notice
 
-_OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+    "nogil": True,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 _I64 = ir.IntType(64)
-_DIGEST_BYTES = 32  # the bytes of a SHA-256
 
-_lock = threading.RLock()
+# Functions that LLVM's code may call: three of the C library, for which a kernel has its own, and Numba's counting of
+# references to arrays, which does nothing because kernels allocate none.
+_ENTRY = """
+declare i32 @"{function}"({kinds})
+define i32 @entry({given}) section ".text.entry" {{
+  %status = call i32 @"{function}"({given})
+  ret i32 %status
+}}
+"""
+_KEPT = ("entry", "memset", "memcpy", "memmove")  # what machine code calls by name
+_SUPPORT = """
+define void @NRT_incref(ptr %p) alwaysinline { ret void }
+define void @NRT_decref(ptr %p) alwaysinline { ret void }
+""" + "".join(
+    f"""
+define hidden ptr @{name}(ptr %to, {given}, i64 %n) noinline nounwind "no-builtins" section ".text.{name}" {{
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %loop, label %end
+loop:
+  %i = phi i64 [ 0, %0 ], [ %next, %loop ]
+  %next = add i64 %i, 1
+{body}
+  %more = icmp ne i64 %next, %n
+  br i1 %more, label %loop, label %end
+end:
+  ret ptr %to
+}}
+"""
+    for name, given, body in (
+        ("memset", "i32 %value", """
+  %byte = trunc i32 %value to i8
+  %at = getelementptr i8, ptr %to, i64 %i
+  store i8 %byte, ptr %at"""),
+        ("memcpy", "ptr %from", """
+  %byte_at = getelementptr i8, ptr %from, i64 %i
+  %byte = load i8, ptr %byte_at
+  %at = getelementptr i8, ptr %to, i64 %i
+  store i8 %byte, ptr %at"""),
+        ("memmove", "ptr %from", """
+  %down = icmp ult ptr %from, %to
+  %last = sub i64 %n, %next
+  %j = select i1 %down, i64 %last, i64 %i
+  %byte_at = getelementptr i8, ptr %from, i64 %j
+  %byte = load i8, ptr %byte_at
+  %at = getelementptr i8, ptr %to, i64 %j
+  store i8 %byte, ptr %at"""),
+    )
+)  # fmt: skip
 
-_steps = StepNotices("compiling kernels")
 
-_announced: set[str] = set()
+class _Library(codegen.AOTCodeLibrary):
+    """Numba's code of a function and of what it calls, not optimised."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        pass
+
+    def _optimize_final_module(self) -> None:
+        pass
 
 
-def _announce(what: str, more: str) -> None:
-    """Print a notice on stderr, once for each `what`."""
-    if what not in _announced:
-        _announced.add(what)
-        notice(f"{what}{more}")
+class _Codegen(codegen.AOTCPUCodegen):
+    """Numba's maker of `_Library`."""
+
+    _library_class = _Library
+
+
+class _Context(cpu.CPUContext):
+    """Numba's translation of Python's operations, into a `_Library`, without machine code and without a runtime."""
+
+    def init(self) -> None:
+        super().init()
+        self._internal_codegen = _Codegen("lce")
+
+    def post_lowering(self, mod: Any, library: Any) -> None:
+        if self.fastmath:
+            fastmathpass.rewrite_module(mod, self.fastmath)
+
+    def get_executable(self, library: Any, fndesc: Any, env: Any) -> Any:
+        library._ensure_finalized()
+        return [].append  # in the place of what Numba would call from Python: any function of C, another each time
 
 
 @cache
-def _source() -> str:
-    """Return a digest of the source files of all CPU kernels."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+def _contexts() -> dict[str, Any]:
+    known = typing.Context()
+    return {"_toplevel_typing_context": known, "_toplevel_target_context": _Context(known, "cpu")}
 
 
-def usable_cache() -> Path | None:
-    """Create and return the folder of compiled kernels; None if the folder cannot be used.
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    """Have Numba compile into our contexts, and restore its own afterwards for other users of Numba."""
+    with global_compiler_lock:
+        known, jit = vars(cpu_target), numba.config.DISABLE_JIT
+        typing_context, target_context = cpu_target.typing_context, cpu_target.target_context
+        known.update(_contexts())
+        numba.config.DISABLE_JIT = 0
+        try:
+            yield
+        finally:
+            known.update(_toplevel_typing_context=typing_context, _toplevel_target_context=target_context)
+            numba.config.DISABLE_JIT = jit
 
-    The folder's name has a digest of the source, so a cached kernel is never stale. Files in this folder are executed,
-    so the folder is used only if this user owns it and nobody else can write to it.
+
+def machine_code(name: str, body: Callable[..., Any]) -> bytes:
+    """Compile a kernel's body for the level; return flat code that begins with the body's function.
+
+    The function's arguments are those of Numba's functions: an address for the result, which is nothing, another for an
+    error, which does not occur, and then the body's. Raises `linking.LinkError` about the kernel's `name`.
     """
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = (Path(home) / "lce" / f"kernels-{_source()}").absolute()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
-        return None
-    private = found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    return folder if private and os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None
+    signature = types.void(*[types.intp] * body.__code__.co_argcount)
+    with _ours():
+        made = numba.njit(**_OPTIONS)(body)
+        made.compile(signature)
+        found: Any = made.overloads[signature.args]
+        module = llvm.parse_assembly(str(found.library._final_module))
+    function = found.fndesc.llvm_func_name
+    kinds = ", ".join(["ptr", "ptr", *["i64"] * len(signature.args)])
+    given = ", ".join(f"{kind} %{i}" for i, kind in enumerate(kinds.split(", ")))
+    module.link_in(llvm.parse_assembly(_SUPPORT + _ENTRY.format(function=function, kinds=kinds, given=given)))
+    machine = _target_machine()
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    for each in (*module.functions, *module.global_variables):
+        if not each.is_declaration and each.name not in _KEPT:
+            each.linkage = "internal"
+    module.get_function(function).add_function_attribute("alwaysinline")
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    tuning.loop_vectorization, tuning.slp_vectorization = True, False
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(module, passes)
+    return link(name, machine.emit_object(module))
+
+
+@cache
+def _target_machine() -> Any:
+    """Return LLVM's compiler for the level: position-independent code in ELF's format, whatever this system is."""
+    level = levels.asked()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    native = not level.cpu
+    return llvm.Target.from_triple(f"{level.machine}-unknown-linux-gnu").create_target_machine(
+        cpu=llvm.get_host_cpu_name() if native else level.cpu,
+        features=",".join(_features()),
+        opt=3,
+        reloc="pic",
+        codemodel="small",
+    )
+
+
+@cache
+def _features() -> tuple[str, ...]:
+    """Return LLVM's names of the level's features, each with a sign: + or -."""
+    level = levels.asked()
+    if level.cpu:
+        return tuple(f"+{name}" for name in level.features.split())
+    return tuple(llvm.get_host_cpu_features().flatten().split(","))
+
+
+def features() -> frozenset[str]:
+    """Return the processor features that kernels are compiled for: those of the level."""
+    return frozenset(name[1:] for name in _features() if name.startswith("+"))
 
 
 def kernel(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel's body, `body(first, stop, memory, *args)`, under a name of its own.
+    """Mark a kernel's body, `body(first, stop, memory, *args)`.
 
-    `memory` is the address of memory of the thread. Arguments are integers. The body allocates nothing and raises
-    nothing. The compiler may reassociate a sum to vectorise it.
+    `memory` is the address of memory of the thread. Arguments are integers. The body allocates nothing, raises nothing
+    and calls no function of the C library. The compiler may reassociate a sum to vectorise it.
     """
-    return _named(body)
+    body.is_kernel = True  # type: ignore[attr-defined]
+    return body
 
 
 class ByDtype(dict[Any, Any]):
     """A dict from kinds of kernels, mostly dtypes, to values that `make(kind)` creates at the first look-up."""
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[Any], Any], kernels_of: str = "") -> None:
+        self.make, self.kernels_of = make, kernels_of  # the module, if the values are bodies of its kernels
 
     def __missing__(self, kind: Any) -> Any:
         self[kind] = made = self.make(kind)
@@ -95,7 +221,7 @@ class ByDtype(dict[Any, Any]):
 def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], ByDtype]:
     """Return a decorator that makes one function per dtype: `@by_dtype(kernel) def norm(...)` defines `norm[dtype]`.
 
-    `norm[dtype]` is `make(copy)`, here `Kernel(copy)`, for a copy of the function. If the function uses a global name
+    `norm[dtype]` is `make(copy)`, here `kernel(copy)`, for a copy of the function. If the function uses a global name
     whose value is a `ByDtype`, the copy uses the value for its own dtype.
     """
 
@@ -107,7 +233,7 @@ def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..
             made.__module__, made.__qualname__ = body.__module__, f"{body.__qualname__}[{kind}]"
             return make(made)
 
-        return ByDtype(instance)
+        return ByDtype(instance, body.__module__ if make is kernel else "")
 
     return instances
 
@@ -170,77 +296,14 @@ def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
     return builder.zext(status.is_error, _I64)
 
 
-def compiled(body: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """Compile a function for one signature, or load its machine code from the cache."""
-    with _lock, _configured(DISABLE_JIT=0):
-        made: Any = numba.njit(nogil=True, **_OPTIONS)(body)
-        made._cache = _KernelFile(usable_cache(), body.__name__)
-        try:
-            made.compile(signature)
-        finally:
-            _steps.end()
-    made.disable_compile()
-    return cast("Callable[..., Any]", made)
-
-
-class _KernelFile:
-    """A file with one kernel's machine code; Numba calls `load_overload` and `save_overload` when it compiles.
-
-    The file is the SHA-256 of its name and contents, then the contents: what Numba pickles. Neither machine code nor
-    a pickle can be checked while it is loaded, so both are loaded only if the SHA-256 agrees. A file that is missing,
-    damaged, cut short or another kernel's is replaced. The file is renamed to its name when it is complete, so
-    processes that compile at once do not disturb each other. Without a folder, nothing is loaded or kept.
-    """
-
-    def __init__(self, folder: Path | None, name: str) -> None:
-        # Numba's own key contains pickled closures, which differ between processes. The kernel's name suffices as a
-        # key, because the folder's name has the digest of the source.
-        codegen = numba.core.registry.cpu_target.target_context.codegen()
-        key = numba.__version__, llvmlite.__version__, EXTENSION_SUFFIXES[0], codegen.magic_tuple(), name
-        self._path = folder and folder / f"{name}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.kernel"
-
-    def _digest(self, contents: bytes) -> bytes:
-        return hashlib.sha256(str(self._path and self._path.name).encode() + contents).digest()
-
-    def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the compiled function in the file, None if it has to be compiled."""
-        with contextlib.suppress(Exception):  # without these lines, too, the kernel is compiled
-            raw = self._path and read_file(self._path)
-            if raw and raw[:_DIGEST_BYTES] == self._digest(raw[_DIGEST_BYTES:]):
-                context.refresh()
-                return CompileResult._rebuild(context, *pickle.loads(raw[_DIGEST_BYTES:]))
-        kept = "later runs find them in a cache" if self._path else "which every run does: no cache"
-        _steps.begin(f"compiling kernels for this processor{';' if self._path else ','} {kept}")
-        return None
-
-    def save_overload(self, signature: Any, made: Any) -> None:
-        """Write the file, if there is a folder. If that fails, say so once: the kernel works, and is not kept."""
-        assert not made.library.has_dynamic_globals, "addresses of this process are in the machine code"
-        if self._path:
-            contents = dumps(made._reduce())
-            try:
-                write_whole(self._path, self._digest(contents) + contents)
-            except Exception as error:
-                _announce("compiled kernels are not kept, so that every run compiles them", f": {error}")
-
-
 def inner(body: Callable[..., Any], inlined: bool = True) -> Callable[..., Any]:
-    """Return a Numba function that is inlined into each kernel that calls it.
-
-    Without inlining, each kernel would have its own copy of the function, and the linker would use the first copy in a
-    process for all kernels. Which copy is first depends on what was compiled before, and two copies may add up a sum in
-    different orders.
-    """
-    with _configured(DISABLE_JIT=0):
-        return cast("Callable[..., Any]", numba.njit(forceinline=inlined, **_OPTIONS)(_named(body)))
+    """Return a Numba function that is inlined into each kernel that calls it."""
+    with _ours():
+        return cast("Callable[..., Any]", numba.njit(forceinline=inlined, **_OPTIONS)(body))
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Numba function that kernels call without inlining, so that they compile faster than with `inner`.
-
-    All kernels' copies of the function must give the same bits (`inner` says why). The function may move numbers and
-    call products of `vectors`, but not add up a sum itself.
-    """
+    """Return a Numba function that kernels call without inlining, so that they compile faster than with `inner`."""
     return inner(body, inlined=False)
 
 
@@ -248,7 +311,7 @@ def intrinsic_of(name: str, signature: Any, emit: Callable[..., Any]) -> Callabl
     """Return a Numba intrinsic: a function that kernels can call. `emit(builder, *values)` emits its LLVM code.
 
     `emit` returns the LLVM value of the result, or None if there is no result. `signature` is the only signature of the
-    intrinsic. `name` is part of the key under which Numba caches a caller's machine code, so it must be unique.
+    intrinsic. `name` is what errors of Numba call the function.
     """
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
@@ -263,39 +326,3 @@ def intrinsic_of(name: str, signature: Any, emit: Callable[..., Any]) -> Callabl
     made.__name__ = made.__qualname__ = name
     result: Callable[..., Any] = intrinsic(made)
     return result
-
-
-def features() -> frozenset[str]:
-    """Return the processor features that kernels are compiled for; Numba's environment variables can restrict them."""
-    codegen = numba.core.registry.cpu_target.target_context.codegen()
-    return frozenset(name[1:] for name in codegen.magic_tuple()[2].split(",") if name.startswith("+"))
-
-
-@contextlib.contextmanager
-def _configured(**values: Any) -> Iterator[None]:
-    """Change Numba's settings within the context, and restore them afterwards for other users of Numba."""
-    before = {name: getattr(numba.config, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(numba.config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(numba.config, name, value)
-
-
-def _named(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function a unique name: of two functions with one name, the linker would use the first for both."""
-    digest = hashlib.sha256(repr(_label(body)).encode()).hexdigest()[:16]
-    body.__name__ = body.__qualname__ = f"{body.__name__}_{digest}"
-    return body
-
-
-def _label(x: Any) -> Any:
-    """Return a label that distinguishes a function, with the values of its closure, from all other kernel functions."""
-    function = getattr(x, "py_func", x)
-    name = getattr(function, "__qualname__", None)
-    if name is None:
-        return repr(x)
-    cells = getattr(function, "__closure__", None) or ()
-    return function.__module__, name, tuple(_label(cell.cell_contents) for cell in cells)

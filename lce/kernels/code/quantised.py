@@ -40,7 +40,7 @@ from lce.kernels.code.numbers import (
     write_row,
 )
 from lce.kernels.code.products import around_of, begins
-from lce.kernels.code.shared import BEGUN_BYTES, ITEMSIZE, LANES, QUANTISED_TASK, SUPER, Layout
+from lce.kernels.code.shared import BEGUN_BYTES, ITEMSIZE, LANES, LAYOUTS, QUANTISED_TASK, SUPER, Layout
 from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, transposed
 
 _ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
@@ -345,6 +345,8 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: str) -> Any:
         words.append(builder.add(each, builder.add(odd, _const(_WORDS, 0x7FFF))))
     return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
 
+
+KINDS = tuple((layout, dtype) for layout in LAYOUTS for dtype in ITEMSIZE)  # the kinds of this module's kernels
 
 # Values and functions for each kind of kernel, `(layout, dtype)`: a matrix's layout, and the dtype of x or the output.
 _bits = ByDtype(lambda kind: kind[0].bits)

@@ -65,3 +65,16 @@ class Layout:
 
 
 INT8, INT4 = Layout(8, 128, "bfloat16"), Layout(4, 32, "bfloat16", "zeros")
+GGUF_LAYOUTS = {  # by the type of GGUF's that is read so
+    "Q4_0": Layout(4, 32, "float16", offset=8),
+    "Q4_1": Layout(4, 32, "float16", "mins"),
+    "Q2_K": Layout(4, 16, "uint8", "mins"),
+    "Q3_K": Layout(4, 16, "int8", offset=4),
+    "Q4_K": Layout(4, 32, "uint8", "mins"),
+    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL"), Layout(8, 32, "float16")),
+    "Q5_1": Layout(8, 32, "float16", "mins"),
+    "Q5_K": Layout(8, 32, "uint8", "mins"),
+    "Q6_K": Layout(8, 16, "int8"),
+    "IQ4_XS": Layout(8, 32, "int8"),
+}
+LAYOUTS = tuple(dict.fromkeys((INT8, INT4, *GGUF_LAYOUTS.values())))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lce.kernels.code.shared import Layout
-from lce.kernels.cpu import threads
+from lce.kernels.cpu import library, threads
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in kernels' code
 
@@ -43,9 +43,7 @@ class Kernel:
     @cached_property
     def address(self) -> int:
         """The address of the kernel's machine code, with which another kernel can `call` this one."""
-        from lce.kernels.code import provisional
-
-        return provisional.address(self.name, self.kind)
+        return library.address(self.name, self.kind)
 
 
 class Call(NamedTuple):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lce.kernels.code import words
+from lce.kernels.cpu import library
 
 _MOST = 1024  # threads
 _MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
@@ -57,10 +58,8 @@ def _memory(n_bytes: int) -> tuple[Tensor | None, int]:
 @cache
 def _entry() -> Any:
     """Return the compiled `threads.run`; its first arguments are for a result, which is nothing, and for an error."""
-    from lce.kernels.code import provisional
-
     kinds = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 4)
-    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(provisional.address("threads.run", None))
+    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(library.address("threads.run", None))
 
 
 class _Pool:
@@ -89,9 +88,7 @@ class _Pool:
         return min(number, self.n_threads)
 
     def _start(self, number: int) -> None:
-        from lce.kernels.code import provisional
-
-        work, thread = provisional.address("threads.work", None), ctypes.c_size_t()
+        work, thread = library.address("threads.work", None), ctypes.c_size_t()
         create, before = self._libc.pthread_create, signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             while self.n_threads < number:
