@@ -13,7 +13,7 @@ from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
 from lce.kernels.code.numbers import exp2, itemsize, log2, pointer, read, stored, write
 from lce.kernels.code.rows import LOWEST, finish, put_query, scratch
 from lce.kernels.code.shared import QUERY_ROWS
-from lce.kernels.code.vectors import take
+from lce.kernels.code.vectors import prefetch, take
 
 
 @by_dtype(inner)
@@ -106,13 +106,21 @@ def attend_tiles(first_task, stop_task, memory, args):
     given[5], given[7] = k_row * itemsize, v_row * itemsize
     for task in range(first_task, stop_task):
         first, n = tasks[task], tasks[task + 1] - tasks[task]
-        for i in range(n):
+        for i in range(n):  # the rows' vectors are far apart in memory: loads begin here, and waits are shared
             row = order[first + i]
             query, slot = row // n_slots, row % n_slots
             head, query = query // n_queries, query % n_queries
-            at = q_at + (head * q_head + query * q_row) * itemsize
-            turn = (query * n_turns + slot % n_turns) * (dim // 2) * itemsize
-            put_query(at, cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
+            spans[i, 0] = (head * q_head + query * q_row) * itemsize
+            spans[i, 1] = (query * n_turns + slot % n_turns) * (dim // 2) * itemsize
+            for line in range(0, dim * itemsize, 64):
+                prefetch(q_at + spans[i, 0] + line)
+                prefetch(out_at + row * dim * itemsize + line)
+            for line in range(0, dim // 2 * itemsize, 64):
+                prefetch(cos_at + spans[i, 1] + line)
+                prefetch(sin_at + spans[i, 1] + line)
+        for i in range(n):
+            turn = spans[i, 1]
+            put_query(q_at + spans[i, 0], cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
             spans[i, 0], spans[i, 1] = 0, size
             state[i, 0], state[i, 1] = LOWEST, 0
             sums[i] = 0
