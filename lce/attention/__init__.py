@@ -11,12 +11,14 @@ from lce.attention.merging import combine as combine
 from lce.attention.merging import join as join
 from lce.attention.merging import merge as merge
 from lce.attention.scores import SCORES_AT_ONCE as SCORES_AT_ONCE
+from lce.attention.scores import affine as affine
 from lce.attention.scores import attention_sums as attention_sums
 from lce.attention.scores import best_below_top as best_below_top
 from lce.attention.scores import bound_scores as bound_scores
 from lce.attention.scores import dot_products as dot_products
 from lce.attention.scores import principal_directions as principal_directions
 from lce.attention.scores import products as products
+from lce.attention.scores import score_dtype as score_dtype
 from lce.attention.scores import scores_at_once as scores_at_once
 from lce.attention.scores import spread as spread
 from lce.attention.scores import token_scores as token_scores

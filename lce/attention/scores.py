@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,13 +27,35 @@ def scores_at_once(x: Tensor) -> int:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply `a [heads, T, D]` by `b [heads, D, M]` for scores: `[heads, T, M]`.
+    """Multiply `a [heads, T, D]` by `b [heads, D, M]` for scores: `[heads, T, M]`, of `score_dtype`.
 
     On CUDA half-precision tensors give float32 products, because half-precision scores overflow or tie.
     """
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    return a @ b
+    dtype = score_dtype(a)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def score_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which this machine multiplies tensors like `x` fastest: the dtype of `x`, or float32."""
+    return torch.float32 if x.is_cpu and x.dtype not in _fast_dtypes() else x.dtype
+
+
+@cache
+def _fast_dtypes() -> frozenset[torch.dtype]:
+    """Return the dtypes that PyTorch multiplies on this CPU by oneDNN; loops of its own take ten times as long."""
+    fast, onednn = {torch.float32, torch.float64}, torch.ops.mkldnn
+    if torch.backends.mkldnn.is_available():
+        fast |= {torch.bfloat16} if onednn._is_mkldnn_bf16_supported() else set()
+        fast |= {torch.float16} if onednn._is_mkldnn_fp16_supported() else set()
+    return frozenset(fast)
+
+
+def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+    """Return `x @ matrix + bias`, `[n, R]`, rounded once to the dtype of `x [n, F]`."""
+    dtype = score_dtype(x)
+    return torch.addmm(bias.to(dtype), x.to(dtype), matrix.to(dtype)).to(x.dtype)
 
 
 def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
@@ -68,15 +91,16 @@ def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
     """Return the products `[t, n]` of low-dim queries `q [t, R]` with low-dim keys `k [n, R]`, stored token by token.
 
-    For one query scores are float32. The scores are written to `into`, if given: a buffer of `t·n` numbers or more,
-    used for all layers because new memory is slow.
+    For one query scores are float32. The scores are written to `into`, if given: a buffer of `t·n` numbers or more of
+    `score_dtype`, used for all layers because new memory is slow.
     """
     if len(q) == 1 or not compiled_for(k):
         return dot_products(q[None], k[None])[0]
+    q = q.to(score_dtype(q))
     into = torch.empty(len(k) * len(q), dtype=q.dtype) if into is None else into
     scores = into[: len(k) * len(q)].view(len(k), len(q))
     for some, out in zip(k.split(TOKENS_AT_ONCE), scores.split(TOKENS_AT_ONCE), strict=True):
-        torch.mm(some, q.T, out=out)
+        torch.mm(some.to(q.dtype), q.T, out=out)
     return scores.T
 
 

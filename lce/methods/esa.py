@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, products, token_scores
+from lce.attention import Attended, products, score_dtype, token_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
@@ -225,7 +225,8 @@ class ESA(JointSelection):
         if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
             basis = principal(cache.span(0, step.start)[0], self.low_dim)
             cache.kept(Staged, BASIS).stage(basis)
-            cache.kept(TokenRows, LOW_DIM_KEYS).write(concat_heads(cache.span(0, step.stop)[0]) @ basis, 0)
+            low_keys = LowDimMap.unbiased(basis, basis).low_keys(concat_heads(cache.span(0, step.stop)[0]))
+            cache.kept(TokenRows, LOW_DIM_KEYS).write(low_keys, 0)
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Return F (Eq. 4): the scores `[n]` of n tokens between sinks and local tokens, for all queries together."""
@@ -260,5 +261,5 @@ class ESA(JointSelection):
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
         most = lowdim.slice_rows(len(low_q), len(low_k)) * len(low_k)
-        buffer = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0))
+        buffer = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0, dtype=score_dtype(low_q)))
         return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)

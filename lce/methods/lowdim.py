@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lce.attention import SCORES_AT_ONCE, best_below_top, principal_directions
+from lce.attention import SCORES_AT_ONCE, affine, best_below_top, principal_directions
 from lce.attention import first_best as first_best
 from lce.attention import spread as spread
 from lce.errors import DataError, UsageError, shown
@@ -47,11 +47,11 @@ class LowDimMap:
 
     def low_queries(self, q: Tensor) -> Tensor:
         """Map queries `[N, H·D]` to low-dim queries `[N, R]`."""
-        return torch.addmm(self.query_bias, q, self.query)
+        return affine(q, self.query, self.query_bias)
 
     def low_keys(self, k: Tensor) -> Tensor:
         """Map keys `[N, G·D]` to low-dim keys `[N, R]`."""
-        return torch.addmm(self.key_bias, k, self.key)  # rounds once: the bias cancels most of the product
+        return affine(k, self.key, self.key_bias)  # rounds once: the bias cancels most of the product
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the two matrices and the two biases by name."""
