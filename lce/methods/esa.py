@@ -261,5 +261,7 @@ class ESA(JointSelection):
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
         most = lowdim.slice_rows(len(low_q), len(low_k)) * len(low_k)
-        buffer = step.once(f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0, dtype=score_dtype(low_q)))
+        buffer = step.once(
+            f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0, dtype=score_dtype(low_q))
+        )
         return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Tiles, Turn, append, products, rotate
+from lce.attention import Tiles, Turn, affine, append, products, rotate, score_dtype, token_scores
 from lce.attention import tiles as tiles_module
 from lce.attention.tiles import SlotQueries
 from tests.attention.truth import random, turned, turns_of
@@ -84,6 +84,22 @@ def factors(n: int, n_queries: int, n_keys: int, dtype: torch.dtype) -> tuple[Te
     """Large ones: their products do not fit in float16. The second is a transposed slice, as keys are."""
     a, b = random(n, n_queries, 64, seed=1, scale=200), random(n, n_keys + 3, 64, seed=2, scale=200)
     return a.to(dtype), b.to(dtype)[:, 3:].mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_scores_are_rounded_only_where_the_processor_multiplies_their_dtype_fast(dtype: torch.dtype) -> None:
+    a, b = (x.clamp(-3, 3) for x in factors(2, 65, 130, dtype))
+    truth, fast = a.double() @ b.double(), score_dtype(a)
+    low_keys = b[0].T.contiguous()  # [130, 128]
+    eps = torch.finfo(fast).eps
+    for got, want in ((products(a, b), truth), (token_scores(a[0], low_keys), truth[0])):
+        assert got.dtype == fast
+        torch.testing.assert_close(got.double(), want, rtol=eps, atol=1e-3)
+    mapped = affine(low_keys, b[0], a.new_ones(130))
+    assert mapped.dtype == dtype
+    torch.testing.assert_close(
+        mapped.double(), low_keys.double() @ b[0].double() + 1, rtol=torch.finfo(dtype).eps, atol=1e-2
+    )
 
 
 class OnCuda(Tensor):
