@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.nn.functional import max_pool1d
 
 from lce.attention.merging import causal_mask
 from lce.kernels.code.shared import MOST_ROWS
+from lce.kernels.cpu.panels import slow_dtypes
 from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few
 from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 from lce.kernels.cuda import launching
@@ -39,17 +39,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 def score_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which this machine multiplies tensors like `x` fastest: the dtype of `x`, or float32."""
-    return torch.float32 if x.is_cpu and x.dtype not in _fast_dtypes() else x.dtype
-
-
-@cache
-def _fast_dtypes() -> frozenset[torch.dtype]:
-    """Return the dtypes that PyTorch multiplies on this CPU by oneDNN; loops of its own take ten times as long."""
-    fast, onednn = {torch.float32, torch.float64}, torch.ops.mkldnn
-    if torch.backends.mkldnn.is_available():
-        fast |= {torch.bfloat16} if onednn._is_mkldnn_bf16_supported() else set()
-        fast |= {torch.float16} if onednn._is_mkldnn_fp16_supported() else set()
-    return frozenset(fast)
+    return torch.float32 if x.is_cpu and x.dtype in slow_dtypes() else x.dtype
 
 
 def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
