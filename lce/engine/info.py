@@ -19,6 +19,7 @@ from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig
+from lce.models.products import products_in
 from lce.models.registry import families, model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.weights.finding import source_of
@@ -52,6 +53,11 @@ class ModelInfo:
     methods: Mapping[str, Method] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     tensors: tuple[TensorGroup, ...] = ()
+
+    @property
+    def prefilled_in(self) -> str | None:
+        """The dtype of prefill's products on this CPU: float32 if its instructions have nothing faster for `dtype`."""
+        return None if self.dtype is None else products_in(self.dtype)
 
 
 @dataclass(frozen=True)

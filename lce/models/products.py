@@ -90,6 +90,11 @@ def _plain(x: Tensor, weight: Tensor, norm: Tensor | None, onto: Tensor | None) 
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
 
 
+def products_in(dtype: str) -> str:
+    """Return the dtype in which this CPU multiplies many rows of a model of `dtype`: float32 if that is faster."""
+    return "float32" if getattr(torch, dtype) in panels.slow_dtypes() else dtype
+
+
 def _widened(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | None:
     """Return the dtype of the result if a product of many rows is faster in float32 than in that dtype, else None.
 

@@ -195,6 +195,7 @@ def model_lines(model: ModelInfo) -> list[str]:
         "rope": _rope(config.rope.kind, config.rope.factor, f", theta {config.rope.theta:,.0f}"),
         "parameters": f"{model.parameters:,}",
         "weights": "none" if size is None else f"{size_text(size)} in {model.weights or model.dtype}",
+        **({} if model.prefilled_in == model.dtype else {"prefill": f"products in {model.prefilled_in} on this CPU"}),
         **({} if model.checked is None else {"checked": ours if model.checked else others}),
         "fingerprint": model.fingerprint or "none",
         "in contexts": model.identity or "none",

@@ -1,15 +1,18 @@
 """Products of many rows in float32, with weights of any kind."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import lce
 from lce.kernels.code.shared import INT4, INT8, Gate, Layout
 from lce.kernels.cpu import panels
 from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
 from lce.models.products import linear
+from lce.terminal.figures import model_lines
 from lce.weights.packed import Stacked
 
 LAYOUTS = {"int8": INT8, "int4": INT4}
@@ -49,6 +52,13 @@ def test_equals_the_product_in_float64(kind: str, rows: int, n_out: int, n_in: i
         onto = torch.ones(rows, expected.shape[1])
         added = linear(x, weight, bias, norm=norm, eps=1e-5, gate=gate, onto=onto)
         torch.testing.assert_close(added.double(), expected + 1, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "slow"), [("bfloat16", True), ("float16", False), ("float32", False)])
+@pytest.mark.usefixtures("slow_bfloat16")
+def test_info_says_what_prefill_computes_in(dtype: str, slow: bool) -> None:
+    lines = model_lines(dataclasses.replace(lce.info("demo"), dtype=dtype))
+    assert any("products in float32 on this CPU" in line for line in lines) is slow
 
 
 @pytest.mark.usefixtures("slow_bfloat16")
