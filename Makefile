@@ -2,6 +2,7 @@
 # make smollm2  installs a real model of 93 MB and asks it about a text longer than its window
 # make test    sets everything up and runs the tests
 # make test-slow  runs the tests that are left out there: more cases of the same, and what takes long
+# make test-v3  runs the tests of CPU kernels as on a processor with AVX2 and without AVX-512
 # make check   checks format, lint and types
 # make docs    builds the documentation as a site, build/site/index.html; fails on any warning, such as a broken link
 # make pictures  draws the pictures of the documentation anew, by the commands that stand below them
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo smollm2 test test-slow check docs pictures gpu tour venv
+.PHONY: demo smollm2 test test-slow test-v3 check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method esa --prompt-file examples/haystack.txt
@@ -34,6 +35,12 @@ test: $(VENV)/dev.stamp
 
 test-slow: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# x86-64-v3, of our kernels, PyTorch's and oneDNN's. A test checks that it is.
+V3 := LCE_CPU=v3 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe,+popcnt \
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+test-v3: $(VENV)/dev.stamp
+	$(V3) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/cpu
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .

@@ -77,6 +77,7 @@ def ceilings(shapes: Sequence[Shape], rows: int, dtype: torch.dtype, device: tor
     measured in `dtype` and the `USUAL` dtypes, without those that multiply the first matrix at less than half of the
     highest rate.
     """
+    reading = reading_speed(device)
     numbers, other = (torch.ones(_most_bytes(device) // 4, dtype=torch.float32, device=device) for _ in range(2))
     copying = shortest(lambda: other.copy_(numbers), device)
     first = {x: rate(shapes[:1], min(rows, 64), x, device) for x in dict.fromkeys((*USUAL, dtype))}
@@ -85,7 +86,7 @@ def ceilings(shapes: Sequence[Shape], rows: int, dtype: torch.dtype, device: tor
         for x, least in first.items()
         if 2 * least >= max(first.values())
     }
-    return Ceilings(reading_speed(device), 2 * numbers.nbytes / copying, found, rows)
+    return Ceilings(reading, 2 * numbers.nbytes / copying, found, rows)
 
 
 def reading_speed(device: torch.device) -> float:

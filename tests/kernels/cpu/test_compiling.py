@@ -201,3 +201,11 @@ def test_a_cache_that_others_can_write_is_not_read(monkeypatch: pytest.MonkeyPat
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     assert library.cache_folder(levels.current()) is None
+
+
+@pytest.mark.skipif(os.environ.get("LCE_CPU") != "v3", reason="LCE_CPU is not v3: make test-v3")
+def test_x86_64_v3_has_no_avx512() -> None:
+    """Otherwise the tests of this level would test another."""
+    assert {"avx2", "fma", "f16c"} <= compiling.features()
+    assert not [name for name in compiling.features() if name.startswith("avx512")]
+    assert torch.backends.cpu.get_cpu_capability() == "AVX2"
