@@ -37,8 +37,7 @@ test-slow: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 # x86-64-v3, of our kernels, PyTorch's and oneDNN's. A test checks that it is.
-V3 := LCE_CPU=v3 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe,+popcnt \
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+V3 := LCE_CPU=v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 test-v3: $(VENV)/dev.stamp
 	$(V3) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/cpu
 
