@@ -28,6 +28,9 @@ _TAKES = 4  # a thread takes the items left, divided by this number and by the n
 _SPIN = 50_000  # nanoseconds that a worker looks for items before it sleeps
 _SPINS = 32  # its pauses between two looks at the clock
 _PATIENCE = 1000  # pauses that a caller waits for workers before it sleeps
+# Nanoseconds: between jobs that are looked at together, of such a look, and of working with fewer threads.
+_APART, _WINDOW, _LEAST_HOLD, _MOST_HOLD = 500_000, 3_000_000, 10_000_000, 160_000_000
+_STRIKES = 2  # bad looks one after the other, because a thread that wakes up may be late once
 
 
 def _word(builder: Any, address: Any) -> Any:
@@ -142,14 +145,25 @@ def run(first, stop, memory, job):
     for i in range(n_threads if stride else 0):
         store(memory_at + i * stride, 0)
     if n_threads > 1 and swap(pool + words.LOCK, 0, 1):
-        _share(pool, job, n, n_threads)
+        now = _now(pool, load(pool + words.WALL), pool + words.TIME)
+        if now < load(pool + words.UNTIL):
+            n_threads = min(n_threads, load(pool + words.FEWER))
+        if n_threads > 1:
+            _share(pool, job, n, n_threads, now)
+            store(pool + words.LOCK, 0)
+            return
         store(pool + words.LOCK, 0)
-    else:
-        _run(job, 0, 0, n)
+    _run(job, 0, 0, n)
 
 
 @inner
-def _share(pool, job, n, n_threads):
+def _share(pool, job, n, n_threads, began):
+    """Run a job with workers, and look at the time that this took."""
+    if began - load(pool + words.ENDED) > _APART:
+        store(pool + words.BEGAN, began)
+        store(pool + words.RAN, _now(pool, load(pool + words.CPU), pool + words.TIME))
+        for word in (words.WORK, words.SPENT, words.SLEPT):
+            store(pool + word, 0)
     store(pool + words.JOB, job)
     store(pool + words.LEAST, load(job + words.CALL_LEAST))
     store(pool + words.DONE, 0)
@@ -158,12 +172,51 @@ def _share(pool, job, n, n_threads):
         worker = pool + words.WORKERS + i * words.WORKER_BYTES
         if load(worker + words.ASLEEP) and swap(worker + words.ASLEEP, 1, 0):
             call_c(load(pool + words.POST), load(worker + words.SEMAPHORE), 0)
-    missing, spins = n - _take(pool, 0), 0
+    own = _take(pool, 0)
+    worked = _now(pool, load(pool + words.WALL), pool + words.TIME) - began
+    _wait(pool, n - own)
+    ended = _now(pool, load(pool + words.WALL), pool + words.TIME)
+    store(pool + words.WORK, load(pool + words.WORK) + min(worked * n // max(own, 1), worked * n_threads))
+    store(pool + words.SPENT, load(pool + words.SPENT) + (ended - began) * n_threads)
+    store(pool + words.ENDED, ended)
+    if ended - load(pool + words.BEGAN) >= _WINDOW:
+        _judge(pool, n_threads, ended)
+
+
+@inner
+def _wait(pool, missing):
+    """Wait until workers have done the items that they took."""
+    spins = 0
     while load(pool + words.DONE) < missing:
         spins += 1
         if spins % _PATIENCE == 0:
             store(pool + words.ASLEEP, 1)
+            before = _now(pool, load(pool + words.WALL), pool + words.TIME)
             if load(pool + words.DONE) < missing or not swap(pool + words.ASLEEP, 1, 0):
                 call_c(load(pool + words.WAIT), load(pool + words.SEMAPHORE), -1)
                 swap(pool + words.ASLEEP, 1, 0)
+            slept = _now(pool, load(pool + words.WALL), pool + words.TIME) - before
+            store(pool + words.SLEPT, load(pool + words.SLEPT) + slept)
         pause()
+
+
+@inner
+def _judge(pool, n_threads, now):
+    """Work with fewer threads for a while if the threads of the last jobs did too little of what they could have done.
+
+    What they did is estimated from the caller's own items: the time that the caller would have taken for all items. The
+    time in which the caller was ready to run, but the system ran something else, is not the caller's.
+    """
+    passed = now - load(pool + words.BEGAN)
+    ran = _now(pool, load(pool + words.CPU), pool + words.TIME) - load(pool + words.RAN) + load(pool + words.SLEPT)
+    percent = 100 * load(pool + words.WORK) // max(load(pool + words.SPENT), 1) * min(ran, passed) // passed
+    store(pool + words.PERCENT, percent)
+    if percent >= load(pool + words.USEFUL):
+        store(pool + words.STRIKES, 0)
+        store(pool + words.HOLD, _LEAST_HOLD)
+    elif add(pool + words.STRIKES, 1) >= _STRIKES - 1:
+        store(pool + words.STRIKES, 0)
+        store(pool + words.FEWER, max((percent * n_threads + 50) // 100, 1))
+        store(pool + words.UNTIL, now + load(pool + words.HOLD))
+        store(pool + words.HOLD, min(2 * load(pool + words.HOLD), _MOST_HOLD))
+    store(pool + words.ENDED, 0)  # the next job begins another look

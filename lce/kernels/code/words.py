@@ -10,5 +10,7 @@ CALL_POOL, CALL_KERNEL, CALL_ITEMS, CALL_LEAST, CALL_THREADS, CALL_MEMORY, CALL_
 ASLEEP, POOL, INDEX, SEMAPHORE, TIME, SEMAPHORE_AT, WORKER_BYTES = 0, 64, 72, 80, 96, 128, 256
 # The pool: first the words of the caller, then these, then those of the workers.
 LEFT, DONE, LOCK = 256, 320, 384
-JOB, LEAST, WAIT, POST, CLOCK, WALL, CPU = (448 + 8 * i for i in range(7))
+JOB, LEAST, WAIT, POST, CLOCK, WALL, CPU, USEFUL = (448 + 8 * i for i in range(8))
+# How well threads worked: `judge` of the threads' code.
+BEGAN, ENDED, RAN, SLEPT, WORK, SPENT, PERCENT, FEWER, UNTIL, HOLD, STRIKES = (512 + 8 * i for i in range(11))
 WORKERS = 1024

@@ -25,6 +25,7 @@ from lce.kernels.code import words
 from lce.kernels.cpu import library
 
 _MOST = 1024  # threads
+_USEFUL = 70  # percent of the threads' time that kernels must have used, or fewer threads work for a while
 _MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
 
 
@@ -78,6 +79,8 @@ class _Pool:
             self._set(self.address + word, ctypes.cast(getattr(self._libc, name), ctypes.c_void_p).value or 0)
         self._set(self.address + words.WALL, time.CLOCK_MONOTONIC)
         self._set(self.address + words.CPU, time.CLOCK_THREAD_CPUTIME_ID)
+        self._set(self.address + words.USEFUL, _USEFUL)
+        self._set(self.address + words.HOLD, 10_000_000)
         self._set(self.address + words.SEMAPHORE, self._semaphore(self.address))
 
     def with_threads(self, number: int) -> int:
