@@ -27,6 +27,7 @@ def names() -> Iterator[tuple[str, Any]]:
         module = importlib.import_module(f"lce.kernels.code.{module_name}")
         for name, value in vars(module).items():
             if isinstance(value, ByDtype) and value.kernels_of == module.__name__:
-                yield from ((f"{module_name}.{name}", kind) for kind in getattr(module, "KINDS", ITEMSIZE))
+                kinds = getattr(module, f"{name.upper()}_KINDS", getattr(module, "KINDS", ITEMSIZE))
+                yield from ((f"{module_name}.{name}", kind) for kind in kinds)
             elif getattr(value, "is_kernel", False) and value.__module__ == module.__name__:
                 yield f"{module_name}.{name}", None

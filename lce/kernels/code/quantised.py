@@ -40,7 +40,7 @@ from lce.kernels.code.numbers import (
     write_row,
 )
 from lce.kernels.code.products import around_of, begins
-from lce.kernels.code.shared import BEGUN_BYTES, ITEMSIZE, LANES, LAYOUTS, QUANTISED_TASK, SUPER, Layout
+from lce.kernels.code.shared import BEGUN_BYTES, INT4, INT8, ITEMSIZE, LANES, LAYOUTS, QUANTISED_TASK, SUPER, Layout
 from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, transposed
 
 _ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
@@ -347,6 +347,7 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: str) -> Any:
 
 
 KINDS = tuple((layout, dtype) for layout in LAYOUTS for dtype in ITEMSIZE)  # the kinds of this module's kernels
+PACK_KINDS = tuple((layout, dtype) for layout in (INT8, INT4) for dtype in ITEMSIZE)  # those of `pack`
 
 # Values and functions for each kind of kernel, `(layout, dtype)`: a matrix's layout, and the dtype of x or the output.
 _bits = ByDtype(lambda kind: kind[0].bits)
