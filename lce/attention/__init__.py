@@ -1,5 +1,6 @@
 """Attention to sets of keys, merged by log-sum-exps, and choices by scores. Import from here, not from the files."""
 
+from lce.attention import int8_rows as int8_rows
 from lce.attention.attention import Attention as Attention
 from lce.attention.choices import best_chunks as best_chunks
 from lce.attention.choices import best_runs as best_runs

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lce.attention import int8_rows
 from lce.attention.merging import Attended
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
 from lce.attention.turn import Turn, rotate
@@ -65,13 +66,21 @@ class Attention(ABC):
     ) -> Attended:
         """Compute attention where all T queries of a head see the same N keys.
 
-        `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Causal: the last query sees the last key, and
-        with `window` no query sees a key `window` or more tokens before it. With `turn [T, D/2]` the queries are
-        rotated first. Time: O(H · T · N · D). Keys are never repeated for query heads that share keys.
+        `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Keys and values may be rows of 8 bits
+        (`lce.attention.int8_rows`), `[G, N, row_bytes]`. Causal: the last query sees the last key, and with `window` no
+        query sees a key `window` or more tokens before it. With `turn [T, D/2]` the queries are rotated first. Time:
+        O(H · T · N · D). Keys are never repeated for query heads that share keys.
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+        k, v = self.readable(q, k, v)
         return self.attend(q, k, v, causal=causal, window=window, turn=turn)
+
+    def readable(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values that this backend can read: rows of 8 bits are copied to the dtype of the queries."""
+        if k.dtype is not int8_rows.ROW:
+            return k, v
+        return int8_rows.widened(k, q.shape[-1], q.dtype), int8_rows.widened(v, q.shape[-1], q.dtype)
 
     @abstractmethod
     def attend(
@@ -100,7 +109,7 @@ class Attention(ABC):
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every chosen chunk is in exactly one round
             queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))
-            self.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
+            self.dispatch(queries, some.chosen(chunk_ids), *self.readable(q, some.k, some.v), (out, lse))
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from lce.attention import int8_rows
 from lce.attention.merging import Attended
 from lce.attention.tiles import SlotQueries
 from lce.attention.torch import Torch
@@ -21,18 +22,24 @@ class Compiled(Torch):
     speed = 2
 
     def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
-        """Return the module whose kernels take these tensors, or None. All vectors must be contiguous, of one dtype."""
+        """Return the module whose kernels take these tensors, or None. All vectors must be contiguous, of one dtype.
+
+        Keys and values may be rows of 8 bits.
+        """
         if q.dtype not in DTYPES:
             return None
-        fits = all(x.dtype is q.dtype and x.is_cpu and x.stride(-1) == 1 for x in (q, *others))
+        fits = all(x.dtype in (q.dtype, int8_rows.ROW) and x.is_cpu and x.stride(-1) == 1 for x in (q, *others))
         return attention if fits else None
+
+    def readable(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         """Compute attention with a kernel that also rotates the queries."""
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
-            return super().attend(q, k, v, causal=causal, window=window, turn=turn)
+            return super().attend(q, *super().readable(q, k, v), causal=causal, window=window, turn=turn)
         found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
         return found
 
@@ -43,7 +50,7 @@ class Compiled(Torch):
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         """Compute attention to tiles with a kernel that also sorts and rotates the query rows."""
         if (kernels := self.kernels(queries.q, k, v)) is None:
-            super().dispatch(queries, tile, k, v, into)
+            super().dispatch(queries, tile, *super().readable(queries.q, k, v), into)
         elif tile.numel():
             kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 

@@ -215,7 +215,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         begin = max(layout.old(since) if layout.format.rounds else since, first)
         for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):
-            k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.span(start, stop))  # [groups, P, n, D]
+            k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.stored(start, stop))  # [groups, P, n, D]
             rows.write_pages(rows.first_rows(groups, start), layout.format.pack(k, v))
 
 

@@ -1,4 +1,4 @@
-"""Storage formats of keys and values in the tiers below the device: in the model's dtype, or quantised to 8 bits.
+"""Storage formats of keys and values: in the model's dtype, or in 8 bits, below the device or on the device, too.
 
 A format is one class, listed by name in `FORMATS`. The class quantises and packs pages and counts their bytes. No other
 code knows what is in a packed page.
@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lce.attention import int8_rows
 from lce.errors import DataError, UsageError, shown
 
-# The tensors of n pages: `(k, v)` on the device, both `[n, P, L, D]`; elsewhere one tensor of packed pages.
+# The tensors of n pages: `(k, v)` on the device, both `[n, P, L, stored_dim]`; elsewhere one tensor of packed pages.
 Parts = tuple[Tensor, ...]
 FLOAT = torch.float32.itemsize
 
@@ -26,6 +27,9 @@ class KVFormat:
     A page has the keys and values of `heads` KV heads (P) and `size` tokens (L), with head dimension D, in the model's
     `dtype`. A packed page is a tensor of `page_rows` rows, the same in host memory and in a file: one row for each
     token, then `extra_rows`. In this format a token's row is its keys and values, `[2, P, D]`.
+
+    The device has a vector of D numbers as `stored_dim` elements of `stored_dtype`: here, and in the format "int8",
+    as D numbers of the model's dtype.
     """
 
     heads: int
@@ -37,14 +41,24 @@ class KVFormat:
     extra_rows: ClassVar[int] = 0
 
     @property
+    def stored_dim(self) -> int:
+        """The number of elements that a vector takes on the device."""
+        return self.head_dim
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the elements on the device."""
+        return self.dtype
+
+    @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row of a packed page."""
-        return (2, self.heads, self.head_dim)
+        return (2, self.heads, self.stored_dim)
 
     @property
     def row_dtype(self) -> torch.dtype:
         """The dtype of a packed page."""
-        return self.dtype
+        return self.stored_dtype
 
     @property
     def row_bytes(self) -> int:
@@ -179,12 +193,34 @@ class Int8(KVFormat):
                 raise DataError(f"{name} was altered since it was written; prefill the text again")
 
 
-FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8}  # by the value of the option `kv_dtype`
+@dataclass(frozen=True)
+class Int8Device(KVFormat):
+    """Keys and values in 8 bits as soon as they are written, on the device, too: rows of `lce.attention.int8_rows`.
+
+    Each vector has a scale of its own, so pages are packed, moved and saved as they are, and nothing is rounded later.
+    """
+
+    @property
+    def stored_dim(self) -> int:
+        return int8_rows.row_bytes(self.head_dim)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return int8_rows.ROW
+
+    def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
+        scales = int8_rows.scales(rows)
+        if not bool(((scales >= 0) & scales.isfinite()).all()):
+            raise DataError(f"{name} was altered since it was written; prefill the text again")
+
+
+# By the value of the option `kv_dtype`.
+FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8, "int8-device": Int8Device}
 
 
 def kv_dtype_of(option: object) -> str:
     """Return the format's name for the option `kv_dtype`: a name, a dtype, or None for "auto". Raises `UsageError`."""
     name = "auto" if option is None else str(option).removeprefix("torch.")
     if name not in FORMATS or not isinstance(option, str | torch.dtype | None):
-        raise UsageError(f"unknown kv_dtype {shown(option)}; expected {' or '.join(FORMATS)}")
+        raise UsageError(f"unknown kv_dtype {shown(option)}; expected {', '.join(FORMATS)}")
     return name

@@ -132,7 +132,7 @@ class KVCache:
 
     def has_space(self, n_tokens: int) -> bool:
         """Return whether a recorded step (a CUDA graph) can write token `n_tokens - 1` without allocating memory."""
-        if self.stacks or self.layout.format.rounds or n_tokens > self.layers[0].buffer.capacity:
+        if self.stacks or self.layout.kv_dtype != "auto" or n_tokens > self.layers[0].buffer.capacity:
             return False
         return all(state.has_space(n_tokens - 1) for layer in self.layers for state in layer.state.values())
 

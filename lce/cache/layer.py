@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lce.attention import Tiles, Turn, append
+from lce.attention import Tiles, Turn, append, int8_rows
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held, MethodState
 from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
@@ -31,18 +31,23 @@ Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and their 
 
 
 class KVBuffer:
-    """A buffer of keys and values `k v [G, capacity, D]`, from token `first` on. `capacity` is in whole chunks."""
+    """A buffer of keys and values `k v [G, capacity, D]`, from token `first` on. `capacity` is in whole chunks.
+
+    A storage format of 8 bits on the device has rows of bytes for vectors: `[G, capacity, stored_dim]`.
+    """
 
     def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
         self.layout = layout
         self.first = first
         self._index: Tensor | None = None
-        shape = (layout.n_kv_heads, layout.whole_chunks(capacity), layout.head_dim)
+        form = layout.format
+        shape = (layout.n_kv_heads, layout.whole_chunks(capacity), form.stored_dim)
         try:
-            tensors = [own_memory(shape, layout.dtype, layout.device) for _ in range(2)]
+            tensors = [own_memory(shape, form.stored_dtype, layout.device) for _ in range(2)]
         except RuntimeError as error:
+            needed = shape[1] * layout.token_bytes // layout.n_layers
             raise CapacityError(
-                f"no memory for {shape[1]:,} tokens in the cache: {size_text(2 * shape[1] * layout.key_bytes)} a layer "
+                f"no memory for {shape[1]:,} tokens in the cache: {size_text(needed)} a layer "
                 "for keys and values; ask for fewer tokens, or give --kv-host-budget and --spill-dir"
             ) from error
         self.rows = [RowBuffer(x, axis=1) for x in tensors]
@@ -108,7 +113,7 @@ class KVBuffer:
         index = self.index
         if before:
             index = torch.nn.functional.pad(index[:, : n_chunks - before], (before, 0), value=-1)
-        shape = (self.index.numel(), size, self.layout.head_dim)
+        shape = (self.index.numel(), size, self.k.shape[-1])
         return Tiles(self.k.view(shape), self.v.view(shape), index)
 
     def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
@@ -170,7 +175,13 @@ class LayerCache:
         """Return tokens `start..stop-1`: keys at the method's `key_positions`, and values, `[G, stop - start, D]` each.
 
         The result is a view if the tokens are in the buffer, else a copy. `segments` cuts long spans into smaller ones.
+        If the device stores 8 bits, the result is a copy in the model's dtype; `stored` has no such copy.
         """
+        k, v = self.stored(start, stop)
+        return self._widened(k), self._widened(v)
+
+    def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return what `span` returns, but as the device stores it, which `Attention.dense` takes, too."""
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
             return self.buffer.span(start, stop)
@@ -193,11 +204,20 @@ class LayerCache:
             yield start, border
             start = border
 
+    def _widened(self, rows: Tensor) -> Tensor:
+        """Return vectors as the device stores them in the model's dtype."""
+        layout = self.layout
+        return int8_rows.widened(rows, layout.head_dim, layout.dtype) if rows.dtype is int8_rows.ROW else rows
+
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Copy keys and values `[G, n, D]` of tokens `index [n]`, ascending. The copies may use the memory `into`."""
+        """Copy keys and values `[G, n, D]` of tokens `index [n]`, ascending, as the device stores them.
+
+        The copies may use the memory `into`.
+        """
         first = self.buffer.first
         if not first:
+            into = None if into is None else into.view(self.buffer.k.dtype)
             return take_rows((self.buffer.k, self.buffer.v), index, into)
         numbers = index.cpu().numpy()
         n_old = int(np.searchsorted(numbers, first))
@@ -212,7 +232,7 @@ class LayerCache:
         if self.buffer.first:
             tokens, index = index.unique(return_inverse=True)
             v = self.tokens(tokens)[1]
-        return v.gather(1, index[..., None].expand(-1, -1, v.shape[-1]))
+        return self._widened(v.gather(1, index[..., None].expand(-1, -1, v.shape[-1])))
 
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """Yield, in rounds, the complete chunks that query heads chose, `chunk_ids [H, T, K]`, as tiles for attention.
@@ -256,7 +276,7 @@ class LayerCache:
         self.reserve(stop)
         self.stop = stop
         self.buffer.prepare(self.length, stop)
-        append(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
+        int8_rows.append_rows(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
 
     def commit(self) -> None:
         """Commit the tokens of this pass. May be repeated."""
@@ -323,7 +343,7 @@ class LayerCache:
         border = layout.old(n_tokens)
         if border < buffer.first:
             buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
-            buffer.fill(border, *self.span(border, n_tokens))
+            buffer.fill(border, *self.stored(border, n_tokens))
         rounded = min(self.rounded, border)
         if unrounded is not None:
             rounded = min(rounded, unrounded[0])

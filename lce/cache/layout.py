@@ -152,8 +152,13 @@ class CacheLayout:
 
     @property
     def key_bytes(self) -> int:
-        """The bytes of one token's keys in one layer, of all KV heads."""
+        """The bytes of one token's keys in one layer, of all KV heads, in the model's dtype."""
         return self.n_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of one vector, a token's key or value in one KV head, as the device stores it."""
+        return self.format.stored_dim * self.format.stored_dtype.itemsize
 
     @property
     def query_bytes(self) -> int:
@@ -162,8 +167,8 @@ class CacheLayout:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of one token's keys and values over all layers."""
-        return 2 * self.n_layers * self.key_bytes
+        """The bytes of one token's keys and values over all layers, on the device."""
+        return 2 * self.n_layers * self.n_kv_heads * self.stored_bytes
 
     def whole_chunks(self, n_tokens: int) -> int:
         """Return `n_tokens` rounded up to whole chunks."""

@@ -319,9 +319,10 @@ class Device(Pool):
     def _grown(self, n_slots: int) -> Slots:
         """Copy the pages to a larger slab, and return its slots. Bytes: one copy of the pages."""
         n, n_slots = self.n_slots, min(max(n_slots, self.n_slots * 3 // 2), self.max_slots)
-        shape = n_slots, self.layout.page_heads, self.layout.chunk_size, self.layout.head_dim
+        form = self.layout.format
+        shape = n_slots, form.heads, form.size, form.stored_dim
         make = self.mover.empty if not self.layout.on_cpu else partial(own_memory, device=self.layout.device)
-        slab = tuple(make(shape, self.layout.dtype) for _ in range(2))
+        slab = tuple(make(shape, form.stored_dtype) for _ in range(2))
         if n:
             self.mover.wait(np.arange(n))
             for x, old in zip(slab, self.slots.slabs[0], strict=True):
@@ -386,7 +387,8 @@ class Host(Pool):
     def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
         self.slots.used[place] = self.clock
         self.mover.wait(np.unique(place))
-        found = torch.empty(len(place), 2, self.layout.page_heads, self.layout.head_dim, dtype=self.layout.dtype)
+        form = self.format
+        found = torch.empty(len(place), 2, form.heads, form.stored_dim, dtype=form.stored_dtype)
         slab, slots = np.divmod(place, slab_slots(self.layout))
         for number in np.unique(slab).tolist():
             here = np.flatnonzero(slab == number)

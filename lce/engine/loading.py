@@ -62,7 +62,8 @@ def load(
       and in host memory, such as "8GiB". On the CPU both are the same memory, and the smaller budget counts.
     - `spill_dir`: a folder for files with the keys and values beyond the budgets. A file is removed with its context.
     - `kv_dtype`: "int8" quantises old keys and values to 8 bits in the spill file, in context files and, with a GPU, in
-      host memory. They take half the bytes of 16 bits.
+      host memory. They take half the bytes of 16 bits. "int8-device" quantises all keys and values when they are
+      computed, wherever they are, so that decoding reads half the bytes, too.
     - `weights`: "int8" and "int4" (CPUs only) quantise the weight matrices on loading, to 0.5 and 0.3 of their bytes in
       bfloat16; "auto" takes the matrices as they are stored.
     - `threads`: the number of threads that the whole process computes with from now on, at most the cores that it may

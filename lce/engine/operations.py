@@ -164,6 +164,6 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         **{name: getattr(cost, name) for name in ("attention", "scores", "summaries", "low_dim")},
         causal=causal,
         weight_bytes=len(blocks) * once + n * row_bytes,
-        key_bytes=None if cost.rows_read is None else cost.rows_read * 2 * config.head_dim * size,
+        key_bytes=None if cost.rows_read is None else cost.rows_read * 2 * made.layout.stored_bytes,
         state_bytes=None if cost.state_read is None else cost.state_read * size,
     )

@@ -66,12 +66,12 @@ class Need:
 class Plan:
     """The memory that a context of `tokens` tokens needs.
 
-    `kv_dtype` is the format of keys and values on host and disk: "int8", or `dtype`. `device` joins several devices as
-    "cuda:0,cuda:1". `tiers` has the needs by tier: "device" (several devices by their own names), "host" and "disk".
-    `longest` is the length of the longest context that fits; None: unbounded. `refusal` says why the context does not
-    fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of several devices. `readable`
-    is how many tokens the method can read of this model, whatever the memory; None: any number. `warning` says so if
-    `tokens` are more, as `Engine.beyond` does.
+    `kv_dtype` is how keys and values are stored: "int8" (host and disk), "int8-device" (all), or `dtype`. `device`
+    joins several devices as "cuda:0,cuda:1". `tiers` has the needs by tier: "device" (several devices by their own
+    names), "host" and "disk". `longest` is the length of the longest context that fits; None: unbounded. `refusal` says
+    why the context does not fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of
+    several devices. `readable` is how many tokens the method can read of this model, whatever the memory; None: any
+    number. `warning` says so if `tokens` are more, as `Engine.beyond` does.
     """
 
     tokens: int

@@ -167,8 +167,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
     q, turn = q[:, call.first : call.last], placed.turn.at(slice(call.first, call.last))
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
     if call.n_chunks > 1 or recent is not None or call.window is not None:
-        k, v = cache.span(start, stop)
-        k = k if recent is None else recent.span(start, stop)
+        k, v = cache.stored(start, stop) if recent is None else (recent.span(start, stop), cache.span(start, stop)[1])
         if call.n_chunks == 1:
             return dense(q, k, v, causal=call.causal, window=call.window, turn=turn)
         n_kv_heads = len(k)
@@ -181,7 +180,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))
         cuts[-1] = (cuts[-1][0], stop)
-    return combine([dense(q, *cache.span(a, b), causal=call.causal and b == stop, turn=turn) for a, b in cuts])
+    return combine([dense(q, *cache.stored(a, b), causal=call.causal and b == stop, turn=turn) for a, b in cuts])
 
 
 def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:

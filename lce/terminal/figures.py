@@ -127,7 +127,8 @@ def plan_lines(plan: Plan) -> list[str]:
         longest = f"Of this model {plan.method} can read {plan.readable:,} tokens; memory holds {held}."
     asked = f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}"
     if plan.kv_dtype != plan.dtype:
-        asked = f"{asked}, below the device in {plan.kv_dtype}"
+        where = "everywhere" if plan.kv_dtype == "int8-device" else "below the device"
+        asked = f"{asked}, {where} in {plan.kv_dtype}"
     warning = [] if plan.warning is None or not plan.fits else [f"But {plan.warning}."]
     return [asked, "", *aligned(rows), "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}", *warning]
 

@@ -56,7 +56,7 @@ def method_name(method: str) -> str:
 def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
     """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
     own: dict[str, Any] = {"window": context.window, "dtype": context.dtype, "weights": context.weights or "auto"}
-    own["kv_dtype"] = "int8" if context.kv_dtype == "int8" else "auto"
+    own["kv_dtype"] = context.kv_dtype if context.kv_dtype in ("int8", "int8-device") else "auto"
     if loading.get("rope") is None and loading.get("rope_factor") is None:
         own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
     return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}

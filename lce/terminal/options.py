@@ -253,8 +253,8 @@ _BUDGETS = (
     flag("--kv-host-budget SIZE", "Limit of keys and values in host memory."),
     flag("--spill-dir DIR", "Folder for keys and values beyond the limits."),
     flag(
-        "--kv-dtype auto|int8", "Old keys and values in host memory beside a GPU, in that folder and in context files: "
-        "as computed, or rounded to 8 bits.", default="auto",
+        "--kv-dtype auto|int8|int8-device", "Keys and values as computed; or in 8 bits: old ones in host memory beside "
+        "a GPU, in that folder and in context files (int8), or all of them everywhere (int8-device).", default="auto",
     ),
 )  # fmt: skip
 

@@ -67,6 +67,15 @@ def in_memory(cache: KVCache) -> int:
 # Sizes
 
 
+def test_sizes_of_8_bits_on_the_device() -> None:
+    """By hand: 2 KV heads of 4 numbers, 3 layers: 4 bytes and a scale for each key and each value."""
+    layout = replace(LAYOUT, kv_dtype="int8-device")
+    assert layout.token_bytes == 3 * 2 * 2 * (4 + 4)
+    assert layout.page_bytes == layout.format.page_bytes == 8 * 2 * 2 * (4 + 4)
+    cache = KVCache.empty(layout, 16)
+    assert in_memory(cache) == layout.needs(16)["device"] == 16 * layout.token_bytes
+
+
 def test_sizes_of_packed_pages() -> None:
     """By hand: 2 KV heads of 4 numbers. A row has 8 keys, 8 values and 2 scales; a page has 2 more."""
     layout = replace(LAYOUT, kv_dtype="int8")

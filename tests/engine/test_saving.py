@@ -118,6 +118,17 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
         assert context._uncached == truth._uncached
 
 
+@pytest.mark.parametrize(("name", "budget"), [("longheads", SMALL), ("esa", None)])
+def test_a_context_of_8_bits_on_the_device_goes_on(
+    name: str, budget: str | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    go_on = test_saving_opening_and_going_on_equals_never_having_stopped
+    go_on(name, budget, "int8-device", tiny_model, tmp_path)
+    path, refusal = tmp_path / "context.lce", "another kv_dtype, int8-device; this engine has int8: give --kv-dtype"
+    with pytest.raises(DataError, match=refusal):
+        load(tiny_model, name, kv_dtype="int8").open_context(path)
+
+
 @KV_DTYPES
 @pytest.mark.parametrize("budget", [None, SMALL])
 def test_a_context_opens_in_another_budget(budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:

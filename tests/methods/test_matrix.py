@@ -426,6 +426,25 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
         assert difference.any(), "the method sees old tokens"
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        each if each[0] in ("full", "longheads", "esa") else pytest.param(*each, marks=pytest.mark.slow)
+        for each in BASIC
+    ],
+    ids=str,
+)
+def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, object], tmp_path: Path) -> None:
+    """The same in any budget, to the bit; close to 16 bits; with small differences if the blocks are others."""
+    method, heads = make(name, knobs), HEADS["grouped-query"]
+    found, exact = check_the_smallest_budget(method, heads, tmp_path, "int8-device"), in_small_pieces(method, heads)
+    assert 0 < (found - exact).abs().mean() <= 0.03 * exact.abs().mean()
+    if name == "full":
+        q, k, v = vectors(9, *heads, found.shape[1], 16)
+        other = run(method, q, k, v, cut(len(q[0]), 7), window=WINDOW, kv_dtype="int8-device")
+        assert (other - found).abs().max() < 1e-4
+
+
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_no_budget_changes_anything(data: st.DataObject) -> None:

@@ -26,7 +26,7 @@ SCORED_COLUMNS = 512  # tokens that a thread of `best_below_top` takes at a time
 SORTED_SCORES = 4096  # scores that a thread of `best_tokens` takes at a time
 SORTED_GROUP = 16  # sort keys in a group; the largest of each group is stored, so that groups of small keys are skipped
 TAKEN_ROWS = 64  # rows that a thread of `take_rows` takes at a time
-WORD = 8  # bytes that `take_rows` copies at once
+WORD = 4  # bytes that `take_rows` copies at once
 
 
 @dataclass(frozen=True)

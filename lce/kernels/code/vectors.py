@@ -103,7 +103,7 @@ def multiply(pairs: bool, dtype: str, shapes: tuple[tuple[int, int], ...]) -> Ca
 
     def emit_all(builder: Any, n_rows: Any, n_columns: Any, *args: Any) -> None:
         cases = {8 * rows + columns: partial(emit, builder, rows, columns, args) for rows, columns in shapes}
-        _switch(builder, builder.add(builder.mul(n_rows, i64(8)), n_columns), cases)
+        switch(builder, builder.add(builder.mul(n_rows, i64(8)), n_columns), cases)
 
     return intrinsic_of(f"multiply {pairs} {dtype} {shapes}", types.void(*[types.intp] * 9), emit_all)
 
@@ -157,7 +157,7 @@ def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1, lane
             builder.store(part, place, align=4)
 
     def emit_all(builder: Any, n_rows: Any, *args: Any) -> None:
-        _switch(builder, n_rows, {rows: partial(emit, builder, rows, n, args) for rows, n in columns.items()})
+        switch(builder, n_rows, {rows: partial(emit, builder, rows, n, args) for rows, n in columns.items()})
 
     return intrinsic_of(f"dots {pairs} {dtype} {columns} {chains} {lanes}", types.void(*[types.intp] * 8), emit_all)
 
@@ -188,7 +188,7 @@ def loop(builder: Any, n: Any, starts: dict[Any, Any], turn: Callable[..., dict[
     return after
 
 
-def _switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
+def switch(builder: Any, number: Any, cases: dict[int, Any]) -> None:
     """Emit a switch on the integer `number`; `cases` maps each possible number to a function that emits its code."""
     blocks = {value: builder.append_basic_block("case") for value in cases}
     end = builder.append_basic_block("chosen")

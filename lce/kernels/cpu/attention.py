@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lce.kernels.code.shared import KEYS, QUERY_ROWS
+from lce.kernels.cpu.int8_rows import row_bytes
 from lce.kernels.cpu.kernel import Kernel, Kernels, argument_of
 
 FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
@@ -23,6 +24,7 @@ _SLOT_ROWS = 64  # the smallest number of queries that a thread of `merge_slots`
 _attend, _attend_tiles = Kernels("attention.attend"), Kernels("attention.attend_tiles")
 _sort_rows = Kernel("attention.sort_rows")
 _attend_rows, _merge_slots = Kernels("rows.attend_rows"), Kernels("attention.merge_slots")
+_attend_rows8 = Kernels("int8_rows.attend_rows")
 
 
 def attend(
@@ -40,10 +42,10 @@ def attend(
     (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
     rep, (q_head, q_row, q_one) = n_heads // groups, q.stride()
     (k_group, k_row, k_one), (v_group, v_row, v_one) = k.stride(), v.stride()
-    assert k.shape == v.shape == (groups, n_keys, dim), (k.shape, v.shape)
+    vector, kernel, more = _stored(q, k, v)
+    assert k.shape == v.shape == (groups, n_keys, vector), (k.shape, v.shape)
     assert q_one == k_one == v_one == 1, (q_one, k_one, v_one)
     assert n_heads == rep * groups, (n_heads, groups)
-    assert q.dtype is k.dtype is v.dtype, (q.dtype, k.dtype, v.dtype)
     cos_at, sin_at = 0, 0
     if cos is not None and sin is not None:
         assert cos.shape == sin.shape == (n_queries, dim // 2), (cos.shape, sin.shape)
@@ -62,10 +64,10 @@ def attend(
     partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # unused with one piece
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
-    strides = q_head, q_row, k_group, k_row, v_group, v_row
-    kernels, done = (_steepness(dim), _attend_rows[q.dtype].address), [0] * groups
+    strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in (k_group, k_row, v_group, v_row))
+    kernels, done = (_steepness(dim), kernel.address), [0] * groups
     given = array("q", (*addresses, *sizes, *strides, *kernels, partial.data_ptr(), *done))
-    _attend[q.dtype](n_tasks, given.buffer_info()[0], memory=_memory(rep * per_block, dim))
+    _attend[q.dtype](n_tasks, given.buffer_info()[0], memory=_memory(rep * per_block, dim) + more)
     return out, lse
 
 
@@ -82,7 +84,8 @@ def attend_tiles(
     n_heads, n_queries, dim = q.shape
     n_slots = tile.numel() // (n_heads * n_queries)
     n_tiles, size = k.shape[:2]
-    assert k.shape == v.shape == (n_tiles, size, dim)
+    vector, kernel, more = _stored(q, k, v)
+    assert k.shape == v.shape == (n_tiles, size, vector)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
     n_turns = cos.shape[1]
@@ -96,9 +99,9 @@ def attend_tiles(
     _sort_rows(1, tile.data_ptr(), tile.numel(), n_tiles, tasks.data_ptr())
     addresses = (x.data_ptr() for x in (q, cos, sin, tasks, k, v, out, lse))
     sizes = n_heads, n_queries, n_slots, n_turns, size, dim
-    strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
-    given = array("q", (*addresses, *sizes, *strides, _steepness(dim), _attend_rows[q.dtype].address))
-    _attend_tiles[q.dtype](int(tasks[0]), given.buffer_info()[0], memory=_memory(QUERY_ROWS, dim))
+    strides = (stride * x.itemsize // q.itemsize for x in (q, k, v) for stride in x.stride()[:2])
+    given = array("q", (*addresses, *sizes, *strides, _steepness(dim), kernel.address))
+    _attend_tiles[q.dtype](int(tasks[0]), given.buffer_info()[0], memory=_memory(QUERY_ROWS, dim) + more)
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +117,18 @@ def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     addresses = out.data_ptr(), lse.data_ptr(), merged.data_ptr(), total.data_ptr()
     _merge_slots[out.dtype](total.numel(), *addresses, n_slots, dim, least=_SLOT_ROWS, memory=4 * dim)
     return merged, total
+
+
+def _stored(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, Kernel, int]:
+    """Return how many elements a key has, the kernel of a task, and the bytes of memory that it needs besides.
+
+    Strides of keys and values are whole numbers of the queries' dtype: rows of 8 bits have whole words.
+    """
+    assert k.dtype is v.dtype, (k.dtype, v.dtype)
+    if k.dtype is torch.uint8:
+        return row_bytes(q.shape[-1]), _attend_rows8[q.dtype], 64 + 2 * KEYS * q.shape[-1] * q.itemsize
+    assert q.dtype is k.dtype, (q.dtype, k.dtype)
+    return q.shape[-1], _attend_rows[q.dtype], 0
 
 
 def _steepness(dim: int) -> int:

@@ -101,7 +101,7 @@ class AttentionMeter:
                 "measured; define parts_of"
             )
         tally, mass, q = self.layers.setdefault(seen.layer, _Tally()), seen.mass(self.judge), seen.q
-        vector = 2 * q.shape[-1] * seen.cache.layout.dtype.itemsize
+        vector = 2 * seen.cache.layout.stored_bytes
         for some in mass.slices(len(seen.rows), len(q)):
             positions = seen.positions[some]
             attended = seen.attended(some, always)
