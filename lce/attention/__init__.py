@@ -1,11 +1,15 @@
 """Attention to sets of keys, merged by log-sum-exps, and choices by scores. Import from here, not from the files."""
 
-from lce.attention import int8_rows as int8_rows
 from lce.attention.attention import Attention as Attention
 from lce.attention.choices import best_chunks as best_chunks
 from lce.attention.choices import best_runs as best_runs
 from lce.attention.choices import first_best as first_best
 from lce.attention.choices import runs_of_chunks as runs_of_chunks
+from lce.attention.int8_rows import ROW as ROW
+from lce.attention.int8_rows import append_rows as append_rows
+from lce.attention.int8_rows import row_bytes as row_bytes
+from lce.attention.int8_rows import row_scales as row_scales
+from lce.attention.int8_rows import widened as widened
 from lce.attention.merging import Attended as Attended
 from lce.attention.merging import causal_mask as causal_mask
 from lce.attention.merging import combine as combine

@@ -19,7 +19,7 @@ from lce.kernels.cpu.kernel import DTYPES
 ROW = torch.uint8  # the dtype of tensors whose last dimension is such a row
 
 
-def scales(rows: Tensor) -> Tensor:
+def row_scales(rows: Tensor) -> Tensor:
     """Return the scales of rows `[…, row_bytes]`: `[…, 1]`, float32."""
     return rows[..., -4:].contiguous().view(torch.float32)
 
@@ -28,7 +28,7 @@ def widened(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Return the vectors `[..., dim]` of rows, in a new tensor. Time: O(size of the result)."""
     if rows.is_cpu and rows.ndim == 3 and rows.stride(2) == 1 and dtype in DTYPES:
         return int8_rows.widen(rows, dim, dtype)
-    return (rows[..., :dim].view(torch.int8) * scales(rows)).to(dtype)
+    return (rows[..., :dim].view(torch.int8) * row_scales(rows)).to(dtype)
 
 
 def append_rows(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, turn: Turn | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lce.attention import int8_rows
+from lce.attention import ROW, row_bytes, row_scales
 from lce.errors import DataError, UsageError, shown
 
 # The tensors of n pages: `(k, v)` on the device, both `[n, P, L, stored_dim]`; elsewhere one tensor of packed pages.
@@ -202,14 +202,14 @@ class Int8Device(KVFormat):
 
     @property
     def stored_dim(self) -> int:
-        return int8_rows.row_bytes(self.head_dim)
+        return row_bytes(self.head_dim)
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        return int8_rows.ROW
+        return ROW
 
     def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
-        scales = int8_rows.scales(rows)
+        scales = row_scales(rows)
         if not bool(((scales >= 0) & scales.isfinite()).all()):
             raise DataError(f"{name} was altered since it was written; prefill the text again")
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lce.attention import Tiles, Turn, append, int8_rows
+from lce.attention import ROW, Tiles, Turn, append, append_rows, widened
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import Held, MethodState
 from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
@@ -207,7 +207,7 @@ class LayerCache:
     def _widened(self, rows: Tensor) -> Tensor:
         """Return vectors as the device stores them in the model's dtype."""
         layout = self.layout
-        return int8_rows.widened(rows, layout.head_dim, layout.dtype) if rows.dtype is int8_rows.ROW else rows
+        return widened(rows, layout.head_dim, layout.dtype) if rows.dtype is ROW else rows
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ class LayerCache:
         self.reserve(stop)
         self.stop = stop
         self.buffer.prepare(self.length, stop)
-        int8_rows.append_rows(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
+        append_rows(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
 
     def commit(self) -> None:
         """Commit the tokens of this pass. May be repeated."""

@@ -202,6 +202,8 @@ class Method:
         """Rotate the block's keys `[G, T, D]` to their `key_positions`, and write keys and values to the cache."""
         cache.write(k, v, step.key_turn(self.key_positions, k), step.at)
         if RECENT in cache.state:
+            if self.unrotated and cache.layout.format.stored_dtype is not k.dtype:
+                k = cache.span(step.start, step.stop)[0]  # as recent keys are made again after a truncation
             keep_recent(k, cache, step)
 
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, float32, int64, uint64
+from numba import carray, float32, int64, uint32
 
 from lce.kernels.code.compiling import by_dtype, inner, kernel, number_of
 from lce.kernels.code.numbers import (
@@ -104,7 +104,7 @@ def take_rows(begin, end, _memory, one_at, two_at, index_at, taken_at, n_groups,
         which, piece = task // n_pieces, task % n_pieces
         source = (one_at if which < n_groups else two_at) + which % n_groups * stride
         for i in range(piece * TAKEN_ROWS, min(n, piece * TAKEN_ROWS + TAKEN_ROWS)):
-            row = carray(pointer(source + index[i] * words * WORD, uint64), (words,))
-            out = carray(pointer(taken_at + (which * n + i) * words * WORD, uint64), (words,))
+            row = carray(pointer(source + index[i] * words * WORD, uint32), (words,))
+            out = carray(pointer(taken_at + (which * n + i) * words * WORD, uint32), (words,))
             for w in range(words):
                 out[w] = row[w]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Attention, Tiles, Turn, int8_rows, rotate
+from lce.attention import Attention, Tiles, Turn, append_rows, rotate, row_bytes
+from lce.attention import widened as of_rows
 from tests.attention.truth import dense_truth, random
 
 SHAPES = [  # H, G, T, N, D, window
@@ -16,8 +17,8 @@ MOST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 def rows_of(x: Tensor, turn: Turn | None = None) -> Tensor:
     """`x [G, N, D]` as it is written to a cache, here behind three other tokens."""
-    into = torch.zeros(len(x), x.shape[1] + 4, int8_rows.row_bytes(x.shape[2]), dtype=torch.uint8)
-    int8_rows.append_rows(x, x, into, into.clone(), 3, turn)
+    into = torch.zeros(len(x), x.shape[1] + 4, row_bytes(x.shape[2]), dtype=torch.uint8)
+    append_rows(x, x, into, into.clone(), 3, turn)
     return into[:, 3 : 3 + x.shape[1]]
 
 
@@ -35,7 +36,7 @@ def test_rows_are_vectors_to_half_a_step(dtype: torch.dtype, dim: int) -> None:
     for given, truth in ((None, x), (turn, rotate(x, turn))):
         rows, step = rows_of(x, given), truth.double().abs().amax(-1, keepdim=True) / 127
         assert ((widened(rows, dim) - truth.double()).abs() <= step * 0.501).all()
-        assert torch.equal(int8_rows.widened(rows, dim, dtype), widened(rows, dim).to(dtype))
+        assert torch.equal(of_rows(rows, dim, dtype), widened(rows, dim).to(dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
