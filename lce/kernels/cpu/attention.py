@@ -18,7 +18,7 @@ from lce.kernels.cpu.kernel import Kernel, Kernels, argument_of
 
 FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
 PIECE = 512  # keys of a piece; with more than FEW and at most QUERY_ROWS queries, a piece has 8 times as many
-_LEAST_PIECE = 128  # keys of a piece of a short text: all threads have work
+_LEAST_PIECE = 256  # keys of a piece of a short text: all threads have work
 _SLOT_ROWS = 64  # the smallest number of queries that a thread of `merge_slots` takes
 
 _attend, _attend_tiles = Kernels("attention.attend"), Kernels("attention.attend_tiles")
