@@ -144,7 +144,7 @@ class Sampler:
         if self.sampling.penalises:
             logits = penalised(logits.float().cpu(), self.sampling, self._prompt, answer)
         if self.sampling.temperature == 0:
-            return int(logits.argmax())
+            return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())  # see `check_logits`
         probabilities = probabilities_of(logits.float().cpu(), self.sampling)
         return int(torch.multinomial(probabilities, 1, generator=self._random))
 
@@ -195,8 +195,12 @@ def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
 
 @timed("sampling")
 def check_logits(logits: Tensor, first: int) -> None:
-    """Raise `ModelError` if the logits `[T, vocab]` after the tokens `first..first+T-1` are not finite."""
-    if math.isfinite(logits.sum().item()):  # cheaper than checking each number
+    """Raise `ModelError` if the logits `[T, vocab]` after the tokens `first..first+T-1` are not finite.
+
+    NumPy adds up a single row. PyTorch would share it among threads, and wait for one whose core has other work.
+    """
+    alone = logits.is_cpu and len(logits) == 1
+    if math.isfinite(logits.numpy().sum() if alone else logits.sum().item()):  # cheaper than checking each number
         return
     finite = logits.isfinite().all(dim=-1)
     if not finite.all():  # otherwise only the sum overflowed
