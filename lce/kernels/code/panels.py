@@ -58,7 +58,8 @@ def product(
                 at = bias_at + (part * n_out + column) * itemsize
                 _fill(bias_at != 0, at, n_here, n_rows, sums[part])
                 panel_at = panels_at + 4 * LANES * (part * n_panels + panel) * stride
-                for start in range(0, size, inputs):
+                for number in range(n_slices):  # a range with a variable step could raise
+                    start = number * inputs
                     x_here, here = x_at + 4 * (row * size + start), panel_at + 4 * LANES * start
                     _add_slice(x_here, size, here, sums[part].ctypes.data, n_rows, min(inputs, size - start))
             for i in range(n_rows):
