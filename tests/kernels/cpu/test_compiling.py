@@ -27,7 +27,7 @@ print(product(torch.ones(1, 64), torch.ones(16, 64))[0, 0].item(), torch.get_num
 
 
 def run(home: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(home), **variables}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(home), "LCE_CPU": "native", **variables}  # nothing is installed
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *args], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
@@ -74,6 +74,7 @@ def say_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The home of an empty cache, in a process that has said nothing yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "built_folder", lambda _: tmp_path / "nothing is installed")
     say_again(monkeypatch)
     return tmp_path
 
@@ -188,7 +189,7 @@ def test_damaged_kernels_are_compiled_again_and_replaced(tiny_model: Path, tmp_p
     Two processes that start at once with an empty cache make the first, undamaged one.
     """
     arguments = [sys.executable, "-c", CHILDREN, str(tiny_model), str(tmp_path), "200"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "parent")}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "parent"), "LCE_CPU": "native"}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True, timeout=800)
     assert json.loads(done.stdout) == {"right, lce: compiling": 202, "right, quiet": 200}
 
