@@ -69,7 +69,11 @@ def render_chat(
     cut = next((char for char in _CUTS if not any(char in text for text in (template, *texts))), None)
     if cut is None:
         raise DataError("the messages hold all of U+FDD0 to U+FDEF, which are no characters; expected Unicode text")
-    conversation = [{key: _split(text, controls, cut) for key, text in message.items()} for message in conversation]
+    rests = _rests(texts, controls)
+    conversation = [
+        {key: (cut if text.startswith(rests) else "") + _split(text, controls, cut) for key, text in message.items()}
+        for message in conversation
+    ]
     given = {"messages": conversation, **special, "tools": None, "documents": None}
     parts = _rendered(template, given, sum(map(len, texts))).split(cut)
     return ChatText("".join(parts), tuple(accumulate(map(len, parts[:-1]))))
@@ -86,6 +90,14 @@ def _checked(messages: object) -> list[dict[str, str]]:
         if len(names) < len(fields) or not {"role", "content"} <= names:
             raise DataError(f"message {number} is {shown(message)}; {expected}")
     return [{str(key): str(text) for key, text in message.items()} for message in messages]
+
+
+def _rests(texts: Iterable[str], controls: Iterable[str]) -> tuple[str, ...]:
+    """Return the rests of control tokens with whose first characters a text ends: a template may join two texts."""
+    names = [name for name in controls if len(name) > 1]
+    longest = max(map(len, names), default=0)
+    ends = {text[-n:] for text in texts for n in range(1, longest)}
+    return tuple({name[i:] for name in names for i in range(1, len(name)) if name[:i] in ends})
 
 
 def _split(text: str, controls: Iterable[str], cut: str) -> str:

@@ -272,19 +272,22 @@ def put_query(q_at, cos_at, sin_at, dim, turned, to):
     half = dim // 2
     left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
     cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
+    # One output a loop: LLVM vectorises no loop with more than eight pairs of arrays that might overlap.
     if _pairs:
         bits_left, bits_right = carray(pointer(to, stored), (half,)), carray(pointer(to + dim, stored), (half,))
         for i in range(half):
-            a, b = read(left[i]), read(right[i])
-            bits_left[i] = write(a * read(cos[i]) - b * read(sin[i])) if turned else left[i]
-            bits_right[i] = write(b * read(cos[i]) + a * read(sin[i])) if turned else right[i]
+            bits_left[i] = write(read(left[i]) * read(cos[i]) - read(right[i]) * read(sin[i])) if turned else left[i]
+        for i in range(half):
+            bits_right[i] = write(read(right[i]) * read(cos[i]) + read(left[i]) * read(sin[i])) if turned else right[i]
     else:
         out_left = carray(pointer(to, float32), (half,))
         out_right = carray(pointer(to + 4 * half, float32), (half,))
         for i in range(half):
-            a, b = read(left[i]), read(right[i])
-            out_left[i] = a * read(cos[i]) - b * read(sin[i]) if turned else a
-            out_right[i] = b * read(cos[i]) + a * read(sin[i]) if turned else b
+            a = read(left[i])
+            out_left[i] = a * read(cos[i]) - read(right[i]) * read(sin[i]) if turned else a
+        for i in range(half):
+            b = read(right[i])
+            out_right[i] = b * read(cos[i]) + read(left[i]) * read(sin[i]) if turned else b
 
 
 @by_dtype(inner)

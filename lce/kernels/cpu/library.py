@@ -79,7 +79,7 @@ def address(name: str | Callable[..., Any], kind: Any = None) -> int:
         code = read(built_folder(level) / file)
         if code is None:
             folder = cache_folder(level)
-            code = folder and read(folder / file)
+            code = read(folder / file) if folder else None
             if not code:
                 code = compiled(file, lambda: _body(name, kind), folder)
         return load(code)
