@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lce.system import check_environment
+from lce.system import check_environment, wait_passively
 from lce.version import __version__
 
 if TYPE_CHECKING:
@@ -68,17 +68,18 @@ __all__ = [
 ]  # fmt: skip
 
 
+wait_passively()  # torch may be imported next, by lce or by whoever imports lce
+
 if not TYPE_CHECKING:  # a type checker that saw this function would accept any name
 
     def __getattr__(name: str) -> Any:
-        if name == "methods":
+        home = next((home for home, names in _HOMES.items() if name in names), "")
+        if name == "methods" or home not in ("", "lce.errors"):
             check_environment()
+        if name == "methods":
             return importlib.import_module("lce.methods")
-        for home, names in _HOMES.items():
-            if name in names:
-                if home != "lce.errors":
-                    check_environment()
-                return getattr(importlib.import_module(home), name)
+        if home:
+            return getattr(importlib.import_module(home), name)
         raise AttributeError(f"module 'lce' has no attribute {name!r}")
 
 

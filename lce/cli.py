@@ -14,7 +14,6 @@ from click import argument
 
 import lce
 from lce.errors import CapacityError, UsageError
-from lce.system import wait_passively
 from lce.terminal import figures, inspecting, operations, options
 from lce.terminal.bench import show_bench
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
@@ -29,7 +28,6 @@ from lce.terminal.reading import read_text
 def main() -> NoReturn:
     """Run the command line and exit. This is the entry point of the console script `lce`."""
     try:
-        wait_passively()
         prepare_streams()
         keep_interrupts()
         cli.main(prog_name="lce")

@@ -123,9 +123,10 @@ def wait_passively() -> None:
 
     By default, waiting OpenMP threads spin, on a busy machine even on the core that the slowest thread needs. With the
     settings in `PASSIVE`, they spin for about 20 microseconds: not less, because the kernels of a decode step follow
-    each other faster than a thread wakes up. If the environment has one of these settings, nothing is changed.
+    each other faster than a thread wakes up. If the environment has one of these settings, nothing is changed; nor once
+    torch is loaded, since OpenMP has read them.
     """
-    if not any(name in os.environ for name in PASSIVE):
+    if "torch" not in sys.modules and not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,10 @@ def test_threads_follow_the_environment_before_the_cores(monkeypatch: pytest.Mon
 
 
 def test_passive_waiting_is_set_unless_the_user_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    system.wait_passively()
+    assert not os.environ  # torch is loaded: OpenMP has read its settings
+    monkeypatch.delitem(sys.modules, "torch")
     for mine in system.PASSIVE:
         monkeypatch.setattr(os, "environ", {mine: "mine"})
         system.wait_passively()

@@ -39,8 +39,8 @@ def _merge_pieces(states, partial, dim):
 def attend(first_task, stop_task, memory, args):
     q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
     groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece = arguments(args + 56, 9)
-    q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, partial_at = arguments(args + 128, 9)
-    done = args + 200  # the address of each KV head's count of done pieces
+    q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, plain_at, partial_at = arguments(args + 128, 10)
+    done = args + 208  # the address of each KV head's count of done pieces
     out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
     lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))
     n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_keys + piece - 1) // piece
@@ -49,10 +49,10 @@ def attend(first_task, stop_task, memory, args):
     partial = carray(pointer(partial_at, float32), (groups, n_rows, n_pieces, wide))
     states_at = partial_at + 4 * n_tasks * n_rows * wide
     states = carray(pointer(states_at, float32), (groups, n_rows, n_pieces, 2))
-    given, memory = carray(pointer(memory, int64), (9,)), memory + 128
+    given, memory = carray(pointer(memory, int64), (10,)), memory + 128
     queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
-    given[5], given[7] = k_row * itemsize, v_row * itemsize
+    given[5], given[7], given[9] = k_row * itemsize, v_row * itemsize, plain_at
     for task in range(first_task, stop_task):
         group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
         if causal:  # the last queries see the most keys, so their tasks start first
@@ -93,17 +93,17 @@ def attend(first_task, stop_task, memory, args):
 def attend_tiles(first_task, stop_task, memory, args):
     q_at, cos_at, sin_at, sorted_at, k_at, v_at, out_at, lse_at = arguments(args, 8)
     n_heads, n_queries, n_slots, n_turns, size, dim = arguments(args + 64, 6)
-    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at = arguments(args + 112, 8)
+    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at, plain_at = arguments(args + 112, 9)
     n_rows = n_heads * n_queries * n_slots
     out = carray(pointer(out_at, stored), (n_rows, dim))
     lse = carray(pointer(lse_at, float32), (n_rows,))
     order_at, tile_at, tasks_at = arguments(sorted_at + 8, 3)
     order, tile = carray(pointer(order_at, int64), (n_rows,)), carray(pointer(tile_at, int64), (n_rows,))
     tasks = carray(pointer(tasks_at, int64), (n_rows + 1,))
-    given, memory = carray(pointer(memory, int64), (9,)), memory + 128
+    given, memory = carray(pointer(memory, int64), (10,)), memory + 128
     queries, spans, state, sums, _, _, _, _ = scratch(memory, QUERY_ROWS, dim)
     given[0], given[1], given[2], given[8] = memory, QUERY_ROWS, dim, steepness
-    given[5], given[7] = k_row * itemsize, v_row * itemsize
+    given[5], given[7], given[9] = k_row * itemsize, v_row * itemsize, plain_at
     for task in range(first_task, stop_task):
         first, n = tasks[task], tasks[task + 1] - tasks[task]
         for i in range(n):  # the rows' vectors are far apart in memory: loads begin here, and waits are shared

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, float32, int8, int16, int64, types
 
-from lce.kernels.code import rows as plain
-from lce.kernels.code.compiling import ByDtype, arguments, by_dtype, features, inner, intrinsic_of, kernel, number_of
+from lce.kernels.code.compiling import arguments, by_dtype, call, features, inner, intrinsic_of, kernel, number_of
 from lce.kernels.code.numbers import itemsize, pointer, read, stored, write
 from lce.kernels.code.rows import FEW_ROWS, _pairs, _soften, scratch
 from lce.kernels.code.shared import KEYS
@@ -229,12 +227,8 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
             rows, column, even = min(n - row, 4), 0, size // 2 * 2
             while column < dim:
                 columns = _COLUMNS if dim - column >= 2 * LANES * _COLUMNS else 1
-                values_at, to, factors_at = (
-                    v_at + start * v_row + column,
-                    sums[row, column:].ctypes.data,
-                    factors[row:].ctypes.data,
-                )
-                weights_at = weights[row].ctypes.data
+                values_at, weights_at = v_at + start * v_row + column, weights[row].ctypes.data
+                to, factors_at = sums[row, column:].ctypes.data, factors[row:].ctypes.data
                 _add_values(rows, columns, weights_at, 2 * KEYS, values_at, v_row, to, sums_row, even // 2, factors_at)
                 if size % 2:  # the last value makes a pair with itself, whose weight is 0
                     weights_at, values_at = weights_at + 2 * even, values_at + even * v_row
@@ -253,23 +247,13 @@ def _widen_row(row_at, dim, to):
         out[i] = write(np.float32(numbers[i]) * scale)
 
 
-# `rows.attend_rows` for each dtype, inlined, because a kernel does not know another kernel's address.
-_attend_widened = ByDtype(lambda dtype: inner(_copy(plain.attend_rows[dtype])))
-
-
-def _copy(body: Any) -> Any:
-    made = FunctionType(body.__code__, body.__globals__, body.__name__)
-    made.__module__, made.__qualname__ = __name__, body.__qualname__
-    return made
-
-
 @by_dtype(kernel)
 def attend_rows(first, stop, _memory, args):
-    """Do what `rows.attend_rows` does, for rows of 8 bits.
+    """Do what `rows.attend_rows` does, for rows of 8 bits. The tenth argument is the address of `rows.attend_rows`.
 
     The memory goes on behind what `scratch` divides, with space for `2 · KEYS · D` numbers of the dtype.
     """
-    memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
+    memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness, plain_at = arguments(args, 10)
     if n <= FEW_ROWS and dim <= KEYS and dim % (2 * LANES) == 0 and stop - first >= LANES:
         memory = scratch(memory_at, n_rows, dim)
         _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, number_of(steepness))
@@ -284,7 +268,7 @@ def attend_rows(first, stop, _memory, args):
             _widen_row(k_at + (start + key) * k_row, dim, k_to + key * dim * itemsize)
             _widen_row(v_at + (start + key) * v_row, dim, v_to + key * dim * itemsize)
         given[4], given[6] = k_to - start * dim * itemsize, v_to - start * dim * itemsize
-        _attend_widened(start, start + size, 0, args)
+        call(plain_at, start, start + size, args)
     given[4], given[5], given[6], given[7] = k_at, k_row, v_at, v_row
 
 

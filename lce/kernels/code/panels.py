@@ -11,7 +11,8 @@ from numba import carray, float32
 
 from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel
-from lce.kernels.code.numbers import exp, gate_power, itemsize, pointer, read, read_row, stored, write_row
+from lce.kernels.code.numbers import itemsize, pointer, read, stored
+from lce.kernels.code.products import finish_row
 from lce.kernels.code.shared import LANES, PANEL_ROWS, PANELS
 
 _INPUTS = 384  # the most inputs of a panel that are multiplied at a time
@@ -63,16 +64,7 @@ def product(
                     x_here, here = x_at + 4 * (row * size + start), panel_at + 4 * LANES * start
                     _add_slice(x_here, size, here, sums[part].ctypes.data, n_rows, min(inputs, size - start))
             for i in range(n_rows):
-                place = (row + i) * n_out + column
-                if gate:
-                    for lane in range(LANES):
-                        total = sums[0, i, lane]
-                        sums[0, i, lane] = total / (np.float32(1) + exp(gate_power(total, gate))) * sums[1, i, lane]
-                if adds:
-                    read_row(out_at, place, n_here, wide, sums[1, i])
-                    for lane in range(n_here):
-                        sums[0, i, lane] += sums[1, i, lane]
-                write_row(out_at, place, n_here, wide, sums[0, i])
+                finish_row(out_at, (row + i) * n_out + column, n_here, gate, adds, wide, sums[0, i], sums[1, i])
 
 
 @by_dtype(inner)

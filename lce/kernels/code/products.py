@@ -32,8 +32,8 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 @by_dtype(kernel)
 def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, around, eps):
-    gate_kind, adds, wide_x, wide_out = around_of(around)
-    n_parts = 2 if gate_kind else 1
+    gate, adds, wide_x, wide_out = around_of(around)
+    n_parts = 2 if gate else 1
     x_at_first = memory + BEGUN_BYTES
     x = carray(pointer(x_at_first, float32), (n if n <= 2 else (n + 3) // 4 * 4, size + _APART))
     sums = carray(pointer(x_at_first + 4 * MOST_ROWS * (size + _APART), float32), (2, MOST_ROWS, PRODUCT_ROWS))
@@ -58,16 +58,23 @@ def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_
                     for row in range(n_here):
                         sums[part, i, row] += read(bias[row])
         for i in range(n):
-            place = i * n_out + first
-            if gate_kind:
-                for row in range(n_here):
-                    gate = sums[0, i, row]
-                    sums[0, i, row] = gate / (np.float32(1) + exp(gate_power(gate, gate_kind))) * sums[1, i, row]
-            if adds:
-                read_row(out_at, place, n_here, wide_out, sums[1, i])
-                for row in range(n_here):
-                    sums[0, i, row] += sums[1, i, row]
-            write_row(out_at, place, n_here, wide_out, sums[0, i])
+            finish_row(out_at, i * n_out + first, n_here, gate, adds, wide_out, sums[0, i], sums[1, i])
+
+
+@by_dtype(inner)
+def finish_row(out_at, place, n, gate, adds, wide, row, other):
+    """Write the first n numbers of a product's row to the places after `place` of the array at `out_at`, rounded.
+
+    `other` is the row's second half if there is a `gate`, and is overwritten. What a product `adds` to is in the array.
+    """
+    if gate:
+        for j in range(n):
+            row[j] = row[j] / (np.float32(1) + exp(gate_power(row[j], gate))) * other[j]
+    if adds:
+        read_row(out_at, place, n, wide, other)
+        for j in range(n):
+            row[j] += other[j]
+    write_row(out_at, place, n, wide, row)
 
 
 @inner

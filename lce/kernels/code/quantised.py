@@ -30,16 +30,13 @@ from lce.kernels.code.compiling import ByDtype, by_dtype, features, inner, intri
 from lce.kernels.code.numbers import (
     STORED,
     bits_of_float,
-    exp,
     float_of_bits,
-    gate_power,
     pointer,
     read,
     read_row,
     write,
-    write_row,
 )
-from lce.kernels.code.products import around_of, begins
+from lce.kernels.code.products import around_of, begins, finish_row
 from lce.kernels.code.shared import BEGUN_BYTES, INT4, INT8, ITEMSIZE, LANES, LAYOUTS, QUANTISED_TASK, SUPER, Layout
 from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, transposed
 
@@ -380,7 +377,7 @@ _read = ByDtype(lambda kind: read[kind[1]])
 _read_row = ByDtype(lambda kind: read_row[kind[1]])
 
 
-_write_row = ByDtype(lambda kind: write_row[kind[1]])
+_finish_row = ByDtype(lambda kind: finish_row[kind[1]])
 
 
 _dot_1 = ByDtype(lambda kind: _dot(kind[0], 1, _PLANES[kind[1]]))
@@ -433,25 +430,14 @@ def product(
                 else:
                     _dot_4(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
         row = first * LANES
-        bias = carray(pointer(bias_at + row * _itemsize, _stored), (LANES,))
-        other_bias = carray(pointer(bias_at + (n_out + row) * _itemsize, _stored), (LANES,))
-        for i in range(n):
-            n_here, place = min(LANES, n_out - row), i * n_out + row
-            for lane in range(n_here):
-                total = dots[0, i, lane]
-                if bias_at:
-                    total += _read(bias[lane])
-                if gate:
-                    other = dots[1, i, lane]
-                    if bias_at:
-                        other += _read(other_bias[lane])
-                    total = total / (np.float32(1) + exp(gate_power(total, gate))) * other
-                dots[0, i, lane] = total
-            if adds:
-                _read_row(out_at, place, n_here, wide_out, dots[1, i])
+        n_here = min(LANES, n_out - row)
+        for part in range(n_parts if bias_at else 0):
+            bias = carray(pointer(bias_at + (part * n_out + row) * _itemsize, _stored), (LANES,))
+            for i in range(n):
                 for lane in range(n_here):
-                    dots[0, i, lane] += dots[1, i, lane]
-            _write_row(out_at, place, n_here, wide_out, dots[0, i])
+                    dots[part, i, lane] += _read(bias[lane])
+        for i in range(n):
+            _finish_row(out_at, i * n_out + row, n_here, gate, adds, wide_out, dots[0, i], dots[1, i])
 
 
 @by_dtype(inner)

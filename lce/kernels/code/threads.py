@@ -24,8 +24,9 @@ _WORD = types.intp
 
 _BITS = 40  # bits of the number of items in the word `LEFT`
 _ITEMS = (1 << _BITS) - 1
-_TAKES = 4  # a thread takes the items left, divided by this number and by the number of threads
+_TAKES = 2  # a thread takes the items left, divided by this number and by the number of threads
 _SPIN = 50_000  # nanoseconds that a worker looks for items before it sleeps
+_LONG_SPIN, _STREAK = 1_000_000, 64  # the same, after so many jobs that followed each other faster, as in decode
 _SPINS = 32  # its pauses between two looks at the clock
 _PATIENCE = 1000  # pauses that a caller waits for workers before it sleeps
 # Nanoseconds: between jobs that are looked at together, of such a look, and of working with fewer threads.
@@ -115,21 +116,26 @@ def _take(pool, index):
 def work(first, stop, memory):
     """Run items of all jobs, for ever: what a worker does. `given` is the address of its words."""
     me = given()
-    pool, index = load(me + words.POOL), load(me + words.INDEX)
+    pool, index, streak = load(me + words.POOL), load(me + words.INDEX), 0
     while True:
-        spins, until = 0, 0
+        spins, began = 0, 0
         while not _wanted(pool, index):
             spins += 1
             if spins % _SPINS == 0:
                 now = _now(pool, load(pool + words.WALL), me + words.TIME)
-                until = until or now + _SPIN
-                if now >= until:
+                began = began or now
+                # A thread that spins while too few cores are free takes time from the others.
+                if now - began >= (_LONG_SPIN if streak >= _STREAK and now >= load(pool + words.UNTIL) else _SPIN):
                     store(me + words.ASLEEP, 1)
                     if not _wanted(pool, index) or not swap(me + words.ASLEEP, 1, 0):
                         call_c(load(pool + words.WAIT), load(me + words.SEMAPHORE), -1)
                         swap(me + words.ASLEEP, 1, 0)  # if a signal ended the call
-                    until = 0
+                    now = _now(pool, load(pool + words.WALL), me + words.TIME)
+                    if now - began >= _LONG_SPIN:
+                        streak = -1
+                    began = 0
             pause()
+        streak += 1
         done = _take(pool, index)
         if done:
             add(pool + words.DONE, done)
@@ -139,7 +145,15 @@ def work(first, stop, memory):
 
 @kernel
 def run(first, stop, memory, job):
-    """Run the job at an address: with the pool's workers, or alone if another thread has the pool."""
+    """Run the job at an address, and the jobs that follow it."""
+    while job:
+        _run_job(job)
+        job = load(job + words.CALL_NEXT)
+
+
+@inner
+def _run_job(job):
+    """Run a job: with the pool's workers, or alone if another thread has the pool."""
     pool, n, n_threads = load(job + words.CALL_POOL), load(job + words.CALL_ITEMS), load(job + words.CALL_THREADS)
     memory_at, stride = load(job + words.CALL_MEMORY), load(job + words.CALL_STRIDE)
     for i in range(n_threads if stride else 0):

@@ -65,7 +65,7 @@ def attend(
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
     strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in (k_group, k_row, v_group, v_row))
-    kernels, done = (_steepness(dim), kernel.address), [0] * groups
+    kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * groups
     given = array("q", (*addresses, *sizes, *strides, *kernels, partial.data_ptr(), *done))
     _attend[q.dtype](n_tasks, given.buffer_info()[0], memory=_memory(rep * per_block, dim) + more)
     return out, lse
@@ -100,7 +100,8 @@ def attend_tiles(
     addresses = (x.data_ptr() for x in (q, cos, sin, tasks, k, v, out, lse))
     sizes = n_heads, n_queries, n_slots, n_turns, size, dim
     strides = (stride * x.itemsize // q.itemsize for x in (q, k, v) for stride in x.stride()[:2])
-    given = array("q", (*addresses, *sizes, *strides, _steepness(dim), kernel.address))
+    kernels = _steepness(dim), kernel.address, _attend_rows[q.dtype].address
+    given = array("q", (*addresses, *sizes, *strides, *kernels))
     _attend_tiles[q.dtype](int(tasks[0]), given.buffer_info()[0], memory=_memory(QUERY_ROWS, dim) + more)
 
 

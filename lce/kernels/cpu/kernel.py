@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,7 +37,7 @@ class Kernel:
         """
         calls: list[Call] | None = getattr(_thread, "calls", None)
         if calls is not None:
-            calls.append(Call(self, n, [*args], least, memory))
+            calls.append((self.address, n, args, least, memory))
         threads.run(self.address, n, args, least, memory)
 
     @cached_property
@@ -46,17 +46,7 @@ class Kernel:
         return library.address(self.name, self.kind)
 
 
-class Call(NamedTuple):
-    """A recorded call of a kernel."""
-
-    kernel: Kernel
-    n: int
-    args: list[int]
-    least: int
-    memory: int
-
-    def __call__(self) -> None:
-        threads.run(self.kernel.address, self.n, self.args, self.least, self.memory)
+Call = tuple[int, int, Sequence[int], int, int]  # a call of a kernel: the arguments of `threads.run`
 
 
 @contextmanager

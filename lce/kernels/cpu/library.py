@@ -124,7 +124,7 @@ def compiled(file: str, body: Callable[[], Any], folder: Path | None) -> bytes:
         except ImportError:
             raise UsageError(
                 f"no kernel {file} for this processor is installed, and Numba, which compiles it, is missing; install "
-                "it with: pip install 'lce[jit]'"
+                "Numba with: pip install numba"
             ) from None
         code = compiling.machine_code(file, body())
     finally:

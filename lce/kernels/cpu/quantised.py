@@ -1,21 +1,4 @@
-"""Weight matrices of 8-bit or 4-bit codes: packing, unpacking, and products of a few rows with them.
-
-A matrix `[out, in]` is stored in blocks of 16 rows. A code is a weight as an integer. Codes are stored as vectors of 64
-bytes: 16 words, one for each row of a block. A word has the codes of 4 (8 bits) or 8 (4 bits) neighbouring inputs of a
-row. A group is some neighbouring inputs of a row, which share a scale. A `Layout` says how large groups are, and what
-stands beside the codes. Rows and inputs are padded with zeros to whole blocks and groups. The stored tensors are:
-
-    codes   [blocks, in / 4, 64]     int8, with 8 bits: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
-            [blocks, in / 8, 64]     uint8, with 4 bits: nibbles n of a word's halfwords are inputs 2·n, 2·n + 1
-    scales  [blocks, groups, 16]     one for each group and row
-    zeros   [blocks, groups, 16]     uint8, in sixteenths of a code
-    mins    [blocks, groups, 16]     what is added to each weight of a group
-    supers  [blocks, in / 256, n, 16]  float16: what scales, and mins if n is 2, are multiplied with
-
-Products multiply integers. Each group of an input row x is scaled so that its largest number uses all of 16 bits, and
-is rounded to 16-bit integers, called halfwords. Products of codes and halfwords are added in pairs of inputs, without
-error. If x is float32, a second halfword holds the next 16 bits of each number.
-"""
+"""Weight matrices of 8-bit or 4-bit codes, as `lce.kernels.code.quantised` stores and multiplies them."""
 
 from __future__ import annotations
 

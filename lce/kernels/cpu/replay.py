@@ -6,8 +6,9 @@ kernels with the same weights and shapes again and again, except in attention, w
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lce.kernels.cpu.kernel import recording
+from lce.kernels.cpu.kernel import Call, recording
+from lce.kernels.cpu.threads import Jobs
 from lce.profiling import is_profiling
 
 # The operators that may be called between kernels, by their names without overload: they compute nothing.
@@ -49,48 +51,80 @@ class _Recording:
 
     `x` is the memory of the hidden states before the pass, `result` that of the hidden states after it. For each call
     of attention there is what it was asked, what it answered, and the places of the answer's address in the arguments
-    of the next part's kernels.
+    of the next part's kernels: the number of the call, and that of the argument.
     """
 
     def __init__(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> None:
         """Run `layers` on `x [1, hidden]`, and record its kernels."""
-        self.x, self.watch = x, _Watch()
-        self.asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self.x, self.watch, self.kept = x, _Watch(), False
+        self.asked: list[_Asked] = []
         self.answers: list[Tensor] = []
         ends = [0]
 
         def noted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             ends.append(len(calls))
             with _disable_current_modes(), recording(None):
-                answer = attend(layer, q, k, v)
-            self.asked.append((layer, q, k, v))
-            self.answers.append(answer)
-            return answer
+                self.asked.append(_Asked(layer, q, k, v))
+                self.answers.append(self._answer(attend))
+            return self.answers[-1]
 
         with self.watch, recording([]) as calls:
             self.result = layers(x, noted)
         ends.append(len(calls))
-        self.parts = [calls[first:last] for first, last in pairwise(ends)]
-        self.places = [
-            [(call, i) for call in part for i, value in enumerate(call.args) if value == answer.data_ptr()]
-            for answer, part in zip(self.answers, self.parts[1:], strict=True)
-        ]
+        parts = [calls[first:last] for first, last in pairwise(ends)]
+        self.parts = [Jobs(part) for part in parts]
+        self.places = [_places(part, answer.data_ptr()) for part, answer in zip(parts[1:], self.answers, strict=True)]
 
-    def replay(self, x: Tensor, attend: Attend) -> Tensor:
-        """Do what `layers` did, with other hidden states."""
+    def _answer(self, attend: Attend, number: int = -1) -> Tensor:
+        """Call attention for the layer with this number, and note whether it kept any of the vectors."""
+        asked = self.asked[number]
+        before = asked.uses()
+        answer = attend(*asked.call)
+        self.kept |= asked.uses() > before
+        return answer
+
+    def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
+        """Return `layers(x, attend)`."""
         self.x.copy_(x)
         for number, part in enumerate(self.parts):
-            for call in part:
-                call()
+            part.run()
             if number < len(self.asked):
-                answer, before = attend(*self.asked[number]), self.answers[number]
-                if answer.stride() != before.stride() or answer.shape != before.shape or answer.dtype != before.dtype:
-                    raise RuntimeError(f"attention answered {answer.shape}, after {before.shape}")
-                at = answer.data_ptr()
-                for call, i in self.places[number]:
-                    call.args[i] = at
-                self.answers[number] = answer  # keeps the memory until the kernels have run
+                answer, before = self._answer(attend, number), self.answers[number]
+                if (answer.shape, answer.stride(), answer.dtype) != (before.shape, before.stride(), before.dtype):
+                    self.kept = True
+                    return layers(x, _resumed([*self.answers[:number], answer], attend))
+                for place in self.places[number]:
+                    self.parts[number + 1].set(*place, answer.data_ptr())
+                self.answers[number] = answer  # which must stay while it is read
         return self.result.clone()
+
+
+class _Asked:
+    """What attention is asked in a layer, and the memory of its vectors."""
+
+    def __init__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.call = layer, q, k, v
+        self._storages = [x.untyped_storage()._cdata for x in (q, k, v)]
+
+    def uses(self) -> int:
+        """Return how many objects use the vectors, and how many tensors their memory."""
+        return sum(map(sys.getrefcount, self.call[1:])) + sum(map(torch._C._storage_Use_Count, self._storages))
+
+
+def _places(calls: Sequence[Call], address: int) -> list[tuple[int, int]]:
+    """Return where calls of kernels have an address: the call's number, and the argument's."""
+    return [(call, i) for call, (_, _, args, *_) in enumerate(calls) for i, x in enumerate(args) if x == address]
+
+
+def _resumed(answers: Sequence[Tensor], attend: Attend) -> Attend:
+    """Return a function that returns the answers, one at each call, and then does what `attend` does."""
+    known = iter(answers)
+
+    def resumed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        answer = next(known, None)
+        return attend(layer, q, k, v) if answer is None else answer
+
+    return resumed
 
 
 class Replays:
@@ -107,9 +141,14 @@ class Replays:
         """
         if len(x) != 1 or not x.is_cpu or not torch.is_inference_mode_enabled() or is_profiling():
             return layers(x, attend)
-        found = getattr(self._local, "recording", None)
-        if found is None:
+        found: _Recording | bool | None = getattr(self._local, "recording", None)
+        if found is False:
+            return layers(x, attend)
+        if isinstance(found, _Recording):
+            result = found.replay(x, layers, attend)
+        else:
             found = _Recording(x, layers, attend)
-            self._local.recording = found if not found.watch.computes else False
-            return found.result.clone()
-        return found.replay(x, attend) if found else layers(x, attend)
+            result = found.result.clone()
+        # What attention keeps must not be written again: the next pass is recorded with memory of its own.
+        self._local.recording = None if found.kept else False if found.watch.computes else found
+        return result

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lce.kernels.cpu import library
 
 _MOST = 1024  # threads
 _USEFUL = 70  # percent of the threads' time that kernels must have used, or fewer threads work for a while
+_nothing = ctypes.c_int64()  # where the compiled `threads.run` writes that it has no result
 _MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
 
 
@@ -36,15 +38,48 @@ def run(address: int, n: int, args: Sequence[int], least: int, memory: int) -> N
     thread takes its first items; the others are not initialised. If two threads call at the same time, the second one
     runs its kernel alone. Time: 1.5 us and the kernel's.
     """
+    held, job = _job(address, n, args, least, memory)
+    _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, job.buffer_info()[0])
+    del held
+
+
+def _job(address: int, n: int, args: Sequence[int], least: int, memory: int) -> tuple[Tensor | None, array[int]]:
+    """Return the words of a job, which `words` names, and the memory that they point to."""
     number = 1 if n < 2 * least else min(n // least, torch.get_num_threads())
     pool, stride = 0, -(-memory // 64) * 64
     if number > 1:
         pool, number = _pool.address, _pool.with_threads(number)
     held, at = _memory(number * stride)
-    job = array("q", (pool, address, n, least, number, at, stride, len(args), *args))
-    address = job.buffer_info()[0]
-    _entry()(address, None, 0, 0, 0, address)
-    del held
+    return held, array("q", (0, pool, address, n, least, number, at, stride, len(args), *args))
+
+
+class Jobs:
+    """Calls of kernels that run again and again, one after the other, without Python between them.
+
+    Each call is what `run` takes. Only the thread that made the object may use it.
+    """
+
+    def __init__(self, calls: Sequence[tuple[int, int, Sequence[int], int, int]]) -> None:
+        self._calls = [(at, n, [*args], least, memory) for at, n, args, least, memory in calls]
+        self._made_for = 0, 0
+        self._jobs: list[array[int]] = []
+        self._held: list[Tensor | None] = []
+
+    def set(self, call: int, argument: int, value: int) -> None:
+        """Change an argument of a call."""
+        self._calls[call][2][argument] = value
+        if self._jobs:
+            self._jobs[call][words.CALL_ARGS // 8 + argument] = value
+
+    def run(self) -> None:
+        """Run all calls, on as many threads as PyTorch has now. Time: 2 us and the kernels'."""
+        if (now := (_pool.address, torch.get_num_threads())) != self._made_for:
+            made = [_job(*call) for call in self._calls]
+            self._made_for, self._held, self._jobs = now, [held for held, _ in made], [job for _, job in made]
+            for job, after in pairwise(self._jobs):
+                job[words.CALL_NEXT // 8] = after.buffer_info()[0]
+        if self._jobs:
+            _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, self._jobs[0].buffer_info()[0])
 
 
 def _memory(n_bytes: int) -> tuple[Tensor | None, int]:

@@ -4,10 +4,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import lce
-from lce.kernels.cpu.kernel import Call
+from lce.cache.layer import LayerCache
 from lce.kernels.cpu.replay import Replays
+from lce.kernels.cpu.threads import Jobs
+from lce.methods.step import Step
 from tests.checkpoints import save_tiny, tokens
 
 FAMILIES = {  # and whether their steps are replayed: PyTorch adds and converts between kernels in the others
@@ -24,23 +28,23 @@ def steps(engine: lce.Engine) -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The recorded calls of kernels that were run again."""
-    found: list[Call] = []
-    run = Call.__call__
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Jobs]:
+    """The recorded kernels that were run again."""
+    found: list[Jobs] = []
+    run = Jobs.run
 
-    def noted(self: Call) -> None:
+    def noted(self: Jobs) -> None:
         found.append(self)
         run(self)
 
-    monkeypatch.setattr(Call, "__call__", noted)
+    monkeypatch.setattr(Jobs, "run", noted)
     return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("names", FAMILIES, ids=lambda names: names[1])
 def test_a_replayed_step_has_the_same_bits(
-    names: tuple[str, str], dtype: str, replayed: list[Call], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, str], dtype: str, replayed: list[Jobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     architecture, kind = names
     save_tiny(tmp_path, architectures=[architecture], model_type=kind, torch_dtype=dtype)
@@ -51,7 +55,33 @@ def test_a_replayed_step_has_the_same_bits(
         assert ours == steps(lce.load(tmp_path, method=method))
 
 
-def test_threads_do_not_share_a_recording(tmp_path: Path, replayed: list[Call]) -> None:
+def test_attention_may_keep_what_it_is_given(tmp_path: Path, replayed: list[Jobs]) -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    class Keeping(lce.methods.Streaming):
+        def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+            kept.append((q, q.clone()))
+            return super().attend(q, cache, step)
+
+    steps(lce.load(save_tiny(tmp_path), method=Keeping()))
+    assert not replayed  # each pass had memory of its own
+    assert all(torch.equal(q, then) for q, then in kept)
+
+
+def test_attention_may_answer_in_another_form(tmp_path: Path, replayed: list[Jobs]) -> None:
+    """Later steps go on with the model's own code from the first such answer."""
+
+    class Turning(lce.methods.Streaming):
+        def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+            out = super().attend(q, cache, step)
+            return out.transpose(0, 1).contiguous().transpose(0, 1) if step.start % 2 and cache.index else out
+
+    engine = lce.load(save_tiny(tmp_path), method="streaming")
+    assert steps(lce.load(tmp_path, method=Turning(), sharing=engine)) == steps(engine)
+    assert replayed
+
+
+def test_threads_do_not_share_a_recording(tmp_path: Path, replayed: list[Jobs]) -> None:
     engine = lce.load(save_tiny(tmp_path), method="streaming")
     expected, found = steps(engine), dict[int, list[tuple[int, float]]]()
     threads = [threading.Thread(target=lambda i=i: found.update({i: steps(engine)})) for i in range(3)]
@@ -63,7 +93,7 @@ def test_threads_do_not_share_a_recording(tmp_path: Path, replayed: list[Call]) 
     assert found == dict.fromkeys(range(3), expected)
 
 
-def test_a_profile_sees_the_steps_own_parts(tmp_path: Path, replayed: list[Call]) -> None:
+def test_a_profile_sees_the_steps_own_parts(tmp_path: Path, replayed: list[Jobs]) -> None:
     engine = lce.load(save_tiny(tmp_path), method="streaming")
     steps(engine)
     replayed.clear()
