@@ -7,6 +7,7 @@ from torch import Tensor
 from lce.kernels.code.shared import MOST_ROWS, Gate
 from lce.kernels.cpu.kernel import recording
 from lce.kernels.cpu.products import product
+from lce.kernels.cpu.threads import Jobs
 from tests.kernels import truth
 from tests.kernels.truth import EPS, random
 
@@ -68,15 +69,17 @@ def test_a_row_has_the_bits_that_it_has_alone(
             assert torch.equal(product(x[:n], weight, bias, **around), alone[:n]), n
 
 
-@pytest.mark.parametrize("n_threads", [1, 2])
-def test_a_call_that_is_replayed_reads_x_again(any_threads: None, n_threads: int) -> None:
-    torch.set_num_threads(n_threads)
-    x, weight = random(1, 576), random(960, 576, seed=2)
+def test_calls_that_are_replayed_read_x_again(any_threads: None) -> None:
+    x, weights = random(1, 576), [random(960, 576, seed=seed) for seed in range(3)]
     with recording([]) as calls:
-        out = product(x, weight)
-    x.copy_(random(1, 576, seed=3))
-    calls[0]()
-    assert_close(out, truth.product(x, weight))
+        found = [product(x, weight) for weight in weights]
+    jobs = Jobs(calls)
+    for seed, n_threads in enumerate((2, 2, 1, 2)):
+        torch.set_num_threads(n_threads)
+        x.copy_(random(1, 576, seed=9 + seed))
+        jobs.run()
+        for out, weight in zip(found, weights, strict=True):
+            assert_close(out, truth.product(x, weight))
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
