@@ -21,7 +21,6 @@ from typing import Any
 from models import token_ids
 from workers import Remote, serve
 
-from lce.system import wait_passively
 
 
 class Lce:
@@ -103,7 +102,6 @@ def main() -> None:
     parser.add_argument("--serve", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        wait_passively()
         serve(WORKERS[args.serve]())
         return
     if args.model is None:
