@@ -22,7 +22,6 @@ from models import token_ids
 from workers import Remote, serve
 
 
-
 class Lce:
     """lce, as a worker."""
 
