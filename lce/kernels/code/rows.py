@@ -207,9 +207,10 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
 def attend_rows(first, stop, _memory, args):
     """Add attention to keys `first..stop-1` to the results of a task's n rows; row i sees the keys of `spans[i]`.
 
-    `args` is the address of nine integers: the address of the memory that `scratch` divides, and the number of rows it
-    is divided for; D; n; the address of the keys and the bytes between keys; the address of the values and the bytes
-    between values; and the encoded scale from dot products to scores. Queries, spans and results are in the memory.
+    `args` is the address of integers. The first nine: the address of the memory that `scratch` divides, and the number
+    of rows it is divided for; D; n; the address of the keys and the bytes between keys; the address of the values and
+    the bytes between values; and the encoded scale from dot products to scores. Queries, spans and
+    results are in the memory.
     """
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)

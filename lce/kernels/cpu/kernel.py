@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -35,7 +35,7 @@ class Kernel:
 
         Each thread has `memory` bytes of its own, as `threads.run` says.
         """
-        calls: list[Call] | None = getattr(_thread, "calls", None)
+        calls: list[threads.Call] | None = getattr(_thread, "calls", None)
         if calls is not None:
             calls.append((self.address, n, args, least, memory))
         threads.run(self.address, n, args, least, memory)
@@ -46,11 +46,8 @@ class Kernel:
         return library.address(self.name, self.kind)
 
 
-Call = tuple[int, int, Sequence[int], int, int]  # a call of a kernel: the arguments of `threads.run`
-
-
 @contextmanager
-def recording(calls: list[Call] | None) -> Iterator[list[Call]]:
+def recording(calls: list[threads.Call] | None) -> Iterator[list[threads.Call]]:
     """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
     before, _thread.calls = getattr(_thread, "calls", None), calls
     try:

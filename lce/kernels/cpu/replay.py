@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lce.kernels.cpu.kernel import Call, recording
-from lce.kernels.cpu.threads import Jobs
+from lce.kernels.cpu.kernel import recording
+from lce.kernels.cpu.threads import Call, Jobs
 from lce.profiling import is_profiling
 
 # The operators that may be called between kernels, by their names without overload: they compute nothing.
@@ -84,7 +84,7 @@ class _Recording:
         return answer
 
     def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)`."""
+        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does."""
         self.x.copy_(x)
         for number, part in enumerate(self.parts):
             part.run()
@@ -144,6 +144,7 @@ class Replays:
         found: _Recording | bool | None = getattr(self._local, "recording", None)
         if found is False:
             return layers(x, attend)
+        self._local.recording = None  # and so it stays if attention raises an error, which may keep vectors
         if isinstance(found, _Recording):
             result = found.replay(x, layers, attend)
         else:

@@ -28,6 +28,7 @@ from lce.kernels.cpu import library
 _MOST = 1024  # threads
 _USEFUL = 70  # percent of the threads' time that kernels must have used, or fewer threads work for a while
 _nothing = ctypes.c_int64()  # where the compiled `threads.run` writes that it has no result
+Call = tuple[int, int, Sequence[int], int, int]  # the arguments of `run`
 _MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
 
 
@@ -56,17 +57,17 @@ def _job(address: int, n: int, args: Sequence[int], least: int, memory: int) -> 
 class Jobs:
     """Calls of kernels that run again and again, one after the other, without Python between them.
 
-    Each call is what `run` takes. Only the thread that made the object may use it.
+    Only the thread that made the object may use it.
     """
 
-    def __init__(self, calls: Sequence[tuple[int, int, Sequence[int], int, int]]) -> None:
+    def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = [(at, n, [*args], least, memory) for at, n, args, least, memory in calls]
         self._made_for = 0, 0
         self._jobs: list[array[int]] = []
         self._held: list[Tensor | None] = []
 
     def set(self, call: int, argument: int, value: int) -> None:
-        """Change an argument of a call."""
+        """Change an argument of a kernel, by the number of its call."""
         self._calls[call][2][argument] = value
         if self._jobs:
             self._jobs[call][words.CALL_ARGS // 8 + argument] = value

@@ -68,6 +68,24 @@ def test_attention_may_keep_what_it_is_given(tmp_path: Path, replayed: list[Jobs
     assert all(torch.equal(q, then) for q, then in kept)
 
 
+def test_a_step_that_failed_is_recorded_anew(tmp_path: Path, replayed: list[Jobs]) -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    class Failing(lce.methods.Streaming):
+        def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+            if step.start == 93 and cache.index and not kept:
+                kept.append((q, q.clone()))
+                raise KeyError("once")
+            return super().attend(q, cache, step)
+
+    engine = lce.load(save_tiny(tmp_path), method=Failing())
+    with pytest.raises(KeyError, match="once"):
+        steps(engine)
+    assert replayed
+    assert steps(engine) == steps(lce.load(tmp_path, method="streaming"))
+    assert all(torch.equal(q, then) for q, then in kept)
+
+
 def test_attention_may_answer_in_another_form(tmp_path: Path, replayed: list[Jobs]) -> None:
     """Later steps go on with the model's own code from the first such answer."""
 
