@@ -7,7 +7,11 @@ fewer bytes move.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,6 +22,8 @@ from lce.cache.formats import Parts
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
+GATHERERS = min(8, os.cpu_count() or 1)  # threads that gather pages: one thread is slower than a GPU's bus
+PIECE = 4 << 20  # the least bytes that a thread gathers
 Unpack = Callable[[Parts], Parts]  # converts packed pages to the tensors that slots hold
 
 
@@ -54,11 +60,15 @@ class Mover:
     def pick(self, slabs: Slabs, slots: Numbers) -> Parts:
         """Return copies `[n, …]` of the pages in slots; call `wait` first. Fastest if a slab's slots are adjacent."""
         pages = tuple(self.empty((len(slots), *x.shape[1:]), x.dtype) for x in slabs[0])
+        self.gather(slabs, slots, pages)
+        return pages
+
+    def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
+        """Copy the pages in slots to `pages`."""
         for held, rows, part in located(slabs, slots):
             index = self.upload(torch.from_numpy(rows))
             for x, page in zip(held, pages, strict=True):
                 torch.index_select(x, 0, index, out=page[part])
-        return pages
 
     def upload(self, x: Tensor) -> Tensor:
         """Copy a host tensor to the kind of memory that slots are in. Only later device work waits for the copy."""
@@ -155,6 +165,25 @@ class Pinned(Streamed):
                 for x, new in zip(held, pages, strict=True):
                     x[rows].copy_(new[part], non_blocking=True)
             self._note(slots)
+
+    def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
+        """Copy the pages in slots to `pages`, in several threads. Bytes: one copy."""
+        gather, n_threads = super().gather, min(GATHERERS, max(1, sum(page.nbytes for page in pages) // PIECE))
+        cuts = [len(slots) * i // n_threads for i in range(n_threads + 1)]
+        work = [
+            _gatherers().submit(gather, slabs, slots[a:b], tuple(page[a:b] for page in pages))
+            for a, b in pairwise(cuts)
+        ]
+        for part in work:
+            part.result()
+
+
+@cache
+def _gatherers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(GATHERERS, "lce-gather")
+
+
+os.register_at_fork(after_in_child=_gatherers.cache_clear)  # a forked process has no such threads
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:

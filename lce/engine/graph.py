@@ -195,13 +195,16 @@ class DecodeGraph:
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
             return found
         self._recording = None  # frees the memory of the graph
+        # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
+        model, driver, token, index, kept, numbers = (
+            self.model, self.driver, self.token, self.index, self.logits, self.numbers
+        )  # fmt: skip
 
         def work() -> None:
             """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
-            hidden = self.model(self.token, self.index, self.driver.recorded(layers, rope, self.index, bound))
-            logits = self.model.logits(hidden)[0]
-            self.logits.copy_(logits)
-            self.numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
+            logits = model.logits(model(token, index, driver.recorded(layers, rope, index, bound)))[0]
+            kept.copy_(logits)
+            numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
 
         self._recording = Recording(bound, memory, work)
         return self._recording

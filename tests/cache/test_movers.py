@@ -17,6 +17,7 @@ from lce.cache.tier import Nowhere
 from lce.cache.tiers import TierStack
 from lce.methods import Driver, Method, Rope, RopeConfig, make
 from tests.late import ORDERS, Late, LateDevice, no_gpu
+from tests.pretended import Gpus
 from tests.running import cut, rounded, vectors
 
 CPU = torch.device("cpu")
@@ -62,6 +63,17 @@ def test_memory_of_inference_mode_can_be_written_outside_it() -> None:
         Mover().put(slabs, np.array([1]), (torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
     Mover().put(slabs, np.array([0]), (torch.zeros(1, 2, 4, 3), torch.ones(1, 2, 4, 3)))
     assert slabs[0][0].mean() == 0.5
+
+
+def test_several_threads_gather_pages(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lce.cache.movers.PIECE", 1)
+    mover = Pinned(torch.device("cuda"))
+    slabs = slabs_of(mover, 5, 5)
+    pages = torch.arange(10.0)[:, None, None, None].expand(-1, *slabs[0][0].shape[1:]).contiguous()
+    mover.put(slabs, np.arange(10), (pages, -pages))
+    slots = np.array([7, 2, 3, 9, 0, 4, 8])
+    for found, truth in zip(mover.pick(slabs, slots), (pages, -pages), strict=True):
+        assert torch.equal(found, truth[torch.from_numpy(slots)])
 
 
 @pytest.mark.cuda

@@ -3,9 +3,11 @@
 On a CPU the tape does the work again instead of recording it; on pretended GPUs it records operators.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -189,6 +191,20 @@ def test_the_step_of_the_likeliest_token_is_under_way_while_the_host_reads_it(ti
     stream.finish()
     assert graph.n_replayed <= n + 8, "no step is run twice"
     assert graph._early is None, "nothing comes after the last token"
+
+
+def test_a_closed_context_frees_its_memory_at_once(tiny_model: Path) -> None:
+    engine = loaded(tiny_model, METHODS["full"])
+    context = engine.prefill(PROMPT, length=200)
+    engine.generate([5], context=context, max_tokens=6)
+    assert context._graph.n_replayed > 0
+    memory = [ref(x) for x in context.cache.memory if x is not None]
+    gc.disable()
+    try:
+        context.close()
+        assert not [x for x in memory if x() is not None]
+    finally:
+        gc.enable()
 
 
 def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
