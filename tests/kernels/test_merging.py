@@ -48,7 +48,7 @@ def same(room: str, found: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, dtyp
 
 @each_room
 @each_dtype
-@pytest.mark.parametrize("n_parts", [2, 3, 4, 9])
+@pytest.mark.parametrize("n_parts", [2, 3, 4, 9, 17])
 def test_parts_are_combined(room: str, n_parts: int, dtype: torch.dtype) -> None:
     out, lse = parts_of(room, n_parts, dtype)
     apart = out.transpose(1, 2).contiguous().transpose(1, 2), lse.mT.contiguous().mT

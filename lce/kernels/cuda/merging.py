@@ -50,15 +50,19 @@ def _merge(
 def combined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge attention results, outputs `[..., D]` and log-sum-exps `[...]` (float32), into one such pair.
 
-    The log-sum-exp of attention to no key is -inf. Bytes moved: each result once.
+    The log-sum-exp of attention to no key is -inf. Bytes moved: each result once. The kernel is compiled for 4, 16, 64
+    results and so on, because the number of results grows with the text.
     """
     held = tuple((x.contiguous(), y.contiguous()) for x, y in parts)
     out, lse = (torch.empty_like(x) for x in held[0])
     assert all(x.shape == out.shape and y.shape == lse.shape for x, y in held), [x.shape for x, _ in held]
     assert all(y.dtype == torch.float32 for _, y in held)
-    n, dim, rows = lse.numel(), out.shape[-1], 16
+    n, dim, rows, n_parts, most = lse.numel(), out.shape[-1], 16, len(held), 4
+    while most < n_parts:
+        most *= 4
+    held += held[:1] * (most - n_parts)
     options = {"DIM": dim, "WIDE": triton.next_power_of_2(dim), "ROWS": rows, "num_warps": 4}
-    launch(_combine_rows, (triton.cdiv(n, rows),), held, out, lse, n, **options)
+    launch(_combine_rows, (triton.cdiv(n, rows),), held, out, lse, (n, n_parts), **options)
     return out, lse
 
 
@@ -91,20 +95,21 @@ def _merge_row(parts, lses, out, lse, strides, counts, DIM: constexpr, WIDE: con
     tl.store(lse + row, tl.where(seen, highest + tl.log2(whole) / LOG2E, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def _combine_rows(parts, out, lse, n_rows, DIM: constexpr, WIDE: constexpr, ROWS: constexpr):
-    """Merge ROWS rows of all parts; a row has DIM numbers, padded to WIDE."""
+@triton.jit(do_not_specialize=["counts"])
+def _combine_rows(parts, out, lse, counts, DIM: constexpr, WIDE: constexpr, ROWS: constexpr):
+    """Merge ROWS rows of the first parts, as many as `counts` says; a row has DIM numbers, padded to WIDE."""
+    n_rows, n_parts = counts
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     held = row < n_rows
     top = tl.full([ROWS], LOWEST, tl.float32)
     for i in tl.static_range(len(parts)):
-        top = tl.maximum(top, tl.load(parts[i][1] + row, mask=held, other=0.0))
+        top = tl.maximum(top, tl.load(parts[i][1] + row, mask=held & (i < n_parts), other=float("-inf")))
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDE], tl.float32)
     for i in tl.static_range(len(parts)):
-        own = tl.load(parts[i][1] + row, mask=held, other=0.0)
+        own = tl.load(parts[i][1] + row, mask=held & (i < n_parts), other=float("-inf"))
         weight = tl.exp2((own - top) * LOG2E)
-        mask = (held & (own != float("-inf")))[:, None] & (column < DIM)[None, :]
+        mask = (own != float("-inf"))[:, None] & (column < DIM)[None, :]
         x = tl.load(parts[i][0] + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
         total += weight
         sums += weight[:, None] * x
