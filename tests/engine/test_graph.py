@@ -119,7 +119,7 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
 def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_model: Path) -> None:
     (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], dtype)
     assert recorded._graph.refused == ""
-    assert recorded._graph.n_replayed >= 10
+    assert recorded._graph.n_replayed >= 9  # 16 tokens, up to 3 recordings
     if dtype == "float32":  # in half precision two likely tokens may change places
         assert ids == plain
         assert torch.allclose(ours, logits, atol=1e-3)
