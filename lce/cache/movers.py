@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.formats import Parts
+from lce.system import usable_cores
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
-GATHERERS = min(8, os.cpu_count() or 1)  # threads that gather pages: one thread is slower than a GPU's bus
+GATHERERS = min(8, usable_cores())  # threads that gather pages: one thread is slower than a GPU's bus
 PIECE = 4 << 20  # the least bytes that a thread gathers
 Unpack = Callable[[Parts], Parts]  # converts packed pages to the tensors that slots hold
 
@@ -64,7 +65,7 @@ class Mover:
         return pages
 
     def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
-        """Copy the pages in slots to `pages`."""
+        """Copy the pages in slots to `pages`, tensors `[n, …]`. Bytes: one copy."""
         for held, rows, part in located(slabs, slots):
             index = self.upload(torch.from_numpy(rows))
             for x, page in zip(held, pages, strict=True):
@@ -167,7 +168,7 @@ class Pinned(Streamed):
             self._note(slots)
 
     def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
-        """Copy the pages in slots to `pages`, in several threads. Bytes: one copy."""
+        """Copy the pages in slots to `pages`. Each thread copies at least `PIECE` bytes, if there are as many."""
         gather, n_threads = super().gather, min(GATHERERS, max(1, sum(page.nbytes for page in pages) // PIECE))
         cuts = [len(slots) * i // n_threads for i in range(n_threads + 1)]
         work = [

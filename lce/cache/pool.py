@@ -4,7 +4,8 @@ The device's pool is one tensor for keys and one for values, which kernels read 
 of page-locked memory and never moves pages.
 
 Another thread gathers pages for the device from host memory, or reads them from a file, while the model computes. The
-process has one such thread. The first `Fetch` starts the thread, so there is none on a machine without a GPU.
+process has one such thread; a `Pinned` mover divides its copies among more threads. The first `Fetch` starts the
+thread, so there is none on a machine without a GPU.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
 def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_model: Path) -> None:
     (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], dtype)
     assert recorded._graph.refused == ""
-    assert recorded._graph.n_replayed >= 9  # 16 tokens, up to 3 recordings
+    # "shared" keeps 8 recent queries in a buffer, which is replaced every 8 tokens: one more recording than the others.
+    assert recorded._graph.n_replayed >= (9 if name == "shared" else 10)
     if dtype == "float32":  # in half precision two likely tokens may change places
         assert ids == plain
         assert torch.allclose(ours, logits, atol=1e-3)

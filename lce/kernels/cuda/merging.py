@@ -57,10 +57,11 @@ def combined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     out, lse = (torch.empty_like(x) for x in held[0])
     assert all(x.shape == out.shape and y.shape == lse.shape for x, y in held), [x.shape for x, _ in held]
     assert all(y.dtype == torch.float32 for _, y in held)
-    n, dim, rows, n_parts, most = lse.numel(), out.shape[-1], 16, len(held), 4
-    while most < n_parts:
-        most *= 4
-    held += held[:1] * (most - n_parts)
+    n, dim, rows = lse.numel(), out.shape[-1], 16
+    n_parts, n_compiled = len(held), 4
+    while n_compiled < n_parts:
+        n_compiled *= 4
+    held += held[:1] * (n_compiled - n_parts)  # not read
     options = {"DIM": dim, "WIDE": triton.next_power_of_2(dim), "ROWS": rows, "num_warps": 4}
     launch(_combine_rows, (triton.cdiv(n, rows),), held, out, lse, (n, n_parts), **options)
     return out, lse
