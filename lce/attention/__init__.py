@@ -25,6 +25,7 @@ from lce.attention.scores import principal_directions as principal_directions
 from lce.attention.scores import products as products
 from lce.attention.scores import score_dtype as score_dtype
 from lce.attention.scores import scores_at_once as scores_at_once
+from lce.attention.scores import scores_size as scores_size
 from lce.attention.scores import spread as spread
 from lce.attention.scores import token_scores as token_scores
 from lce.attention.tiles import Runs as Runs

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from lce.attention.merging import causal_mask
-from lce.kernels.code.shared import MOST_ROWS
-from lce.kernels.cpu.panels import slow_dtypes
-from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few
+from lce.kernels.code.shared import LANES, MOST_ROWS
+from lce.kernels.cpu import panels
+from lce.kernels.cpu.products import product as few_rows_product
+from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few, scores_of_many, weight_sums
 from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 from lce.kernels.cuda import launching
 
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
 IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
-TOKENS_AT_ONCE = 4096  # the tokens of one product with low-dim keys; on CPUs longer products run at a quarter speed
 FEW_OF_MANY = 8  # GPUs iterate instead of calling `eigh` if dimensions / wanted directions is at least this
 
 
@@ -39,11 +39,16 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 def score_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which this machine multiplies tensors like `x` fastest: the dtype of `x`, or float32."""
-    return torch.float32 if x.is_cpu and x.dtype in slow_dtypes() else x.dtype
+    return torch.float32 if x.is_cpu and x.dtype in panels.slow_dtypes() else x.dtype
 
 
 def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     """Return `x @ matrix + bias`, `[n, R]`, rounded once to the dtype of `x [n, F]`."""
+    if compiled_for(x) and (computed := panels.arithmetic(x.dtype)):
+        weight = matrix.T.contiguous()
+        if len(x) <= MOST_ROWS:
+            return few_rows_product(x.contiguous(), weight, bias)
+        return panels.product(x.to(computed).contiguous(), weight, bias, None, None, x.dtype)
     dtype = score_dtype(x)
     return torch.addmm(bias.to(dtype), x.to(dtype), matrix.to(dtype)).to(x.dtype)
 
@@ -81,22 +86,22 @@ def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
     """Return the products `[t, n]` of low-dim queries `q [t, R]` with low-dim keys `k [n, R]`, stored token by token.
 
-    For one query scores are float32. The scores are written to `into`, if given: a buffer of `t·n` numbers or more of
-    `score_dtype`, used for all layers because new memory is slow.
+    On CPUs, and for one query, scores are float32. They are written to `into`, if given: a float32 buffer of
+    `scores_size` numbers or more, used for all layers because new memory is slow.
     """
-    if len(q) == 1 or not compiled_for(k):
+    if len(q) == 1 or not compiled_for(k) or k.shape[1] % 2:
         return dot_products(q[None], k[None])[0]
-    q = q.to(score_dtype(q))
-    into = torch.empty(len(k) * len(q), dtype=q.dtype) if into is None else into
-    scores = into[: len(k) * len(q)].view(len(k), len(q))
-    for some, out in zip(k.split(TOKENS_AT_ONCE), scores.split(TOKENS_AT_ONCE), strict=True):
-        torch.mm(some.to(q.dtype), q.T, out=out)
-    return scores.T
+    return scores_of_many(q.contiguous(), k, into).T
+
+
+def scores_size(n_queries: int, n_tokens: int) -> int:
+    """Return the numbers of a buffer for `token_scores`."""
+    return -(-n_queries // LANES) * LANES * n_tokens if n_queries > 1 else 0
 
 
 def best_below_top(scores: Tensor) -> Tensor:
     """Return `max_c (s[c, m] - max_m' s[c, m'])` for scores `s [t, n]` of queries c and tokens m: `[n]`, at most 0."""
-    if compiled_for(scores) and scores.T.is_contiguous():
+    if compiled_for(scores) and scores.stride(0) == 1:
         return compiled_best_below_top(scores.T)
     scores = scores.float()
     return (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=0)
@@ -114,6 +119,8 @@ def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
     more tokens before it. Weights are recomputed from logits and their `lse [H, T]`. Time: O(H · T · N · D).
     """
     (n_heads, n_queries, dim), n_keys, compiled = q.shape, k.shape[1], compiled_for(k)
+    if compiled and n_queries > MOST_ROWS and dim % 2 == 0:
+        return weight_sums(q, k, lse, 1 / math.sqrt(dim), window)
     total = q.new_zeros(n_heads, n_keys, dtype=torch.float32)
     unseen = None if compiled else ~causal_mask(n_queries, n_keys, window, q.device)
     rows = max(1, min(n_queries, scores_at_once(k) // (n_heads * n_keys)))

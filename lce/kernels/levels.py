@@ -35,6 +35,10 @@ class Level:
         """The name of the folder of the level's kernels."""
         return f"{self.name}-{self.digest}" if self.digest else self.name
 
+    def has(self, feature: str) -> bool:
+        """Return whether processors of the level have a feature, named as LLVM names it."""
+        return feature in (self.features.split() if self.cpu else {name.replace("_", "") for name in _flags()})
+
 
 _V3 = "avx avx2 bmi bmi2 f16c fma lzcnt movbe popcnt"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"

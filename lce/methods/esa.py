@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, products, score_dtype, token_scores
+from lce.attention import Attended, products, scores_size, token_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
@@ -260,8 +260,6 @@ class ESA(JointSelection):
         assert maps is not None, "found before it is used"
         low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
-        most = lowdim.slice_rows(len(low_q), len(low_k)) * len(low_k)
-        buffer = step.once(
-            f"scores {most}", lambda: low_q.new_empty(most if len(low_q) > 1 else 0, dtype=score_dtype(low_q))
-        )
+        size = scores_size(lowdim.slice_rows(len(low_q), len(low_k)), len(low_k))
+        buffer = step.once(f"scores {size}", lambda: low_q.new_empty(size, dtype=torch.float32))
         return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)

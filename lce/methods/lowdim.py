@@ -147,7 +147,10 @@ class LowDimMaps:
         """Return a layer's maps in the dtype and on the device of `like`."""
         kind = (index, like.dtype, like.device)
         if kind not in self._cast:
-            self._cast[kind] = LowDimMap(**{name: x.to(like) for name, x in self.layers[index].tensors().items()})
+            tensors = {name: x.to(like) for name, x in self.layers[index].tensors().items()}
+            for name in ("query", "key"):  # with rows side by side, as products read them
+                tensors[name] = tensors[name].T.contiguous().T
+            self._cast[kind] = LowDimMap(**tensors)
         return self._cast[kind]
 
     def check_shapes(self, layers: Collection[int], n_heads: int, n_kv_heads: int, head_dim: int) -> None:

@@ -28,9 +28,6 @@ SHARED_ROWS = MOST_ROWS  # Each row of a product of up to this many rows has the
 SCRATCH = 64 << 20  # The most bytes of unpacked weights that a product with quantised weights holds at once.
 _thread = threading.local()  # `memory`: this thread's scratch memory for unpacked weights
 
-# Whether PyTorch has this operator of oneDNN, which is not part of PyTorch's public interface.
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
 
 @timed("products")
 def linear(
@@ -59,9 +56,13 @@ def linear(
 
         around["gated"] = around.pop("gate") is not None
         return products.product(x, weight, bias, **around)
-    if dtype := _widened(x, weight, norm):
-        x = (x if norm is None else rms_norm(x.float(), norm.float(), eps)).float().contiguous()
-        dtype = torch.float32 if gate else out_dtype or dtype  # a gate's result is not rounded before it is multiplied
+    if computed := _computed(x, weight, norm):
+        dtype = _stored_dtype(x, weight, norm)
+        if out_dtype or computed is torch.float32:
+            x = (x if norm is None else rms_norm(x.float(), norm.float(), eps)).float().contiguous()
+            dtype = torch.float32 if gate else out_dtype or dtype  # a gate's result is multiplied next, in float32
+        else:
+            x = (x if norm is None else rms_norm(x, norm, eps)).to(computed).contiguous()
         if not isinstance(weight, Stacked):
             return panels.product(x, weight, bias, gate, onto, dtype)
         out = torch.cat([panels.product(x, *part, None, None, dtype) for part in weight.with_biases(bias)], dim=1)
@@ -92,24 +93,23 @@ def _plain(x: Tensor, weight: Tensor, norm: Tensor | None, onto: Tensor | None) 
 
 def products_in(dtype: str) -> str:
     """Return the dtype in which this CPU multiplies many rows of a model of `dtype`: float32 if that is faster."""
-    return "float32" if getattr(torch, dtype) in panels.slow_dtypes() else dtype
+    computed = panels.arithmetic(getattr(torch, dtype))
+    return dtype if computed is None else DTYPES[computed]
 
 
-def _widened(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | None:
-    """Return the dtype of the result if a product of many rows is faster in float32 than in that dtype, else None.
+def _stored_dtype(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype:
+    """Return the dtype of plain weights; packed ones have that of the model: the dtype of the norm, or of x."""
+    plain = [part for part in (weight.parts if isinstance(weight, Stacked) else (weight,)) if isinstance(part, Tensor)]
+    return (plain[0] if plain else x if norm is None else norm).dtype
 
-    Packed matrices are multiplied so for a result in float32 too, where bfloat16 is slow: PyTorch has no more to offer.
-    """
-    if isinstance(weight, Stacked):
-        found = [_widened(x, part, norm) for part in weight.parts]
-        return found[0] if all(found) else None
+
+def _computed(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | None:
+    """Return the dtype in which our kernel multiplies many rows; None: PyTorch multiplies them."""
     if not x.is_cpu or x.requires_grad:
         return None
-    slow = panels.slow_dtypes()
-    if isinstance(weight, Tensor):
-        return weight.dtype if weight.dtype in slow and weight.is_contiguous() and not weight.requires_grad else None
-    dtype = x.dtype if norm is None else norm.dtype
-    return dtype if dtype in slow or (dtype is torch.float32 and torch.bfloat16 in slow) else None
+    if isinstance(weight, Tensor) and (weight.requires_grad or not weight.is_contiguous()):
+        return None
+    return panels.arithmetic(_stored_dtype(x, weight, norm))
 
 
 def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,8 +125,7 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None, out_dtype: 
     """Multiply many rows `x [T, in]` with a weight matrix. Quantised weights are unpacked first, to the dtype of x.
 
     On a CPU, half-precision weights are converted to float32 if x is float32, because PyTorch's products there round to
-    the dtype of x. Products in float32 on a CPU use oneDNN. On AMD processors, oneDNN is about twice as fast as the MKL
-    routine that PyTorch calls for this dtype, and as exact.
+    the dtype of x.
     """
     if isinstance(weight, Stacked):
         return torch.cat([_product_of_many(x, *part) for part in weight.with_biases(bias)], dim=1)
@@ -135,9 +134,6 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None, out_dtype: 
     if out_dtype is not None and x.dtype is not out_dtype:
         out: Tensor = torch.mm(x, weight.T, out_dtype=out_dtype)
         return out if bias is None else out.add_(bias)
-    if _ONEDNN and x.dtype == torch.float32 and not x.is_cuda:
-        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
     return F.linear(x, weight, bias)
 
 

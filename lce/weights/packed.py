@@ -43,10 +43,6 @@ class PackedMatrix(Protocol):
     shape: tuple[int, int]
     parts: Mapping[str, Tensor]  # the stored tensors, by name
 
-    @property
-    def padded(self) -> int:
-        """The number of inputs of a panel, which `panels` writes: at least `in`."""
-
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply a few contiguous rows `x [T, in]` with the transposed matrix: `[T, out]`.
 
@@ -56,9 +52,6 @@ class PackedMatrix(Protocol):
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
         """Unpack rows from row `first`, a multiple of `ROW_BLOCK`, to `out [rows, in]` of any dtype. Return `out`."""
-
-    def panels(self, first: int, n: int, at: int) -> None:
-        """Unpack n blocks, from row `first` (a multiple of `ROW_BLOCK`) on, to panels of `lce.kernels.cpu.panels`."""
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows `ids [T]`, unpacked to `dtype`: `[T, in]`."""

@@ -1,7 +1,8 @@
-"""Products of many rows in float32, for processors without instructions for products of the weights' dtype.
+"""Products of many rows: x is packed to panels, and the rows of the weight matrix are read where they lie.
 
-Weights are converted to panels first. A panel has 16 rows of a weight matrix `[out, in]` in float32, transposed:
-`[in, 16]`. Six rows of x at a time are multiplied with some inputs of a panel, which stay in a core's L1 cache.
+A panel has `PANEL` rows of x side by side: for each word, that word of all rows. A word has the bytes of a float32: one
+number in float32, or with AVX512_BF16 two bfloat16 numbers. Weights of another dtype are widened to float32, some rows
+and inputs at a time, in a core's L1 cache. Six rows of the matrix are multiplied with a panel in registers.
 """
 
 from __future__ import annotations
@@ -13,77 +14,121 @@ from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel
 from lce.kernels.code.numbers import itemsize, pointer, read, stored
 from lce.kernels.code.products import finish_row
-from lce.kernels.code.shared import LANES, PANEL_ROWS, PANELS
+from lce.kernels.code.rows import PANEL, _pairs, pack_keys, panel_product
+from lce.kernels.code.shared import LANES, PACKED_ROWS, PANEL_COLUMNS, PANEL_INPUTS, PANEL_ROWS
 
-_INPUTS = 384  # the most inputs of a panel that are multiplied at a time
+# The kinds of `product`: the dtype of weights, and that of a bias and a narrow result. Unpacked weights are float32.
+PRODUCT_KINDS = (
+    *(("float32", dtype) for dtype in ("float32", "bfloat16", "float16")),
+    *((dtype, dtype) for dtype in ("bfloat16", "float16")),
+)
 
-_transpose = ByDtype(lambda dtype: vectors.transpose(dtype, False))
-_multiply = vectors.multiply(False, "float32", ((6, 1), (4, 1), (2, 1), (1, 1)))
+_heights = (6, 2, 1)  # weight rows that are multiplied at once
+_in_pairs = ByDtype(lambda kind: _pairs[kind[0]])
+_widens = ByDtype(lambda kind: kind[0] != "float32" and not _pairs[kind[0]])
+_product = ByDtype(lambda kind: panel_product(_pairs[kind[0]], "float32", _heights))
+_weight_bytes = ByDtype(lambda kind: itemsize[kind[0]])
+_weight, _read_weight = ByDtype(lambda kind: stored[kind[0]]), ByDtype(lambda kind: read[kind[0]])
+_bias, _read_bias = ByDtype(lambda kind: stored[kind[1]]), ByDtype(lambda kind: read[kind[1]])
+_bias_bytes, _finish_row = ByDtype(lambda kind: itemsize[kind[1]]), ByDtype(lambda kind: finish_row[kind[1]])
+_transpose = vectors.transpose("float32", False)
 
 
 @by_dtype(kernel)
-def pack(begin, end, memory, weight_at, panels_at, n_rows, size):
-    """Convert the rows of a matrix `[n_rows, size]` to panels; the last panel has zeros below the last row."""
-    for panel in range(begin, end):
-        row_at, panel_at = weight_at + panel * LANES * size * itemsize, panels_at + 4 * LANES * panel * size
-        n_here = min(LANES, n_rows - panel * LANES)
-        whole = size // LANES * LANES if n_here == LANES else 0
-        for j in range(0, whole, LANES):
-            _transpose(row_at + j * itemsize, size * itemsize, panel_at + 4 * LANES * j, 4 * LANES)
-        weight, out = carray(pointer(row_at, stored), (n_here, size)), carray(pointer(panel_at, float32), (size, LANES))
-        for j in range(whole, size):
-            for row in range(LANES):
-                out[j, row] = read(weight[row, j]) if row < n_here else np.float32(0)
+def pack(begin, end, _memory, x_at, packed_at, n, size, matrix, row):
+    """Pack matrices `x [n, size]` to panels `[-, words, PANEL]`, with zeros up to a multiple of `PACKED_ROWS` rows.
+
+    A task is `PACKED_ROWS` rows. `matrix` and `row` are the bytes between matrices and between rows.
+    """
+    words, n_blocks = size // 2 if _pairs else size, (n + PACKED_ROWS - 1) // PACKED_ROWS
+    for task in range(begin, end):
+        first, number = task % n_blocks * PACKED_ROWS, task // n_blocks
+        packed = carray(
+            pointer(packed_at + 4 * task * PACKED_ROWS * words, float32), (PACKED_ROWS // PANEL, words, PANEL)
+        )
+        if n - first < PACKED_ROWS:
+            packed[:] = np.float32(0)
+        pack_keys(x_at + number * matrix + first * row, row, min(PACKED_ROWS, n - first), size, packed)
 
 
 @by_dtype(kernel)
 def product(
-    begin, end, memory, x_at, panels_at, bias_at, out_at, n, n_out, first, n_panels, size, stride, gate, adds, wide
+    begin, end, memory, packed_at, weight_at, half, bias_at, out_at, n, n_out, first, n_rows, size, gate, adds, wide
 ):
-    """Multiply float32 `x [n, size]` with panels; write columns `first..` of the result `[n, n_out]`.
+    """Multiply packed x `[n, size]` with `n_rows` weight rows; write columns `first..` of the result `[n, n_out]`.
 
-    Panels are `stride` inputs apart. With `gate`, `n_panels` panels of the first half of the matrix are followed by as
-    many of the second half. A task is `PANEL_ROWS` rows of x times `PANELS` panels.
+    With `gate`, as many rows of the second half of the matrix begin `half` bytes behind those of the first half. A task
+    is `PANEL_ROWS` weight rows times `PANEL_COLUMNS` rows of x. The memory has space for sums, for a part of them that
+    is transposed, for a bias, and for widened weights.
     """
-    n_groups, n_parts = (n_panels + PANELS - 1) // PANELS, 2 if gate else 1
-    n_slices = (size + _INPUTS - 1) // _INPUTS
-    inputs = (size + n_slices - 1) // n_slices
-    sums = carray(pointer(memory, float32), (2, PANEL_ROWS, LANES))
+    words = size // 2 if _in_pairs else size
+    panel_bytes, n_parts = 4 * words * PANEL, 2 if gate else 1
+    n_blocks, n_slices = (n + PANEL_COLUMNS - 1) // PANEL_COLUMNS, (words + PANEL_INPUTS - 1) // PANEL_INPUTS
+    per_slice = (words + n_slices - 1) // n_slices
+    sums = carray(pointer(memory, float32), (2, PANEL_ROWS, PANEL_COLUMNS))
+    memory += 8 * PANEL_ROWS * PANEL_COLUMNS
+    turned = carray(pointer(memory, float32), (2, LANES, PANEL_ROWS))
+    memory += 8 * PANEL_ROWS * LANES
+    bias = carray(pointer(memory, float32), (2, PANEL_ROWS))
+    wide_at = memory + 8 * PANEL_ROWS
     for task in range(begin, end):
-        row, group = task // n_groups * PANEL_ROWS, task % n_groups * PANELS
-        n_rows = min(PANEL_ROWS, n - row)
-        for panel in range(group, min(n_panels, group + PANELS)):
-            column = first + panel * LANES
-            n_here = min(LANES, n_out - column)
+        row, column = task // n_blocks * PANEL_ROWS, task % n_blocks * PANEL_COLUMNS
+        n_here, n_columns = min(PANEL_ROWS, n_rows - row), min(PANEL_COLUMNS, n - column)
+        for part in range(n_parts):
+            _read_biases(bias_at, part * n_out + first + row, n_here, bias[part])
+            sums[part, :n_here] = np.float32(0)
+            for number in range(n_slices):  # a range with a variable step could raise
+                word, weights_at = number * per_slice, weight_at + part * half
+                n_words = min(per_slice, words - word)
+                if _widens:
+                    _widen(weights_at, row, n_here, size, word, n_words, wide_at)
+                    weights_at, weight_row = wide_at, 4 * PANEL_INPUTS
+                else:
+                    weight_row = 4 * words
+                    weights_at += row * weight_row + 4 * word
+                x_at = packed_at + column // PANEL * panel_bytes + 4 * PANEL * word
+                _add_slice(
+                    weights_at, weight_row, n_here, x_at, panel_bytes, n_columns, sums[part].ctypes.data, n_words
+                )
+        for start in range(0, n_columns, LANES):
             for part in range(n_parts):
-                at = bias_at + (part * n_out + column) * itemsize
-                _fill(bias_at != 0, at, n_here, n_rows, sums[part])
-                panel_at = panels_at + 4 * LANES * (part * n_panels + panel) * stride
-                for number in range(n_slices):  # a range with a variable step could raise
-                    start = number * inputs
-                    x_here, here = x_at + 4 * (row * size + start), panel_at + 4 * LANES * start
-                    _add_slice(x_here, size, here, sums[part].ctypes.data, n_rows, min(inputs, size - start))
-            for i in range(n_rows):
-                finish_row(out_at, (row + i) * n_out + column, n_here, gate, adds, wide, sums[0, i], sums[1, i])
+                for lane in range(0, PANEL_ROWS, LANES):
+                    source, to = sums[part, lane, start:].ctypes.data, turned[part, 0, lane:].ctypes.data
+                    _transpose(source, 4 * PANEL_COLUMNS, to, 4 * PANEL_ROWS)
+            for i in range(min(LANES, n_columns - start)):
+                for part in range(n_parts):
+                    for lane in range(PANEL_ROWS):
+                        turned[part, i, lane] += bias[part, lane]
+                place = (column + start + i) * n_out + first + row
+                _finish_row(out_at, place, n_here, gate, adds, wide, turned[0, i], turned[1, i])
 
 
 @by_dtype(inner)
-def _fill(biased, bias_at, n_here, n_rows, sums):
-    """Set each of `n_rows` rows of sums to `n_here` numbers at an address, or to zeros."""
-    bias = carray(pointer(bias_at, stored), (LANES,))
-    for lane in range(LANES):
-        number = read(bias[lane]) if biased and lane < n_here else np.float32(0)
-        for i in range(n_rows):
-            sums[i, lane] = number
+def _read_biases(bias_at, first, n, into):
+    """Copy n numbers of a bias, from number `first` on, to the first places of an array; zeros without a bias."""
+    numbers = carray(pointer(bias_at + first * _bias_bytes, _bias), (n,))
+    for i in range(n):
+        into[i] = _read_bias(numbers[i]) if bias_at else np.float32(0)
 
 
-@inner
-def _add_slice(x_at, size, panel_at, sums_at, n_rows, n_inputs):
-    """Add the products of `n_rows` rows of x with some inputs of a panel to sums `[n_rows, 16]`."""
-    i = 0
-    while i < n_rows:
-        left = n_rows - i
-        step = 6 if left >= 6 else 4 if left >= 4 else 2 if left >= 2 else 1
-        x_here, sums_here = x_at + 4 * i * size, sums_at + 4 * LANES * i
-        _multiply(step, 1, x_here, 4 * size, panel_at, 4 * LANES, sums_here, 4 * LANES, n_inputs)
-        i += step
+@by_dtype(inner)
+def _widen(weight_at, row, n_rows, size, first, n, to):
+    """Copy inputs `first..first+n-1` of some rows of a matrix `[-, size]` to rows of `PANEL_INPUTS` float32 numbers."""
+    for i in range(n_rows):
+        narrow = carray(pointer(weight_at + ((row + i) * size + first) * _weight_bytes, _weight), (n,))
+        wide = carray(pointer(to + 4 * i * PANEL_INPUTS, float32), (n,))
+        for j in range(n):
+            wide[j] = _read_weight(narrow[j])
+
+
+@by_dtype(inner)
+def _add_slice(weight_at, weight_row, n_rows, x_at, panel_bytes, n_columns, sums_at, n_words):
+    """Add the products of some words of weight rows and of rows of x to sums `[n_rows, PANEL_COLUMNS]`."""
+    for column in range(0, n_columns, PANEL):  # a panel stays in the L1 cache
+        last, i = min(column + PANEL, (n_columns + LANES - 1) // LANES * LANES), 0
+        while i < n_rows:
+            left = n_rows - i
+            step = 6 if left >= 6 else 2 if left >= 2 else 1
+            at, to = weight_at + i * weight_row, sums_at + 4 * i * PANEL_COLUMNS
+            _product(step, at, weight_row, x_at, 4 * PANEL, panel_bytes, to, 4 * PANEL_COLUMNS, n_words, column, last)
+            i += step

@@ -295,18 +295,6 @@ def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any
     return weights
 
 
-def _columns(layout: Layout) -> Callable[..., Any]:
-    """Return the intrinsic `(codes, scales, lows, supers, n, out)`: writes what `_weights` unpacks, `out [32, 16]`."""
-
-    def emit(builder: Any, codes: Any, *others: Any) -> None:
-        *beside, n, out = others
-        place = builder.inttoptr(out, ir.PointerType(_FLOATS))
-        for i, column in enumerate(_weights(builder, layout, codes, beside, n)):
-            builder.store(column, builder.gep(place, [i64(i)]), align=4)
-
-    return intrinsic_of(f"columns {layout}", types.void(*[types.intp] * 6), emit)
-
-
 def _rows(layout: Layout, dtype: str) -> Callable[..., Any]:
     """Return the intrinsic `(codes, scales, lows, supers, n, out, stride)`: unpacks 32 inputs of a block's 16 rows.
 
@@ -387,9 +375,6 @@ _dot_4 = ByDtype(lambda kind: _dot(kind[0], _ROWS, _PLANES[kind[1]]))
 
 
 _unpacked = ByDtype(lambda kind: _rows(*kind))
-
-
-_columns_of = ByDtype(lambda kind: _columns(kind[0]))
 
 
 _itemsize = ByDtype(lambda kind: ITEMSIZE[kind[1]])
@@ -508,21 +493,6 @@ def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_row
             for i in range(height):
                 for j in range(min(32, n_in - n * 32)):
                     out[task * LANES + i, n * 32 + j] = edge[i, j]
-
-
-@by_dtype(kernel)
-def panels(begin, end, memory, codes, scales, lows, supers, panels_at, first, n_in):
-    """Unpack blocks to panels of `lce.kernels.code.panels`; inputs that pad a row to whole groups have zeros."""
-    n_groups = (n_in + _size - 1) // _size
-    n_steps = (n_groups * _size + 31) // 32
-    for task in range(begin, end):
-        block = first // LANES + task
-        group = block * n_groups * LANES
-        codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
-        lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
-        for n in range(n_steps):
-            at = panels_at + 4 * LANES * 32 * (task * n_steps + n)
-            _columns_of(codes_at, scales_at, lows_at, supers_at, n, at)
 
 
 @by_dtype(kernel)

@@ -25,15 +25,15 @@ from lce.kernels.code.vectors import largest, prefetch
 FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
 LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
 _STEP = 32  # values that few rows read at a time, while the next keys are fetched
-_PANEL = 64 if vectors.WIDE else 16  # columns of a panel of packed keys or values: a product's columns at once
+PANEL = 64 if vectors.WIDE else 16  # columns of a panel of packed keys or values: a product's columns at once
 
 
 @cache
-def _panels(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable[..., Any]:
+def panel_product(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable[..., Any]:
     """Return a compiled function, which kernels call to compute columns of `C += A [rows, n] · B`.
 
     The columns are `first..stop-1`, both multiples of 16. `rows` is one of `heights`. `a`, `b` and `c` are the
-    addresses of the matrices, each followed by the bytes between its rows. B consists of panels of `_PANEL` columns,
+    addresses of the matrices, each followed by the bytes between its rows. B consists of panels of `PANEL` columns,
     `b_panel` bytes from one to the next. `vectors.multiply` explains `pairs` and `dtype`.
     """
     widths = (4, 2, 1) if vectors.WIDE else (1,)
@@ -44,10 +44,10 @@ def _panels(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable[..., 
     def product(rows, a, a_stride, b, b_stride, b_panel, c, c_stride, n, first, stop):
         column = first
         while column < stop:
-            behind = column % _PANEL
-            left = min(stop - column, _PANEL - behind)
-            vectors = 4 if left >= 64 else 2 if left >= 32 and _PANEL > 16 else 1
-            b_at = b + column // _PANEL * b_panel + behind * itemsize
+            behind = column % PANEL
+            left = min(stop - column, PANEL - behind)
+            vectors = 4 if left >= 64 else 2 if left >= 32 and PANEL > 16 else 1
+            b_at = b + column // PANEL * b_panel + behind * itemsize
             multiply(rows, vectors, a, a_stride, b_at, b_stride, c + 4 * column, c_stride, n)
             column += 16 * vectors
 
@@ -62,40 +62,40 @@ _lanes = 16 if vectors.WIDE else 8
 _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
 _transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
 _widen = ByDtype(lambda dtype: vectors.widen(dtype))
-_product = ByDtype(lambda dtype: _panels(_pairs[dtype], "float32", (6,)))
-_direct = ByDtype(lambda dtype: _panels(False, dtype, (4, 3, 2, 1)))
+_product = ByDtype(lambda dtype: panel_product(_pairs[dtype], "float32", (6,)))
+_direct = ByDtype(lambda dtype: panel_product(False, dtype, (4, 3, 2, 1)))
 _columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
 _dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, _columns, 1, _lanes))
 
 
 @by_dtype(separate)
-def _pack_keys(k_at, k_row, n, dim, packed):
-    """Pack keys `[n, D]` at an address: `packed[i, w]` has word w of the keys from key `_PANEL·i` on, side by side.
+def pack_keys(k_at, k_row, n, dim, packed):
+    """Pack keys `[n, D]` at an address: `packed[i, w]` has word w of the keys from key `PANEL·i` on, side by side.
 
-    `packed` is `[KEYS/_PANEL, D/per_word, _PANEL]`; a word has `per_word` numbers of one key.
+    `packed` is `[panels, D/per_word, PANEL]`; a word has `per_word` numbers of one key.
     """
     words, packed_at = dim // per_word, packed.ctypes.data
     whole_keys, whole_words = n // 16 * 16, words // 16 * 16
     for key in range(0, whole_keys, 16):
         for word in range(0, whole_words, 16):
-            target = packed_at + 4 * ((key // _PANEL * words + word) * _PANEL + key % _PANEL)
-            _transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 4 * _PANEL)
+            target = packed_at + 4 * ((key // PANEL * words + word) * PANEL + key % PANEL)
+            _transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 4 * PANEL)
     for key in range(n):
         first = whole_words if key < whole_keys else 0
         source = carray(pointer(k_at + key * k_row + first * per_word * itemsize, stored), (dim,))
         for i in range(words - first):
             if _pairs:
                 bits = uint32(source[2 * i]) | (uint32(source[2 * i + 1]) << uint32(16))
-                packed[key // _PANEL, first + i, key % _PANEL] = float_of_bits(bits)
+                packed[key // PANEL, first + i, key % PANEL] = float_of_bits(bits)
             else:
-                packed[key // _PANEL, first + i, key % _PANEL] = read(source[i])
+                packed[key // PANEL, first + i, key % PANEL] = read(source[i])
 
 
 @by_dtype(separate)
 def _pack_values(v_at, row, n, dim, packed):
     """Pack values `[n, D]` at an address into panels, with zeros up to a multiple of 32 values.
 
-    `packed` is `[panels, KEYS/per_word, _PANEL]`. With `_pairs`, a word has the same dimension of two values: values i
+    `packed` is `[panels, KEYS/per_word, PANEL]`. With `_pairs`, a word has the same dimension of two values: values i
     and i + 16 of each 32 values.
     """
     for key in range((n + 31) // 32 * 32):
@@ -104,8 +104,8 @@ def _pack_values(v_at, row, n, dim, packed):
         if _pairs and key & 16:
             continue
         for panel in range(len(packed)):
-            first, target = panel * _PANEL, packed[panel, key // 32 * 16 + key % 16 if _pairs else key]
-            width = min(dim - first, _PANEL)
+            first, target = panel * PANEL, packed[panel, key // 32 * 16 + key % 16 if _pairs else key]
+            width = min(dim - first, PANEL)
             if key >= n:
                 target[:] = np.float32(0)
             elif _pairs:
@@ -177,7 +177,7 @@ def _score_keys(rows, q_at, q_row, k_at, k_row, n, out_at, v_at, v_row, dim):
 def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
     """Do what `attend_rows` does, for few rows: read keys and values in place, because packing would cost more."""
     queries, spans, state, sums, _, _, scores, _ = memory
-    q_row, sums_row, panel, start = 4 * queries.shape[1], 4 * sums.shape[1], _PANEL * itemsize, first
+    q_row, sums_row, panel, start = 4 * queries.shape[1], 4 * sums.shape[1], PANEL * itemsize, first
     while start < stop:
         left = stop - start
         size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # leaves 0 keys or at least 16
@@ -224,7 +224,7 @@ def attend_rows(first, stop, _memory, args):
     words, sums_row, wide = dim // per_word, 4 * sums.shape[1], sums.shape[1]
     for start in range(first, stop, KEYS):
         size = min(KEYS, stop - start)
-        _pack_keys(k_at + start * k_row, k_row, size, dim, keys)
+        pack_keys(k_at + start * k_row, k_row, size, dim, keys)
         _pack_values(v_at + start * v_row, v_row, size, dim, values)
         for row in range(0, n, 6):
             begin, end = size, int64(0)
@@ -237,7 +237,7 @@ def attend_rows(first, stop, _memory, args):
                     scores[i, begin:end] = np.float32(0)
                 q_at, to = queries[row:].ctypes.data, scores.ctypes.data
                 panel = keys.strides[0]
-                _product(6, q_at, 4 * words, keys.ctypes.data, 4 * _PANEL, panel, to, 4 * KEYS, words, begin, end)
+                _product(6, q_at, 4 * words, keys.ctypes.data, 4 * PANEL, panel, to, 4 * KEYS, words, begin, end)
                 for i in range(6):
                     low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
                     if low < high:
@@ -261,7 +261,7 @@ def attend_rows(first, stop, _memory, args):
                     left_at, left_row = scores[0, begin:].ctypes.data, scores.strides[0]
                 right_at, to, panel = values[0, begin // per_word].ctypes.data, sums[row].ctypes.data, values.strides[0]
                 n_words = (end - begin) // per_word
-                _product(6, left_at, left_row, right_at, 4 * _PANEL, panel, to, sums_row, n_words, 0, wide)
+                _product(6, left_at, left_row, right_at, 4 * PANEL, panel, to, sums_row, n_words, 0, wide)
 
 
 @by_dtype(inner)
@@ -308,13 +308,13 @@ def scratch(at, n_rows, dim):
     The arrays are views of an address: if Numba allocated the arrays itself, Numba would count references at each use.
     """
     wide, words, n_rows = (dim + 15) // 16 * 16, dim // per_word, (n_rows + 5) // 6 * 6
-    n_panels = (wide + _PANEL - 1) // _PANEL
+    n_panels = (wide + PANEL - 1) // PANEL
     spans = carray(pointer(at, int64), (n_rows, 2))
     at += 16 * n_rows
-    keys = carray(pointer(at, float32), (KEYS // _PANEL, words, _PANEL))
+    keys = carray(pointer(at, float32), (KEYS // PANEL, words, PANEL))
     at += 4 * words * KEYS
-    values = carray(pointer(at, float32), (n_panels, KEYS // per_word, _PANEL))
-    at += 4 * KEYS // per_word * n_panels * _PANEL
+    values = carray(pointer(at, float32), (n_panels, KEYS // per_word, PANEL))
+    at += 4 * KEYS // per_word * n_panels * PANEL
     scores = carray(pointer(at, float32), (8, KEYS))
     at += 32 * KEYS
     weights = carray(pointer(at, float32), (6, KEYS // 2))

@@ -6,9 +6,13 @@ import numpy as np
 from numba import carray, float32
 
 from lce.kernels.code.choices import key_of_score, score_of_key
-from lce.kernels.code.compiling import by_dtype, inner, kernel, number_of
+from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
 from lce.kernels.code.numbers import exp, itemsize, pointer, read, stored
-from lce.kernels.code.shared import SCORED_COLUMNS, SCORED_KEYS
+from lce.kernels.code.rows import PANEL, _pairs, panel_product, per_word
+from lce.kernels.code.shared import LANES, PACKED_ROWS, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
+
+_TALL = 6  # keys whose products with a panel of queries stay in registers
+_product = ByDtype(lambda dtype: panel_product(_pairs[dtype], "float32", (_TALL, 1)))
 
 
 @by_dtype(inner)
@@ -32,9 +36,47 @@ def scores_of_few(begin, end, _memory, q_at, keys_at, out_at, n_groups, n, n_key
                 out[group, t, i] = _dot(q[group, t], keys[i])
 
 
+@by_dtype(inner)
+def _readable(keys_at, row, n, dim, wide):
+    """Return the address of n keys and the bytes between them; keys that are not multiplied as they lie are widened."""
+    if dim // per_word != dim or itemsize == 4:
+        return keys_at, row
+    for i in range(n):
+        narrow = carray(pointer(keys_at + i * row, stored), (dim,))
+        for d in range(dim):
+            wide[i, d] = read(narrow[d])
+    return wide.ctypes.data, 4 * dim
+
+
 @by_dtype(kernel)
-def tops_of(begin, end, _memory, scores_at, tops_at, n_tokens, n):
-    scores = carray(pointer(scores_at, stored), (n_tokens, n))
+def scores_of_many(begin, end, memory, packed_at, keys_at, out_at, n, n_keys, dim):
+    """Write dot products `[n_keys, n]` of keys `[n_keys, dim]` with packed queries; n is a multiple of 16.
+
+    The memory has space for `SCORED_TOKENS` keys in float32, which is what other half-precision keys are read as.
+    """
+    words = dim // per_word
+    panel_bytes = 4 * words * PANEL
+    wide = carray(pointer(memory, float32), (SCORED_TOKENS, dim))
+    for task in range(begin, end):
+        first, stop = task * SCORED_TOKENS, min(n_keys, task * SCORED_TOKENS + SCORED_TOKENS)
+        at, row = keys_at + first * dim * itemsize, dim * itemsize
+        rows_at, row = _readable(at, row, stop - first, dim, wide)
+        out_here = out_at + 4 * first * n
+        carray(pointer(out_here, float32), ((stop - first) * n,))[:] = np.float32(0)
+        for column in range(0, n, PANEL):  # a panel stays in the L1 cache
+            key, last = 0, min(n, column + PANEL)
+            while key < stop - first:
+                rows = _TALL if stop - first - key >= _TALL else 1
+                to = out_here + 4 * key * n
+                _product(
+                    rows, rows_at + key * row, row, packed_at, 4 * PANEL, panel_bytes, to, 4 * n, words, column, last
+                )
+                key += rows
+
+
+@by_dtype(kernel)
+def tops_of(begin, end, _memory, scores_at, tops_at, n_tokens, n, row):
+    scores = carray(pointer(scores_at, stored), (n_tokens, row))
     tops = carray(pointer(tops_at, float32), (end, n))
     for task in range(begin, end):
         first = task * SCORED_COLUMNS
@@ -46,14 +88,57 @@ def tops_of(begin, end, _memory, scores_at, tops_at, n_tokens, n):
 
 
 @by_dtype(kernel)
-def best_of(begin, end, _memory, scores_at, best_at, n_tokens, n, top_at):
-    scores = carray(pointer(scores_at, stored), (n_tokens, n))
+def best_of(begin, end, _memory, scores_at, best_at, n_tokens, n, row, top_at):
+    scores = carray(pointer(scores_at, stored), (n_tokens, row))
     top, best = carray(pointer(top_at, float32), (n,)), carray(pointer(best_at, float32), (n_tokens,))
     for i in range(begin * SCORED_COLUMNS, min(n_tokens, end * SCORED_COLUMNS)):
         largest = np.int32(-0x8000_0000)
         for t in range(n):
             largest = max(largest, key_of_score(read(scores[i, t]) - top[t]))
         best[i] = score_of_key(largest)
+
+
+@by_dtype(kernel)
+def weight_sums(
+    begin, end, memory, packed_at, keys_at, lse_at, into_at, rep, n, n_keys, dim, group, row, behind, window, scale
+):
+    """Write each key's attention weights `e^(scale · score - lse)`, summed over the n packed queries of each head.
+
+    A task is `SCORED_TOKENS` keys of a head. Query t sees the keys `behind + t - window + 1 .. behind + t`. `group` and
+    `row` are the bytes between KV heads and between keys. The memory has space for the keys in float32, and for `_TALL`
+    rows of scores.
+    """
+    words, columns = dim // per_word, (n + LANES - 1) // LANES * LANES
+    n_pieces, head_columns = (
+        (n_keys + SCORED_TOKENS - 1) // SCORED_TOKENS,
+        (n + PACKED_ROWS - 1) // PACKED_ROWS * PACKED_ROWS,
+    )
+    panel_bytes = 4 * words * PANEL
+    wide = carray(pointer(memory, float32), (SCORED_TOKENS, dim))
+    scores = carray(pointer(memory + 4 * SCORED_TOKENS * dim, float32), (_TALL, columns))
+    lse, factor = carray(pointer(lse_at, float32), (end, n)), number_of(scale)
+    for task in range(begin, end):
+        head, first = task // n_pieces, task % n_pieces * SCORED_TOKENS
+        stop = min(n_keys, first + SCORED_TOKENS)
+        into = carray(pointer(into_at + 4 * head * n_keys, float32), (n_keys,))
+        at, key_row = _readable(keys_at + head // rep * group + first * row, row, stop - first, dim, wide)
+        queries_at, key = packed_at + 4 * head * head_columns * words, first
+        while key < stop:
+            rows = _TALL if stop - key >= _TALL else 1
+            left = max(0, key - behind) // LANES * LANES
+            right = min(columns, (min(n, key + rows - 1 - behind + window) + LANES - 1) // LANES * LANES)
+            if left < right:
+                for i in range(rows):
+                    scores[i, left:right] = np.float32(0)
+                here, to = at + (key - first) * key_row, scores.ctypes.data
+                _product(rows, here, key_row, queries_at, 4 * PANEL, panel_bytes, to, 4 * columns, words, left, right)
+            for i in range(rows):
+                begin_t, end_t = max(0, key + i - behind), min(n, key + i - behind + window)
+                total, some, shift = np.float32(0), scores[i, begin_t:], lse[head, begin_t:]
+                for t in range(end_t - begin_t):
+                    total += exp(some[t] * factor - shift[t])
+                into[key + i] = total
+            key += rows
 
 
 @by_dtype(kernel)

@@ -57,13 +57,15 @@ def recording(calls: list[threads.Call] | None) -> Iterator[list[threads.Call]]:
 
 
 class Kernels(dict[Any, Kernel]):
-    """The instances of a kernel, made at the first look-up by dtype, or by layout and dtype."""
+    """The instances of a kernel, made at the first look-up by dtype, or by a layout or a dtype and another dtype."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __missing__(self, kind: torch.dtype | tuple[Layout, torch.dtype]) -> Kernel:
-        label = DTYPES[kind] if isinstance(kind, torch.dtype) else (kind[0], DTYPES[kind[1]])
+    def __missing__(self, kind: torch.dtype | tuple[Layout | torch.dtype, torch.dtype]) -> Kernel:
+        parts = kind if isinstance(kind, tuple) else (kind,)
+        labels = tuple(DTYPES[part] if isinstance(part, torch.dtype) else part for part in parts)
+        label = labels if isinstance(kind, tuple) else labels[0]
         self[kind] = made = Kernel(self.name, label)
         return made
 

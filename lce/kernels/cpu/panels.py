@@ -1,7 +1,7 @@
-"""Products of many rows in float32, with weights of any kind, and the dtypes for which they are the fastest.
+"""Products of many rows with weights of any kind, and the dtypes in which they are the fastest.
 
-PyTorch multiplies half-precision numbers slowly on processors without instructions for them: bfloat16 at an eighth of
-the speed of float32. Here weights are converted to float32 as they are read, some at a time, and x is float32.
+PyTorch multiplies half-precision numbers slowly on processors without instructions for them, bfloat16 at an eighth of
+the speed of float32; and its threads wait for each other, long where other programs use the cores.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lce.kernels.code.shared import GATES, LANES, PANEL_ROWS, PANELS, Gate
-from lce.kernels.cpu.kernel import Kernels
+from lce.kernels import levels
+from lce.kernels.code.shared import GATES, PACKED_ROWS, PANEL_COLUMNS, PANEL_INPUTS, PANEL_ROWS, Gate
+from lce.kernels.cpu.kernel import DTYPES, Kernels
 
-SCRATCH = 4 << 20  # the most bytes of panels that a thread keeps, except that a panel is not divided: these fit caches
+SCRATCH = 4 << 20  # the most bytes of unpacked weights that a thread keeps: these fit caches
+_MEMORY = 4 * PANEL_ROWS * (2 * PANEL_COLUMNS + PANEL_INPUTS + 34)  # of a thread, in bytes
 _pack, _product = Kernels("panels.pack"), Kernels("panels.product")
-_thread = threading.local()  # `memory`: this thread's scratch memory for panels
+_thread = threading.local()  # `memory`: this thread's scratch memory, by its use
 
 
 class Packed(Protocol):
-    """A packed matrix `[out, in]`; `padded` is the number of inputs of the panels that `panels` writes."""
+    """A packed matrix `[out, in]`, whose rows `unpacked` writes."""
 
     shape: tuple[int, int]
 
-    @property
-    def padded(self) -> int: ...
-
-    def panels(self, first: int, n: int, at: int) -> None: ...
+    def unpacked(self, first: int, out: Tensor) -> Tensor: ...
 
 
 @cache
@@ -53,47 +52,91 @@ def slow_dtypes() -> frozenset[torch.dtype]:
     return frozenset(found)
 
 
+@cache
+def arithmetic(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which `product` multiplies weights of a dtype; None where PyTorch is faster.
+
+    PyTorch is faster where the processor has instructions for products of matrices (AMX) or, on ARM, of bfloat16.
+    """
+    if dtype not in DTYPES:
+        return None
+    if dtype is torch.bfloat16 and levels.current().has("avx512bf16"):
+        tiles = torch.cpu.get_capabilities().get("amx_bf16") and dtype not in slow_dtypes()
+        return None if tiles else dtype
+    return torch.float32 if dtype is torch.float32 or dtype in slow_dtypes() else None
+
+
 def product(
     x: Tensor, weight: Tensor | Packed, bias: Tensor | None, gate: Gate | None, onto: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return `x @ weight.T + bias` of `dtype`, `[T, out]`, for contiguous float32 `x [T, in]` and `weight [out, in]`.
+    """Return `x @ weight.T + bias` of `dtype`, `[T, out]`, for contiguous `x [T, in]` and `weight [out, in]`.
 
-    `gate` and `onto` are those of `lce.kernels.cpu.products.product`. Arithmetic is float32; only the result is
-    rounded. Time: near that of float32 products; converting a weight takes as long as multiplying it with some ten
-    rows. A row of the result has the same bits for any T and number of threads.
+    x is float32, or bfloat16 where `arithmetic` says so. `gate` and `onto` are those of
+    `lce.kernels.cpu.products.product`. Sums are float32; only the result is rounded. Time: near that of the processor's
+    products in the dtype of x. A row of the result has the same bits for any T and number of threads.
     """
     (n_rows, size), n, n_parts = weight.shape, len(x), 2 if gate else 1
     n_out = n_rows // n_parts
     out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
-    fits = x.dtype is torch.float32 and x.is_contiguous() and x.shape[1] == size and out.is_contiguous()
-    assert fits, (x.shape, x.stride(), weight.shape)
-    assert out.shape == (n, n_out), out.shape
-    stride = size if isinstance(weight, Tensor) else weight.padded
-    panel_bytes = 4 * LANES * stride
-    most = min(max(1, SCRATCH // (n_parts * panel_bytes)), -(-n_out // LANES))
-    at, narrow = _scratch(most * n_parts * panel_bytes), out.dtype if bias is None else bias.dtype
-    addresses = 0 if bias is None else bias.data_ptr(), out.data_ptr()
-    options = GATES[gate], onto is not None, out.dtype is not narrow
-    for first in range(0, n_out, most * LANES):
-        n_here = min(most * LANES, n_out - first)
-        n_panels = -(-n_here // LANES)
-        for part in range(n_parts):
-            row, to = part * n_out + first, at + part * n_panels * panel_bytes
-            if isinstance(weight, Tensor):
-                here = weight.data_ptr() + row * size * weight.element_size()
-                _pack[weight.dtype](n_panels, here, to, n_here, size)
-            else:
-                weight.panels(row, n_panels, to)
-        n_tasks, place = -(-n // PANEL_ROWS) * -(-n_panels // PANELS), (n, n_out, first, n_panels, size, stride)
-        memory = 8 * PANEL_ROWS * LANES
-        _product[narrow](n_tasks, x.data_ptr(), at, *addresses, *place, *options, memory=memory)
+    fits = x.is_contiguous() and x.shape[1] == size and out.is_contiguous() and out.shape == (n, n_out)
+    assert fits, (x.shape, x.stride(), weight.shape, out.shape)
+    if x.dtype is torch.bfloat16 and size % 2:  # numbers are multiplied in pairs
+        x = x.float()
+    packed_at = pack(x[None])
+    in_place = isinstance(weight, Tensor) and weight.dtype in (x.dtype, *_widened())
+    row_bytes = size * x.itemsize
+    most = n_out if in_place else max(PANEL_ROWS, SCRATCH // (n_parts * row_bytes) // PANEL_ROWS * PANEL_ROWS)
+    narrow = out.dtype if bias is None else bias.dtype
+    bias_at = 0 if bias is None else bias.data_ptr()
+    n_blocks = -(-n // PANEL_COLUMNS)
+    for first in range(0, n_out, most):
+        n_here = min(most, n_out - first)
+        if in_place:
+            assert isinstance(weight, Tensor)
+            stored, narrow = weight, weight.dtype
+        else:
+            stored = _scratch("weights", n_parts * n_here * size, x.dtype).view(n_parts * n_here, size)
+            for part in range(n_parts):
+                rows, here = stored[part * n_here : (part + 1) * n_here], part * n_out + first
+                if isinstance(weight, Tensor):
+                    rows.copy_(weight[here : here + n_here])
+                else:
+                    weight.unpacked(here, rows)
+        half = n_here * size * stored.itemsize
+        options = GATES[gate], onto is not None, out.dtype is not narrow
+        _product[stored.dtype, narrow](
+            -(-n_here // PANEL_ROWS) * n_blocks, packed_at, stored.data_ptr(), half, bias_at, out.data_ptr(),
+            n, n_out, first, n_here, size, *options, memory=_MEMORY,
+        )  # fmt: skip
     return out
 
 
-def _scratch(n_bytes: int) -> int:
-    """Return the address, a multiple of 64, of memory that this thread keeps, because allocating it takes time."""
-    memory = getattr(_thread, "memory", None)
-    if memory is None or len(memory) < n_bytes + 64:
-        memory = _thread.memory = torch.empty(n_bytes + 64, dtype=torch.uint8)
-    return -(-int(memory.data_ptr()) // 64) * 64
+def pack(x: Tensor) -> int:
+    """Pack matrices `x [H, T, in]` for products with rows of other matrices; return the address of the panels.
+
+    The panels of a matrix have `T`, rounded up to a multiple of `PACKED_ROWS`, times `in` numbers. They lie in this
+    thread's memory, which the next call of `pack` overwrites. Numbers of a row of x lie side by side. Panels are
+    float32, or bfloat16 where `arithmetic` says bfloat16; then `in` is even.
+    """
+    n_matrices, n, size = x.shape
+    matrix, row, one = (stride * x.itemsize for stride in x.stride())
+    assert one == x.itemsize, x.stride()
+    n_tasks = n_matrices * -(-n // PACKED_ROWS)
+    packed = _scratch("x", n_tasks * PACKED_ROWS * size, torch.float32)
+    _pack[x.dtype](n_tasks, x.data_ptr(), packed.data_ptr(), n, size, matrix, row)
+    return packed.data_ptr()
+
+
+def _scratch(use: str, n: int, dtype: torch.dtype) -> Tensor:
+    """Return n numbers of memory that this thread keeps for a use, because allocating memory takes time."""
+    kept: dict[str, Tensor] = _thread.__dict__.setdefault("memory", {})
+    if use not in kept or len(kept[use]) < n * dtype.itemsize:
+        kept[use] = torch.empty(n * dtype.itemsize, dtype=torch.uint8)
+    return kept[use][: n * dtype.itemsize].view(dtype)
+
+
+@cache
+def _widened() -> frozenset[torch.dtype]:
+    """Return the dtypes of weights that the kernel widens to float32 itself."""
+    return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if arithmetic(dtype) is not dtype)

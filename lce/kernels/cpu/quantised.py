@@ -19,7 +19,6 @@ _EDGE = 4 * LANES * 32  # bytes of the memory of kernels that unpack
 
 _product, _unpack = Kernels("quantised.product"), Kernels("quantised.unpack")
 _rows_of, _pack = Kernels("quantised.rows_of"), Kernels("quantised.pack")
-_panels = Kernels("quantised.panels")
 
 
 def parts_of(layout: Layout, n_out: int, n_in: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -80,18 +79,6 @@ class QuantisedMatrix:
             -(-n_rows // LANES), *self._addresses, out.data_ptr(), first, n_rows, n_in, memory=_EDGE
         )
         return out
-
-    @property
-    def padded(self) -> int:
-        """The number of inputs of a panel: `in` as a multiple of the group's size and of 32."""
-        step = max(32, self.layout.group)
-        return -(-self.shape[1] // step) * step
-
-    def panels(self, first: int, n: int, at: int) -> None:
-        """Unpack n blocks, from row `first` (a multiple of 16) on, to panels of `lce.kernels.cpu.panels`."""
-        fits = first % LANES == 0 and first + (n - 1) * LANES < self.shape[0]
-        assert fits, (first, n, self.shape)
-        _panels[self.layout, torch.float32](n, *self._addresses, at, first, self.shape[1])
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the unpacked rows `ids [T]` (int64): `[T, in]`."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lce.kernels.code.shared import SCORED_COLUMNS, SCORED_KEYS
+from lce.kernels.code.shared import LANES, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
+from lce.kernels.cpu import panels
 from lce.kernels.cpu.kernel import DTYPES, Kernels, argument_of
 
 _scores_of_few, _add_weights = Kernels("scores.scores_of_few"), Kernels("scores.add_weights")
+_weight_sums = Kernels("scores.weight_sums")
+_scores_of_many = Kernels("scores.scores_of_many")
 _tops_of, _best_of = Kernels("scores.tops_of"), Kernels("scores.best_of")
 
 
@@ -34,21 +37,61 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
     return out
 
 
+def scores_of_many(q: Tensor, keys: Tensor, into: Tensor | None = None) -> Tensor:
+    """Return the float32 dot products `[M, T]` of keys `[M, R]` with queries `q [T, R]`, contiguous and of one dtype.
+
+    Sums are float32. The products lie in `into`, if given: a float32 buffer of M times T, rounded up to a multiple of
+    16, numbers. Time: near that of a product of matrices of the dtype. R is even.
+    """
+    (n, dim), n_keys, columns = q.shape, len(keys), -(-len(q) // LANES) * LANES
+    assert keys.shape == (n_keys, dim), (keys.shape, q.shape)
+    assert q.dtype is keys.dtype, (q.dtype, keys.dtype)
+    assert all(x.is_contiguous() for x in (q, keys)), (q.stride(), keys.stride())
+    into = torch.empty(n_keys * columns) if into is None else into
+    addresses = panels.pack(q[None]), keys.data_ptr(), into.data_ptr()
+    _scores_of_many[q.dtype](
+        -(-n_keys // SCORED_TOKENS), *addresses, columns, n_keys, dim, memory=4 * SCORED_TOKENS * dim
+    )
+    return into[: n_keys * columns].view(n_keys, columns)[:, :n]
+
+
+def weight_sums(q: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int) -> Tensor:
+    """Return each key's attention weights, `exp(scale · q·k - lse)`, summed over all queries: `[H, N]`, float32.
+
+    `q [H, T, D]`, `keys [G, N, D]` and `lse [H, T]` (float32) are those of causal attention: the last query sees the
+    last key, and no query sees a key `window` or more tokens before it. D is even; numbers of a vector lie side by
+    side. Time: O(H · T · min(N, window + T) · D). No score is written to memory.
+    """
+    (n_heads, n, dim), (groups, n_keys, _) = q.shape, keys.shape
+    group, row, one = (stride * keys.itemsize for stride in keys.stride())
+    assert keys.shape == (groups, n_keys, dim), keys.shape
+    assert (q.dtype, one) == (keys.dtype, keys.itemsize), (q.dtype, keys.dtype, keys.stride())
+    assert (lse.shape, lse.dtype) == ((n_heads, n), torch.float32), (lse.shape, lse.dtype)
+    lse, into = lse.contiguous(), torch.empty(n_heads, n_keys)
+    addresses = panels.pack(q), keys.data_ptr(), lse.data_ptr(), into.data_ptr()
+    sizes = n_heads // groups, n, n_keys, dim, group, row, n_keys - n, window
+    _weight_sums[q.dtype](
+        n_heads * -(-n_keys // SCORED_TOKENS), *addresses, *sizes, argument_of(scale),
+        memory=4 * (SCORED_TOKENS * dim + 6 * -(-n // LANES) * LANES),
+    )  # fmt: skip
+    return into
+
+
 def best_below_top(scores: Tensor) -> Tensor:
-    """Return `max_t (s[j, t] - max_i s[i, t])`, `[N]`, for `scores [N, T]` (contiguous) of N tokens for T queries.
+    """Return `max_t (s[j, t] - max_i s[i, t])`, `[N]`, for `scores [N, T]` of N tokens for T queries.
 
     A score is compared with the best score of any token for the same query. The result (float32) is the best such
-    difference of each token. Bytes moved: the scores twice.
+    difference of each token. Scores of a token lie side by side. Bytes moved: the scores twice.
     """
-    n_tokens, n = scores.shape
-    assert scores.is_contiguous(), scores.stride()
+    (n_tokens, n), (row, one) = scores.shape, scores.stride()
+    assert one == 1, scores.stride()
     assert scores.numel(), scores.shape
     n_pieces = -(-n_tokens // SCORED_COLUMNS)
     tops = torch.empty(n_pieces, n, dtype=torch.float32)
     best = torch.empty(n_tokens, dtype=torch.float32)
-    _tops_of[scores.dtype](n_pieces, scores.data_ptr(), tops.data_ptr(), n_tokens, n)
+    _tops_of[scores.dtype](n_pieces, scores.data_ptr(), tops.data_ptr(), n_tokens, n, row)
     top = tops.amax(dim=0)
-    _best_of[scores.dtype](n_pieces, scores.data_ptr(), best.data_ptr(), n_tokens, n, top.data_ptr())
+    _best_of[scores.dtype](n_pieces, scores.data_ptr(), best.data_ptr(), n_tokens, n, row, top.data_ptr())
     return best
 
 

@@ -1,4 +1,4 @@
-"""Products of many rows in float32, with weights of any kind."""
+"""Products of many rows, with weights of any kind."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import lce
+from lce.kernels import levels
 from lce.kernels.code.shared import INT4, INT8, Gate, Layout
 from lce.kernels.cpu import panels
 from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
@@ -25,69 +26,76 @@ def packed(weight: torch.Tensor, layout: Layout) -> QuantisedMatrix:
     return matrix
 
 
-@pytest.fixture
-def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "slow_dtypes", lambda: frozenset({torch.bfloat16}))
+DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # and the rounding of a result
 
 
-@pytest.mark.usefixtures("slow_bfloat16")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["plain", "int8", "int4"])
-@pytest.mark.parametrize(("rows", "n_out", "n_in"), [(9, 64, 40), (13, 96, 400), (101, 32, 800)])
-def test_equals_the_product_in_float64(kind: str, rows: int, n_out: int, n_in: int) -> None:
+@pytest.mark.parametrize(("rows", "n_out", "n_in"), [(9, 64, 40), (13, 96, 400), (300, 160, 800)])
+def test_equals_the_product_in_float64(dtype: torch.dtype, kind: str, rows: int, n_out: int, n_in: int) -> None:
     """With a norm, a bias, a gate and hidden states to add to: rounded once, at the end."""
     random = torch.Generator().manual_seed(rows)
-    x, norm = torch.randn(rows, n_in, generator=random), torch.rand(n_in, generator=random).bfloat16()
-    plain = (torch.randn(n_out, n_in, generator=random) / 4).bfloat16()
-    bias = torch.randn(n_out, generator=random).bfloat16()
+    x, norm = torch.randn(rows, n_in, generator=random), torch.rand(n_in, generator=random).to(dtype)
+    plain = (torch.randn(n_out, n_in, generator=random) / n_in**0.5).to(dtype)
+    bias = torch.randn(n_out, generator=random).to(dtype)
     weight: Any = plain if kind == "plain" else packed(plain, LAYOUTS[kind])
-    dense = plain if kind == "plain" else weight.unpacked(0, torch.empty(n_out, n_in))
+    computed = panels.arithmetic(dtype)
+    dense = plain if kind == "plain" else weight.unpacked(0, torch.empty(n_out, n_in, dtype=computed))
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     truth = normed @ dense.double().T + bias.double()
     half = n_out // 2
     gated = F.silu(truth[:, :half]) * truth[:, half:]
+    eps = 1e-5 if computed is torch.float32 else 2**-7  # where x is rounded, too
     out = linear(x, weight, bias, norm=norm, eps=1e-5)
-    assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.double(), truth, rtol=2**-8, atol=1e-4)
+    assert out.dtype is dtype
+    torch.testing.assert_close(out.double(), truth, rtol=max(eps, DTYPES[dtype]), atol=max(eps, DTYPES[dtype]))
+    wide = linear(x, weight, bias, norm=norm, eps=1e-5, out_dtype=torch.float32)
+    exact = normed @ (dense if kind == "plain" else weight.unpacked(0, torch.empty(n_out, n_in))).double().T + bias
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-5)
     for gate, expected in ((None, truth), ("silu", gated)):
         onto = torch.ones(rows, expected.shape[1])
         added = linear(x, weight, bias, norm=norm, eps=1e-5, gate=gate, onto=onto)
-        torch.testing.assert_close(added.double(), expected + 1, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(added.double(), expected + 1, rtol=eps, atol=eps)
 
 
-@pytest.mark.parametrize(("dtype", "slow"), [("bfloat16", True), ("float16", False), ("float32", False)])
-@pytest.mark.usefixtures("slow_bfloat16")
-def test_info_says_what_prefill_computes_in(dtype: str, slow: bool) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_info_says_what_prefill_computes_in(dtype: str) -> None:
     lines = model_lines(dataclasses.replace(lce.info("demo"), dtype=dtype))
-    assert any("products in float32 on this CPU" in line for line in lines) is slow
+    wide = panels.arithmetic(getattr(torch, dtype)) is torch.float32 and dtype != "float32"
+    assert any("products in float32 on this CPU" in line for line in lines) is wide
 
 
-@pytest.mark.usefixtures("slow_bfloat16")
-def test_odd_shapes_and_stacked_matrices() -> None:
-    x = torch.randn(11, 37).bfloat16()
-    first, second = torch.randn(21, 37).bfloat16(), torch.randn(9, 37).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_shapes_and_stacked_matrices(dtype: torch.dtype) -> None:
+    x = torch.randn(11, 37).to(dtype)
+    first, second = torch.randn(21, 37).to(dtype), torch.randn(9, 37).to(dtype)
     truth = x.double() @ torch.cat([first, second]).double().T
     stacked = linear(x, Stacked([first, packed(second, INT8)]), out_dtype=torch.float32)
     torch.testing.assert_close(stacked[:, :21].double(), truth[:, :21], rtol=1e-5, atol=1e-4)
     assert (stacked[:, 21:].double() - truth[:, 21:]).abs().max() < 0.5
+    eps = 1e-4 if panels.arithmetic(dtype) is torch.float32 else 0.05
     gated = linear(x, Stacked([first[:9], second]), gate="silu")
-    torch.testing.assert_close(gated.double(), F.silu(truth[:, :9]) * truth[:, 21:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gated.double(), F.silu(truth[:, :9]) * truth[:, 21:], rtol=eps, atol=eps)
+    torch.testing.assert_close(linear(x, first).double(), truth[:, :21], rtol=2**-8, atol=2**-8)
 
 
-def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(200, 400), torch.randn(80, 400).bfloat16()
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(
+    kind: str, any_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, plain = torch.randn(300, 400), torch.randn(160, 400)
+    weight = plain if kind == "plain" else packed(plain, INT8)
 
     def product(x: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
         return panels.product(x, weight, None, gate, None, torch.float32)
 
-    before, whole, gated = torch.get_num_threads(), product(x), product(x, "silu")
-    try:
-        torch.set_num_threads(1)
-        monkeypatch.setattr(panels, "SCRATCH", 1)  # one panel at a time
-        assert torch.equal(product(x), whole)
-        assert torch.equal(product(x, "silu"), gated)
-        assert torch.equal(product(x[7:20]), whole[7:20])
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    whole, gated = product(x), product(x, "silu")
+    torch.set_num_threads(1)
+    monkeypatch.setattr(panels, "SCRATCH", 1)  # the fewest weights at a time
+    assert torch.equal(product(x), whole)
+    assert torch.equal(product(x, "silu"), gated)
+    assert torch.equal(product(x[7:20]), whole[7:20])
 
 
 @pytest.mark.parametrize(
@@ -115,3 +123,29 @@ def test_slow_dtypes_follow_the_processor(
         assert panels.slow_dtypes() == {getattr(torch, name) for name in slow}
     finally:
         panels.slow_dtypes.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("has", "level", "computed"),
+    [
+        ("avx2", "v3", ["float32", "float32", "float32"]),
+        ("avx2 avx512_f", "v4", ["float32", "float32", "float32"]),
+        ("avx2 avx512_f avx512_bf16", "v4-bf16", ["float32", "bfloat16", "float32"]),
+        ("avx2 avx512_f avx512_bf16 avx512_fp16 amx_bf16", "v4-bf16", ["float32", "None", "None"]),
+        ("neon bf16", "arm64", ["float32", "None", "float32"]),
+    ],
+)
+def test_what_is_computed_in_follows_the_processor(
+    has: str, level: str, computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has.split(), True))
+    monkeypatch.setattr(levels, "current", lambda: levels.LEVELS[level])
+    monkeypatch.delenv("LCE_CPU", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for function in (panels.slow_dtypes, panels.arithmetic):
+        function.cache_clear()
+    try:
+        assert [str(panels.arithmetic(dtype)).removeprefix("torch.") for dtype in DTYPES] == computed
+    finally:
+        for function in (panels.slow_dtypes, panels.arithmetic):
+            function.cache_clear()

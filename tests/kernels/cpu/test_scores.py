@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lce.kernels.cpu.scores import add_weights, best_below_top, scores_of_few
+from lce.kernels.cpu.scores import add_weights, best_below_top, scores_of_few, scores_of_many, weight_sums
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (3, 1, 300, 64), (2, 4, 700, 16)])
@@ -18,6 +18,18 @@ def test_few_queries(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> No
     scores = scores_of_few(q, keys)
     assert scores.dtype == torch.float32
     assert (scores - q.float() @ keys.float().mT).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (40, 100, 64), (128, 1000, 130)])
+def test_many_queries(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    n, n_keys, dim = shape
+    q, keys = torch.randn(n, dim).to(dtype), torch.randn(n_keys, dim).to(dtype)
+    into = torch.full((n_keys * 128,), torch.nan)
+    scores = scores_of_many(q, keys, into)
+    assert scores.dtype == torch.float32
+    assert scores.data_ptr() == into.data_ptr()
+    torch.testing.assert_close(scores.double(), keys.double() @ q.double().T, rtol=1e-5, atol=1e-4)
+    assert torch.equal(best_below_top(scores), best_below_top(scores.contiguous()))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (600, 7), (1500, 40)])
@@ -40,6 +52,17 @@ def test_weights_of_the_keys_that_are_seen(dtype: torch.dtype, n: int, n_keys: i
     assert (into - 1 - truth).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(("n", "n_keys", "window"), [(9, 9, 3), (40, 140, 12), (70, 600, 300), (130, 150, 999)])
+def test_weights_of_keys_recomputed_for_many_queries(dtype: torch.dtype, n: int, n_keys: int, window: int) -> None:
+    q, keys = torch.randn(6, n, 64).to(dtype), torch.randn(2, n_keys + 5, 64).to(dtype)[:, 2 : n_keys + 2]
+    lse = torch.rand(6, n) + 4
+    logits = q.double() @ keys.double().repeat_interleave(3, 0).mT * 0.25
+    distance = (n_keys - n + torch.arange(n))[:, None] - torch.arange(n_keys)
+    unseen = (distance < 0) | (distance >= window)
+    truth = (logits - lse[..., None]).masked_fill(unseen, -math.inf).exp().sum(dim=1)
+    torch.testing.assert_close(weight_sums(q, keys, lse, 0.25, window).double(), truth, rtol=1e-4, atol=1e-5)
+
+
 def test_the_number_of_threads_changes_no_bit(any_threads: None) -> None:
     q, keys = torch.randn(2, 3, 64), torch.randn(2, 3000, 64)
     logits, lse, found = torch.randn(2, 9, 3000), torch.rand(2, 9) + 5, []
@@ -47,5 +70,7 @@ def test_the_number_of_threads_changes_no_bit(any_threads: None) -> None:
         torch.set_num_threads(n_threads)
         into = torch.zeros(2, 3000)
         add_weights(logits, lse, 1.0, into, 2991, 2000)
-        found.append((into, scores_of_few(q, keys), best_below_top(logits[0].T.contiguous())))
+        many = scores_of_many(logits[0, :, :64].contiguous(), keys[0])
+        sums = weight_sums(logits[:, :, :64], keys, lse, 1.0, 99)
+        found.append((into, many, sums, scores_of_few(q, keys), best_below_top(logits[0].T.contiguous())))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
