@@ -44,7 +44,8 @@ def score_dtype(x: Tensor) -> torch.dtype:
 
 def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     """Return `x @ matrix + bias`, `[n, R]`, rounded once to the dtype of `x [n, F]`."""
-    if compiled_for(x) and (computed := panels.arithmetic(x.dtype)):
+    trains = torch.is_grad_enabled() and any(part.requires_grad for part in (x, matrix, bias))
+    if compiled_for(x) and not trains and (computed := panels.arithmetic(x.dtype)):
         weight = matrix.T.contiguous()
         if len(x) <= MOST_ROWS:
             return few_rows_product(x.contiguous(), weight, bias)
