@@ -65,6 +65,7 @@ _widen = ByDtype(lambda dtype: vectors.widen(dtype))
 _product = ByDtype(lambda dtype: panel_product(_pairs[dtype], "float32", (6,)))
 _direct = ByDtype(lambda dtype: panel_product(False, dtype, (4, 3, 2, 1)))
 _columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
+_add_pairs = vectors.add_pairs()
 _dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, _columns, 1, _lanes))
 
 
@@ -174,9 +175,36 @@ def _score_keys(rows, q_at, q_row, k_at, k_row, n, out_at, v_at, v_row, dim):
 
 
 @by_dtype(inner)
+def _put_pairs(lower, upper, packed):
+    """Write 16 words: numbers i and i + 16 of two rows of 16, rounded to bfloat16."""
+    for e in range(16):
+        low_bits = (bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
+        high_bits = (bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
+        packed[e] = float_of_bits(low_bits | high_bits)
+
+
+@by_dtype(separate)
+def _add_values(n, scores, weights, v_at, v_row, n_values, spare_at, sums_at, sums_row, dim):
+    """Add up to 32 values in pairs, with n rows of weights, to sums. `spare_at` is memory for 32 values."""
+    if n_values < 32:  # values beyond the last one are zeros
+        for i in range(32):
+            value, copied = carray(pointer(v_at + i * v_row, stored), (dim,)), spare_at + i * dim * itemsize
+            to = carray(pointer(copied, stored), (dim,))
+            for d in range(dim):
+                to[d] = value[d] if i < n_values else 0
+        v_at, v_row = spare_at, dim * itemsize
+    for row in range(n):
+        _put_pairs(scores[row, :16], scores[row, 16:32], weights[row, :16])
+    at, row = weights.ctypes.data, weights.strides[0]
+    for column in range(0, dim, 64):
+        columns = 2 if dim - column >= 64 else 1
+        _add_pairs(n, columns, at, row, v_at + column * itemsize, v_row, sums_at + 4 * column, sums_row)
+
+
+@by_dtype(inner)
 def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
     """Do what `attend_rows` does, for few rows: read keys and values in place, because packing would cost more."""
-    queries, spans, state, sums, _, _, scores, _ = memory
+    queries, spans, state, sums, _, spare, scores, weights = memory
     q_row, sums_row, panel, start = 4 * queries.shape[1], 4 * sums.shape[1], PANEL * itemsize, first
     while start < stop:
         left = stop - start
@@ -192,15 +220,18 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
                 scores[row, : low // 32 * 32] = np.float32(0)
                 scores[row, high:size] = np.float32(0)
             else:
-                scores[row, :size] = np.float32(0)
+                scores[row, : (size + 31) // 32 * 32] = np.float32(0)
         start += size
         for key in range(0, size, _STEP):
             here = min(_STEP, size - key)
             _fetch(k_at + (start + key) * k_row, k_row, min(here, stop - start - key), dim)
             for row in range(0, n, 4):
-                weights_at, to = scores[row, key:].ctypes.data, sums[row].ctypes.data
-                at = values_at + key * v_row
-                _direct(min(4, n - row), weights_at, 4 * KEYS, at, v_row, panel, to, sums_row, here, 0, dim)
+                at, to = values_at + key * v_row, sums[row].ctypes.data
+                some, rows = scores[row:, key:], min(4, n - row)
+                if _pairs:
+                    _add_values(rows, some, weights, at, v_row, here, spare.ctypes.data, to, sums_row, dim)
+                else:
+                    _direct(rows, some.ctypes.data, 4 * KEYS, at, v_row, panel, to, sums_row, here, 0, dim)
 
 
 @by_dtype(kernel)
@@ -250,12 +281,8 @@ def attend_rows(first, stop, _memory, args):
                 if _pairs:
                     for i in range(6):
                         for j in range(begin, end, 32):
-                            lower, upper = scores[i, j : j + 16], scores[i, j + 16 : j + 32]
                             packed = weights[i, j // 2 : j // 2 + 16]
-                            for e in range(16):
-                                low_bits = (bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
-                                high_bits = (bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
-                                packed[e] = float_of_bits(low_bits | high_bits)
+                            _put_pairs(scores[i, j : j + 16], scores[i, j + 16 : j + 32], packed)
                     left_at, left_row = weights[0, begin // 2 :].ctypes.data, weights.strides[0]
                 else:
                     left_at, left_row = scores[0, begin:].ctypes.data, scores.strides[0]

@@ -108,6 +108,71 @@ def multiply(pairs: bool, dtype: str, shapes: tuple[tuple[int, int], ...]) -> Ca
     return intrinsic_of(f"multiply {pairs} {dtype} {shapes}", types.void(*[types.intp] * 9), emit_all)
 
 
+def add_pairs() -> Callable[..., Any]:
+    """Return an intrinsic that computes `C [rows, 32·columns] += A [rows, 32] · B [32, 32·columns]`, bfloat16, as lies.
+
+    The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride)`: 1 to 4 rows and 1 or 2 columns; the
+    address of each matrix, followed by the bytes between its rows. C is float32. A row of A has 16 words: of numbers i
+    and i + 16. The same rows of B are put side by side in registers, so B is not packed. Only for `PAIRS`.
+    """
+    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+    lanes = [(8 * lane + e, 2 * LANES + 8 * lane + e) for lane in range(4) for e in range(8)]
+    # Registers have the columns 0..3 and 4..7 of each 8: an instruction does not mix quarters of registers.
+    mixed = [[i for pair in lanes if (pair[0] % 8 < 4) is (part == 0) for i in pair] for part in (0, 1)]
+    order = [[part * LANES + 4 * quarter + e for part in (0, 1) for e in range(4)] for quarter in range(4)]
+
+    def turned(builder: Any, first: Any, second: Any, orders: list[list[int]]) -> tuple[Any, Any]:
+        kind = ir.VectorType(_I32, LANES)
+        found = [builder.shuffle_vector(first, second, ir.Constant(kind, chosen)) for chosen in orders]
+        return found[0], found[1]
+
+    in_order = [order[0] + order[1], order[2] + order[3]]
+    apart = [[8 * quarter + 4 * part + e for quarter in range(4) for e in range(4)] for part in (0, 1)]
+
+    def emit(builder: Any, rows: int, columns: int, args: Any) -> None:
+        a, a_stride, b, b_stride, c, c_stride = args
+
+        def place(i: int, j: int, part: int) -> Any:
+            return _at(builder, c, builder.add(builder.mul(c_stride, i64(i)), i64(128 * j + 64 * part)), _FLOATS)
+
+        starts = {}
+        for i in range(rows):
+            for j in range(columns):
+                first, second = (builder.load(place(i, j, part), align=4) for part in (0, 1))
+                starts[i, j, 0], starts[i, j, 1] = turned(builder, first, second, apart)
+
+        def turn(step: Any, sums: Any) -> Any:
+            here, right, after = builder.mul(step, b_stride), {}, {}
+            there = builder.add(here, builder.mul(b_stride, i64(LANES)))
+            for j in range(columns):
+                pair = [
+                    builder.load(_at(builder, b, builder.add(at, i64(64 * j)), halves), align=2) for at in (here, there)
+                ]
+                for part in (0, 1):
+                    chosen = ir.Constant(ir.VectorType(_I32, 2 * LANES), mixed[part])
+                    right[j, part] = builder.bitcast(builder.shuffle_vector(*pair, chosen), _WORDS)
+            for i in range(rows):
+                offset = builder.add(builder.mul(a_stride, i64(i)), builder.mul(step, i64(4)))
+                left = splat(builder, builder.load(_at(builder, a, offset, _I32), align=4), _WORDS)
+                for (j, part), words in right.items():
+                    after[i, j, part] = multiply_add(builder, True, left, words, sums[i, j, part])
+            return after
+
+        sums = loop(builder, i64(LANES), starts, turn)
+        for i in range(rows):
+            for j in range(columns):
+                for part, found in enumerate(turned(builder, sums[i, j, 0], sums[i, j, 1], in_order)):
+                    builder.store(found, place(i, j, part), align=4)
+
+    def emit_all(builder: Any, n_rows: Any, n_columns: Any, *args: Any) -> None:
+        if PAIRS:
+            shapes = [(rows, columns) for rows in (4, 3, 2, 1) for columns in (2, 1)]
+            cases = {8 * rows + columns: partial(emit, builder, rows, columns, args) for rows, columns in shapes}
+            switch(builder, builder.add(builder.mul(n_rows, i64(8)), n_columns), cases)
+
+    return intrinsic_of("add pairs", types.void(*[types.intp] * 8), emit_all)
+
+
 def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1, lanes: int = LANES) -> Callable[..., Any]:
     """Return an intrinsic that computes the product `Q · Kᵀ` of a few rows of Q with a few rows of K in a kernel.
 
