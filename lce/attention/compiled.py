@@ -26,10 +26,13 @@ class Compiled(Torch):
 
         Keys and values may be rows of 8 bits.
         """
-        if q.dtype not in DTYPES:
+        dtype = q.dtype
+        if dtype not in DTYPES:
             return None
-        fits = all(x.dtype in (q.dtype, int8_rows.ROW) and x.is_cpu and x.stride(-1) == 1 for x in (q, *others))
-        return attention if fits else None
+        for x in (q, *others):
+            if (x.dtype is not dtype and x.dtype is not int8_rows.ROW) or not x.is_cpu or x.stride(-1) != 1:
+                return None
+        return attention
 
     def readable(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v

@@ -151,20 +151,27 @@ def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> 
 def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
     """Return the attention of unrotated queries `[H, T, D]` to a part's spans; lse is -inf if a query sees no key."""
     found, done, n = list[Attended](), 0, q.shape[1]
-    for call in (*placed.calls, DenseCall(n, n, 0, 0)):
+    for call in placed.calls:
         if call.first > done:
-            unseen = q.new_full((len(q), call.first - done), -torch.inf, dtype=torch.float32)
-            found.append((torch.zeros_like(q[:, done : call.first]), unseen))
-        if call.last > call.first:
-            found.append(_attend_call(q, placed, call, cache, step))
+            found.append(_unseen(q, done, call.first))
+        found.append(_attend_call(q, placed, call, cache, step))
         done = call.last
+    if done < n:
+        found.append(_unseen(q, done, n))
     return join(found, 1)
+
+
+def _unseen(q: Tensor, first: int, last: int) -> Attended:
+    """Return the result of queries `first..last-1` of `q [H, T, D]`, which see no key."""
+    unseen = q.new_full((len(q), last - first), -torch.inf, dtype=torch.float32)
+    return torch.zeros_like(q[:, first:last]), unseen
 
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
     """Compute the attention that `call` describes; keys in several cache segments take one call per segment."""
-    start, stop, dense = call.start, call.stop, step.attention.dense
-    q, turn = q[:, call.first : call.last], placed.turn.at(slice(call.first, call.last))
+    start, stop, dense, turn = call.start, call.stop, step.attention.dense, placed.turn
+    if call.last - call.first < q.shape[1]:
+        q, turn = q[:, call.first : call.last], turn.at(slice(call.first, call.last))
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
     if call.n_chunks > 1 or recent is not None or call.window is not None:
         k, v = cache.stored(start, stop) if recent is None else (recent.span(start, stop), cache.span(start, stop)[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -64,7 +65,9 @@ def attend(
     partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # unused with one piece
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
-    strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in (k_group, k_row, v_group, v_row))
+    strides: tuple[int, ...] = q_head, q_row, k_group, k_row, v_group, v_row
+    if k.itemsize != q.itemsize:
+        strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in strides[2:])
     kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * groups
     given = array("q", (*addresses, *sizes, *strides, *kernels, partial.data_ptr(), *done))
     _attend[q.dtype](n_tasks, given.buffer_info()[0], memory=_memory(rep * per_block, dim) + more)
@@ -132,11 +135,13 @@ def _stored(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, Kernel, int]:
     return q.shape[-1], _attend_rows[q.dtype], 0
 
 
+@cache
 def _steepness(dim: int) -> int:
     """Return `log2(e) / √dim`, encoded by `argument_of`: a dot product times that is a score; weights are 2^score."""
     return argument_of(1 / math.sqrt(dim) * 1.4426950408889634)
 
 
+@cache
 def _memory(n_rows: int, dim: int) -> int:
     """Return the bytes of a thread's memory: what `rows.scratch` divides for n rows, and arguments of `attend_rows`."""
     wide = -(-dim // 64) * 64
