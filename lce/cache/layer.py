@@ -271,12 +271,15 @@ class LayerCache:
         if at is not None:
             append(k, v, *self.whole, at, turn)
             return
-        stop = self.length + shape[1]
         self.round_old()
+        self.extend(self.length + shape[1])
+        append_rows(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
+
+    def extend(self, stop: int) -> None:
+        """Prepare to write the tokens from the committed ones up to `stop - 1`. May be repeated."""
         self.reserve(stop)
         self.stop = stop
         self.buffer.prepare(self.length, stop)
-        append_rows(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
 
     def commit(self) -> None:
         """Commit the tokens of this pass. May be repeated."""

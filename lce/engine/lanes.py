@@ -87,7 +87,7 @@ class Lane:
         """Return this lane's attention output in a layer; zeros if the lane fails, so that the other lanes go on."""
         if self.error is None:
             try:
-                return self._block.attend(layer, q, k, v)
+                return self._block(layer, q, k, v)
             except Exception as error:
                 self.fail(error)
         return torch.zeros_like(q)
@@ -123,7 +123,7 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(lane.start, lane.stop, device=device) for lane in begun])
-                    attend = begun[0]._block.attend if len(begun) == 1 else partial(_attend, begun)
+                    attend = begun[0]._block if len(begun) == 1 else partial(_attend, begun)
                     hidden = model(ids, indices, attend)
                     last = model.logits(hidden[-1:] if len(begun) == 1 else hidden)
                     parts = hidden.split([len(lane.token_ids) for lane in begun])

@@ -94,7 +94,7 @@ class Driver:
         `call` acts as a model: it calls `attend` once for each layer, in order. If `call` raises, the block is dropped.
         """
         try:
-            result = call(self.begin(cache, rope, n_tokens, note).attend)
+            result = call(self.begin(cache, rope, n_tokens, note))
             cache.commit()
         except BaseException:
             cache.settle()
@@ -118,7 +118,7 @@ class Block:
     steps: Mapping[int, Sequence[tuple[Method, Step]]]
     numbers: Sequence[int]  # for each layer, the number of its kind; empty if all layers are alike
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in a layer: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`. Call once for each layer, in order."""
         own = self.cache.layers[layer]
         method, step = self.steps[own.layout.first_layer][self.numbers[layer] if self.numbers else 0]
@@ -129,6 +129,35 @@ class Block:
         if q.shape[1] == 1:  # load pages for the next layer, after this layer's work
             self.cache.prefetch(layer + 1)
         return out
+
+    def memory(self) -> list[list[tuple[int, int]]] | None:
+        """Prepare all layers for one token; return the addresses and bytes of each layer's keys and values.
+
+        None unless the kernels of all layers' attention differ in addresses alone: one kind of layers and a method that
+        is its parts, all of spans; nothing that methods keep, nobody who notes choices, and everything in buffers.
+        """
+        (method, step), *others = next(iter(self.steps.values()))
+        layers, first = self.cache.layers, self.cache.layers[0].buffer
+        if others or len(self.steps) > 1 or not spans_alone(method, len(layers)) or step.note or step.note_scores:
+            return None
+        found = []
+        for own in layers:
+            if own.state or own.stack or own.layout.format.rounds:
+                return None
+            own.extend(step.stop)
+            rows = [own.buffer.k, own.buffer.v]
+            if own.buffer.first or rows[0].shape != first.k.shape:
+                return None
+            found.append([(x.data_ptr(), x.nbytes) for x in rows])
+        return found
+
+
+def spans_alone(method: Method, n_layers: int) -> bool:
+    """Return whether a method is what its parts are: spans, the same in all layers."""
+    own = type(method)
+    names = "keep", "keep_queries", "attend", "attend_spans", "attend_chosen"
+    same = all(getattr(own, name) is getattr(Method, name) for name in names)
+    return same and len({method.layer_kind(layer) for layer in range(n_layers)}) == 1
 
 
 @torch.no_grad()

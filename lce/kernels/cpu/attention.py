@@ -7,7 +7,6 @@ shapes and chosen tiles determine the tasks, so a result's bits do not depend on
 from __future__ import annotations
 
 import math
-from array import array
 from functools import cache
 
 import torch
@@ -69,8 +68,8 @@ def attend(
     if k.itemsize != q.itemsize:
         strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in strides[2:])
     kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * groups
-    given = array("q", (*addresses, *sizes, *strides, *kernels, partial.data_ptr(), *done))
-    _attend[q.dtype](n_tasks, given.buffer_info()[0], memory=_memory(rep * per_block, dim) + more)
+    given = *addresses, *sizes, *strides, *kernels, partial.data_ptr(), *done
+    _attend[q.dtype](n_tasks, memory=_memory(rep * per_block, dim) + more, tail=given)
     return out, lse
 
 
@@ -104,8 +103,8 @@ def attend_tiles(
     sizes = n_heads, n_queries, n_slots, n_turns, size, dim
     strides = (stride * x.itemsize // q.itemsize for x in (q, k, v) for stride in x.stride()[:2])
     kernels = _steepness(dim), kernel.address, _attend_rows[q.dtype].address
-    given = array("q", (*addresses, *sizes, *strides, *kernels))
-    _attend_tiles[q.dtype](int(tasks[0]), given.buffer_info()[0], memory=_memory(QUERY_ROWS, dim) + more)
+    given = *addresses, *sizes, *strides, *kernels
+    _attend_tiles[q.dtype](int(tasks[0]), memory=_memory(QUERY_ROWS, dim) + more, tail=given)
 
 
 def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -30,15 +30,15 @@ class Kernel:
     def __init__(self, name: str, kind: Any = None) -> None:
         self.name, self.kind = name, kind
 
-    def __call__(self, n: int, *args: int, least: int = 1, memory: int = 0) -> None:
+    def __call__(self, n: int, *args: int, least: int = 1, memory: int = 0, tail: Sequence[int] = ()) -> None:
         """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items.
 
-        Each thread has `memory` bytes of its own, as `threads.run` says.
+        Each thread has `memory` bytes of its own; a `tail` is one more argument, an address: as `threads.run` says.
         """
         calls: list[threads.Call] | None = getattr(_thread, "calls", None)
         if calls is not None:
-            calls.append((self.address, n, args, least, memory))
-        threads.run(self.address, n, args, least, memory)
+            calls.append((self.address, n, args, least, memory, tail))
+        threads.run(self.address, n, args, least, memory, tail)
 
     @cached_property
     def address(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +28,7 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     for part, lse in held:
         assert (part.dtype, part.shape) == (dtype, out.shape), (part.dtype, part.shape)
         assert (lse.dtype, lse.shape) == (torch.float32, total.shape), (lse.dtype, lse.shape)
-    addresses = array("q", (x.data_ptr() for pair in held for x in pair))
-    at = out.data_ptr(), total.data_ptr(), addresses.buffer_info()[0]
-    _merged[dtype](n, n_parts, size, *at, least=_ROWS, memory=4 * (size + n_parts))
+    addresses = [x.data_ptr() for pair in held for x in pair]
+    at = out.data_ptr(), total.data_ptr()
+    _merged[dtype](n, n_parts, size, *at, least=_ROWS, memory=4 * (size + n_parts), tail=addresses)
     return out, total

@@ -1,7 +1,8 @@
 """Replays the kernels of a decode step: a model's Python runs for the first token, and only its kernels afterwards.
 
 Python between kernels takes a quarter of the time of a step of a small model. A step of one token calls the same
-kernels with the same weights and shapes again and again, except in attention, which is not recorded.
+kernels with the same weights and shapes again and again, except in attention, which is not recorded. Where attention is
+alike in all layers, the kernels of one layer's serve the later ones.
 """
 
 from __future__ import annotations
@@ -9,27 +10,31 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lce.kernels.cpu.kernel import recording
-from lce.kernels.cpu.threads import Call, Jobs
+from lce.kernels.cpu.layer_jobs import LayerJobs, Range
+from lce.kernels.cpu.threads import Call, Jobs, run_jobs
 from lce.profiling import is_profiling
 
 # The operators that may be called between kernels, by their names without overload: they compute nothing.
-_IDLE = frozenset(
+_VIEWS = frozenset(
     f"aten.{name}"
-    for name in "empty empty_like new_empty view _unsafe_view reshape _reshape_alias split_with_sizes split chunk "
-    "slice select transpose t permute unsqueeze squeeze expand alias detach as_strided".split()
+    for name in "view _unsafe_view reshape _reshape_alias split_with_sizes split chunk slice select transpose t "
+    "permute unsqueeze squeeze expand alias detach as_strided".split()
 )
+_IDLE = _VIEWS | {"aten.empty", "aten.empty_like", "aten.new_empty"}
+_TEMPLATE = 1  # the number of the attention whose kernels serve all later layers: the first prepares what all share
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps the results of operators, so that no address is used twice, and notes whether any operator computes."""
+    """Keeps the memory that operators allocate, so that no address is used twice, and notes whether any computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +48,26 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.computes |= str(func).rpartition(".")[0] not in _IDLE
-        self.held.append(found)
+        name = str(func).rpartition(".")[0]
+        self.computes |= name not in _IDLE
+        if name not in _VIEWS:
+            self.held.append(found)
         return found
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class AlikeAttend(Protocol):
+    """Attention that may be alike in all layers."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def memory(self) -> Sequence[Sequence[Range]] | None:
+        """Prepare all layers for the pass' token, and return the memory of each layer's keys and values.
+
+        None: attention of the first layer does not tell what the others' would do.
+        """
 
 
 class _Recording:
@@ -78,6 +97,7 @@ class _Recording:
         ends.append(len(calls))
         parts = [calls[first:last] for first, last in pairwise(ends)]
         self.parts = [Jobs(part) for part in parts]
+        self.alike, self.jobs = len(self.asked) > _TEMPLATE + 1, LayerJobs()
         self.places = [_places(part, answer.data_ptr()) for part, answer in zip(parts[1:], self.answers, strict=True)]
 
     def _answer(self, attend: Attend, number: int = -1) -> Tensor:
@@ -91,25 +111,52 @@ class _Recording:
     def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
         """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does."""
         self.x.copy_(x)
+        memory = attend.memory() if self.alike and hasattr(attend, "memory") else None  # see `AlikeAttend`
         for number, part in enumerate(self.parts):
             part.run()
             if number < len(self.asked):
-                answer, before = self._answer(attend, number), self.answers[number]
+                template = number == _TEMPLATE and memory
+                watch, calls = _Watch(), list[Call]()
+                with watch if template else nullcontext(), recording(calls):
+                    answer, before = self._answer(attend, number), self.answers[number]
                 if (answer.shape, answer.stride(), answer.dtype) != (before.shape, before.stride(), before.dtype):
                     self.kept = True
                     return layers(x, _resumed([*self.answers[:number], answer], attend))
-                for place in self.places[number]:
-                    self.parts[number + 1].set(*place, answer.data_ptr())
-                self.answers[number] = answer  # which must stay while it is read
+                self._put(number, answer)
+                if template and not watch.computes:
+                    self._replay_alike(calls, answer, template)
+                    break
+                self.alike = self.alike and not template
         return self.result.clone()
+
+    def _put(self, number: int, answer: Tensor) -> None:
+        """Have the next part's kernels read an answer, which must stay while it is read."""
+        for place in self.places[number]:
+            self.parts[number + 1].set(*place, answer.data_ptr())
+        self.answers[number] = answer
+
+    def _replay_alike(self, calls: Sequence[Call], answer: Tensor, memory: Sequence[Sequence[Range]]) -> None:
+        """Run all that follows the template's attention: the same `calls` in each layer, with the layer's own memory.
+
+        Each layer's attention overwrites the answer of the one before, which was read.
+        """
+        ranges = [[*asked.ranges, *there] for asked, there in zip(self.asked, memory, strict=True)]
+        self.jobs.set(calls, ranges[_TEMPLATE], ranges[_TEMPLATE + 1 :])
+        first = self.parts[-1].linked(0)
+        for number in range(len(ranges) - 1, _TEMPLATE, -1):
+            self._put(number, answer)
+            first = self.parts[number].linked(self.jobs.linked(number - _TEMPLATE - 1, first))
+        run_jobs(first)
 
 
 class _Asked:
-    """What attention is asked in a layer, and the memory of its vectors."""
+    """What attention is asked in a layer, and the memory of its vectors: `ranges`."""
 
     def __init__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.call = layer, q, k, v
-        self._storages = [x.untyped_storage()._cdata for x in (q, k, v)]
+        storages = [x.untyped_storage() for x in (q, k, v)]
+        self._storages = [storage._cdata for storage in storages]
+        self.ranges: Sequence[Range] = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
 
     def uses(self) -> int:
         """Return how many objects use the vectors, and how many tensors their memory."""

@@ -28,30 +28,38 @@ from lce.kernels.cpu import library
 _MOST = 1024  # threads
 _USEFUL = 70  # percent of the threads' time that kernels must have used, or fewer threads work for a while
 _nothing = ctypes.c_int64()  # where the compiled `threads.run` writes that it has no result
-Call = tuple[int, int, Sequence[int], int, int]  # the arguments of `run`
+Call = tuple[int, int, Sequence[int], int, int, Sequence[int]]  # the arguments of `run`
 _MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
 
 
-def run(address: int, n: int, args: Sequence[int], least: int, memory: int) -> None:
+def run(address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int] = ()) -> None:
     """Run the kernel at an address on the items `0..n-1`; threads take `least` items or more at a time.
 
+    If there is a `tail`, the kernel gets the address of these integers as one more argument.
     Each thread has `memory` bytes of its own at an address that is a multiple of 64. The first 8 bytes are 0 when the
     thread takes its first items; the others are not initialised. If two threads call at the same time, the second one
     runs its kernel alone. Time: 1.5 us and the kernel's.
     """
-    held, job = _job(address, n, args, least, memory)
+    held, job = job_of(address, n, args, least, memory, tail)
     _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, job.buffer_info()[0])
     del held
 
 
-def _job(address: int, n: int, args: Sequence[int], least: int, memory: int) -> tuple[Tensor | None, array[int]]:
-    """Return the words of a job, which `words` names, and the memory that they point to."""
+def job_of(
+    address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int]
+) -> tuple[Tensor | None, array[int]]:
+    """Return the words of a job, which `words` names, and the memory that they point to. A tail follows the words."""
     number = 1 if n < 2 * least else min(n // least, torch.get_num_threads())
     pool, stride = 0, -(-memory // 64) * 64
     if number > 1:
         pool, number = _pool.address, _pool.with_threads(number)
     held, at = _memory(number * stride)
-    return held, array("q", (0, pool, address, n, least, number, at, stride, len(args), *args))
+    if not tail:
+        return held, array("q", (0, pool, address, n, least, number, at, stride, len(args), *args))
+    job = array("q", (0, pool, address, n, least, number, at, stride, len(args) + 1, *args, 0, *tail))
+    place = words.CALL_ARGS // 8 + len(args)
+    job[place] = job.buffer_info()[0] + 8 * (place + 1)
+    return held, job
 
 
 class Jobs:
@@ -61,7 +69,7 @@ class Jobs:
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = [(at, n, [*args], least, memory) for at, n, args, least, memory in calls]
+        self._calls = [(at, n, [*args], least, memory, tail) for at, n, args, least, memory, tail in calls]
         self._made_for = 0, 0
         self._jobs: list[array[int]] = []
         self._held: list[Tensor | None] = []
@@ -74,13 +82,25 @@ class Jobs:
 
     def run(self) -> None:
         """Run all calls, on as many threads as PyTorch has now. Time: 2 us and the kernels'."""
+        run_jobs(self.linked(0))
+
+    def linked(self, following: int) -> int:
+        """Return the address of the first job, after linking the last one to the job at the address `following`."""
         if (now := (_pool.address, torch.get_num_threads())) != self._made_for:
-            made = [_job(*call) for call in self._calls]
+            made = [job_of(*call) for call in self._calls]
             self._made_for, self._held, self._jobs = now, [held for held, _ in made], [job for _, job in made]
             for job, after in pairwise(self._jobs):
                 job[words.CALL_NEXT // 8] = after.buffer_info()[0]
-        if self._jobs:
-            _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, self._jobs[0].buffer_info()[0])
+        if not self._jobs:
+            return following
+        self._jobs[-1][words.CALL_NEXT // 8] = following
+        return self._jobs[0].buffer_info()[0]
+
+
+def run_jobs(first: int) -> None:
+    """Run the job at an address, if any, and the jobs that are linked to it."""
+    if first:
+        _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, first)
 
 
 def _memory(n_bytes: int) -> tuple[Tensor | None, int]:

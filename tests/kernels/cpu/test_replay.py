@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import lce
 from lce.cache.layer import LayerCache
+from lce.kernels.cpu.layer_jobs import LayerJobs
 from lce.kernels.cpu.replay import Replays
 from lce.kernels.cpu.threads import Jobs
 from lce.methods.step import Step
@@ -31,13 +33,27 @@ def steps(engine: lce.Engine) -> list[tuple[int, float]]:
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Jobs]:
     """The recorded kernels that were run again."""
     found: list[Jobs] = []
-    run = Jobs.run
+    linked = Jobs.linked
 
-    def noted(self: Jobs) -> None:
+    def noted(self: Jobs, following: int) -> int:
         found.append(self)
-        run(self)
+        return linked(self, following)
 
-    monkeypatch.setattr(Jobs, "run", noted)
+    monkeypatch.setattr(Jobs, "linked", noted)
+    return found
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> list[LayerJobs]:
+    """The kernels of one layer's attention that were run for other layers."""
+    found: list[LayerJobs] = []
+    make = LayerJobs.set
+
+    def noted(self: LayerJobs, *args: Any) -> None:
+        found.append(self)
+        make(self, *args)
+
+    monkeypatch.setattr(LayerJobs, "set", noted)
     return found
 
 
@@ -53,6 +69,43 @@ def test_a_replayed_step_has_the_same_bits(
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
     for method, ours in found.items():
         assert ours == steps(lce.load(tmp_path, method=method))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8-device"])
+@pytest.mark.parametrize(("method", "serves"), [("full", True), ("dca", True), ("streaming", True), ("quest", False)])
+def test_one_layers_attention_serves_layers_alike(
+    method: str, serves: bool, kv_dtype: str, alike: list[LayerJobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where forks write beside what they share."""
+    save_tiny(tmp_path, num_hidden_layers=4)
+
+    def answers() -> list[Any]:
+        engine = lce.load(tmp_path, method=method, kv_dtype=kv_dtype)
+        context = engine.prefill(tokens(70))
+        asked = [context.fork(), context, context.fork()]
+        return [
+            engine.generate(tokens(9, seed=i), context=each, max_tokens=8, temperature=0, logprobs=1).logprobs
+            for i, each in enumerate(asked)
+        ]
+
+    ours = answers()
+    assert bool(alike) is serves
+    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    assert ours == answers()
+
+
+def test_a_method_that_looks_on_sees_every_layer(alike: list[LayerJobs], tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Looking(lce.methods.Full):
+        def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
+            seen.append(cache.index)
+            super().keep(k, v, cache, step)
+
+    save_tiny(tmp_path, num_hidden_layers=4)
+    steps(lce.load(tmp_path, method=Looking()))
+    assert not alike
+    assert len(seen) == 4 * seen.count(0)
 
 
 def test_attention_may_keep_what_it_is_given(tmp_path: Path, replayed: list[Jobs]) -> None:
