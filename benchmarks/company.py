@@ -10,7 +10,6 @@ llama-cpp-python is installed. All take turns in one run. `default` is divided b
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.util
 import statistics
 import subprocess
@@ -35,13 +34,11 @@ class Lce:
         """Return the tokens a second of prefill and of decode."""
         import torch
 
-        from lce.kernels.code import words
-        from lce.kernels.cpu.threads import _USEFUL, _pool
+        from lce.kernels.cpu.threads import adapt
         from lce.system import usable_cores
 
         torch.set_num_threads(usable_cores() if threads == "default" else int(threads))
-        for word, value in ((words.USEFUL, _USEFUL if threads == "default" else 0), (words.UNTIL, 0)):
-            ctypes.c_int64.from_address(_pool.address + word).value = value
+        adapt(threads == "default")
         context, first = self.subject.prefill(length, new_tokens + 8)
         with context:
             return [first.stats.prefill_tokens_per_s, self.subject.decode(context, new_tokens, first)]

@@ -14,6 +14,7 @@ from click import argument
 
 import lce
 from lce.errors import CapacityError, UsageError
+from lce.kernels import levels
 from lce.terminal import figures, inspecting, operations, options
 from lce.terminal.bench import show_bench
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
@@ -372,6 +373,31 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
     assert isinstance(found, lce.ModelInfo)
     output.object(figures.model_object(found))
     output.figures(figures.quantised_line(found))
+
+
+@cli.command()
+@flag(
+    "--level LEVEL", f"{', '.join(levels.NAMES)}, or all that a wheel has; repeatable.  [default: this processor's]",
+    type=click.Choice([*levels.NAMES, "all"]), multiple=True,
+)  # fmt: skip
+@options.output_options
+def warm(level: tuple[str, ...], output: Output) -> None:
+    """Compile the CPU kernels that are missing, ahead of their first use: in a container's image, for example.
+
+    They are kept beside the package if this user may write there, else in the user's cache. Installing lce compiles
+    those of its processor; --level is for images that run elsewhere. Kernels for GPUs are not among them: Triton
+    compiles those when they are first used.
+    """
+    from lce.kernels.building import build
+
+    named = [each for name in level for each in (levels.LEVELS if name == "all" else [name])]
+    asked = [levels.find(name) for name in dict.fromkeys(named)] or [levels.asked()]
+    found = []
+    for each in asked:
+        with output.bar(f"kernels for {each.name}", " kernels") as bar:
+            found.append(build(each, bar))
+        output.figures(f"lce: {found[-1].line}")
+    output.object([dataclasses.asdict(built) | {"folder": str(built.folder)} for built in found])
 
 
 @cli.command()

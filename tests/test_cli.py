@@ -15,9 +15,9 @@ from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, output, run, spawn
 
 
-@pytest.mark.parametrize("args", ["--help", "--version", "generate --help", "eval passkey --help", "explain --help"])
+@pytest.mark.parametrize("args", ["--help", "--version", "generate --help", "eval passkey --help", "warm --help"])
 def test_help_imports_nothing_heavy(args: str) -> None:
-    heavy = {"torch", "matplotlib", "huggingface_hub"}
+    heavy = {"torch", "numba", "matplotlib", "huggingface_hub"}
     check = f"import atexit; atexit.register(lambda: {heavy} & {{*sys.modules}} and os._exit(99))"
     process = spawn(check, *args.split())
     out, err = process.communicate()

@@ -54,16 +54,22 @@ LEVELS = {  # of each machine, the best comes first
         Level("arm64", "aarch64", "generic", "neon dotprod lse reserve-x18", "asimd asimddp atomics"),
     )
 }
+NAMES = (*LEVELS, "native")
+
+
+def find(name: str, what: str = "the level") -> Level:
+    """Return the level with a name: one of `LEVELS`, or native. Raises `UsageError` about `what` for other names."""
+    if name not in NAMES:
+        raise UsageError(f"{what} is {name!r}; expected one of {', '.join(LEVELS)} or native")
+    return LEVELS.get(name) or _native()
 
 
 def asked() -> Level:
     """Return the level that the variable LCE_CPU names; without one, the best that this processor can run."""
     name = os.environ.get("LCE_CPU")
-    if not name:
-        return next((level for level in LEVELS.values() if _runs(level)), _native())
-    if name not in (*LEVELS, "native"):
-        raise UsageError(f"LCE_CPU is {name!r}; expected one of {', '.join(LEVELS)} or native")
-    return LEVELS[name] if name in LEVELS else _native()
+    if name:
+        return find(name, "LCE_CPU")
+    return next((level for level in LEVELS.values() if _runs(level)), _native())
 
 
 @cache

@@ -62,6 +62,14 @@ def job_of(
     return held, job
 
 
+def adapt(adapts: bool) -> None:
+    """Have fewer threads work for a while if threads are late, which is the default, or have all work at any time.
+
+    Both begin with all threads. A process that is forked begins with the default.
+    """
+    _pool.adapt(adapts)
+
+
 class Jobs:
     """Calls of kernels that run again and again, one after the other, without Python between them.
 
@@ -119,7 +127,7 @@ def _entry() -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(library.address("threads.run", None))
 
 
-class _Pool:
+class Pool:
     """The workers of this process, and the memory that they share, which stays until the process ends."""
 
     def __init__(self) -> None:
@@ -135,9 +143,14 @@ class _Pool:
             self._set(self.address + word, ctypes.cast(getattr(self._libc, name), ctypes.c_void_p).value or 0)
         self._set(self.address + words.WALL, time.CLOCK_MONOTONIC)
         self._set(self.address + words.CPU, time.CLOCK_THREAD_CPUTIME_ID)
-        self._set(self.address + words.USEFUL, _USEFUL)
+        self.adapt(True)
         self._set(self.address + words.HOLD, 10_000_000)
         self._set(self.address + words.SEMAPHORE, self._semaphore(self.address))
+
+    def adapt(self, adapts: bool) -> None:
+        """Do what `adapt` says, for this pool."""
+        self._set(self.address + words.USEFUL, _USEFUL if adapts else 0)
+        self._set(self.address + words.UNTIL, 0)
 
     def with_threads(self, number: int) -> int:
         """Return how many threads there are, at most `number`, after starting those that were missing."""
@@ -174,13 +187,13 @@ class _Pool:
         ctypes.c_int64.from_address(address).value = value
 
 
-_pool = _Pool()
+_pool = Pool()
 
 
 def _renew() -> None:
     """Forget the threads of the parent, which a forked process does not have."""
     global _pool
-    _pool = _Pool()
+    _pool = Pool()
 
 
 os.register_at_fork(after_in_child=_renew)
