@@ -36,6 +36,11 @@ class _Watch(TorchDispatchMode):
         self.held: list[Any] = []
         self.computes = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: with True, PyTorch would import its compiler for it, which takes over a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         self.computes |= str(func).rpartition(".")[0] not in _IDLE
