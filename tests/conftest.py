@@ -1,5 +1,6 @@
 """What every test has: one thread, fixed seeds, and a tiny model to load."""
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(840))
     items.sort(key=lambda item: "test_compile_cuda" not in item.nodeid)  # minutes each: no worker ends with them alone
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector look at what tests make only: modules and thousands of cases stay for good."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

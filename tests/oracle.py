@@ -50,6 +50,13 @@ def turned(x: Tensor, position: Tensor, setting: Setting) -> Tensor:
     return as_complex(x) * torch.polar(torch.full_like(angle, setting.factor), angle)
 
 
+def turns(distance: Tensor, freq: Tensor) -> Tensor:
+    """Return the turn `[..., D/2]` of each distance, as complex numbers; each distance is computed once."""
+    first, last = distance.aminmax()
+    angle = torch.arange(int(first), int(last) + 1).double()[:, None] * freq
+    return torch.polar(torch.ones_like(angle), angle)[distance - first]
+
+
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the real dot product of complex vectors."""
     return (a * b.conj()).real.sum(-1)
@@ -64,8 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
     for h in range(n_heads):
         queries, keys = as_complex(q[h]), as_complex(k[h // rep])
         product = queries[:, None] * keys[None].conj()  # [N, N, D/2]
-        turn = tables.distance[h].double()[..., None] * freq
-        scores = (product * torch.polar(torch.ones_like(turn), turn)).real.sum(-1) / math.sqrt(dim)
+        scores = (product * turns(tables.distance[h], freq)).real.sum(-1) / math.sqrt(dim)
         scores *= setting.factor**2
         if tables.scale is not None:
             scores *= tables.scale[:, None]
@@ -125,7 +131,7 @@ def lm_infinite(
             logits = dot(seen_from[:, None], as_complex(k[h // rep])[None])
             for row in range(n):
                 middle = range(sinks, row - local + 1)
-                best = sorted(middle, key=lambda token, h=h, row=row: -float(logits[row, token]))[:top_k]
+                best = sorted(middle, key=logits[row].tolist().__getitem__, reverse=True)[:top_k]
                 mask[h, row, best] = True
     return Tables(mask, everyone((i - j).clamp(max=local)))
 
@@ -203,10 +209,10 @@ def longheads(
             "group": [g for g in range(n_heads) if g // rep == h // rep],
             "layer": list(range(n_heads)),
         }[share]
-        total = sum(scores[g, i] for g in heads)
+        total = scores[heads, i].sum(0)
         fixed = always(own, keep_first, keep_last)
         free = [c for c in range(own) if c not in fixed]
-        free.sort(key=lambda c: float(total[c]), reverse=rank == "top")
+        free.sort(key=total.tolist().__getitem__, reverse=rank == "top")
         weights = dict(enumerate((total[:own] / len(heads) / math.sqrt(q.shape[-1])).exp().tolist()))
         return sorted(reaching(top_p, fixed, free[: budget - 1 - len(fixed)], weights))
 
@@ -236,11 +242,10 @@ def true_mass(q: Tensor, k: Tensor, setting: Setting, judge: str) -> Tensor:
     n_heads, dim = len(q), q.shape[-1]
     i, j, _ = indices(q)
     distance = (i - j) if judge == "true" else (i - j).clamp(max=setting.window // 2)
-    turn = distance.double()[..., None] * setting.angles(dim)
-    weights = []
+    turn, weights = turns(distance, setting.angles(dim)), []
     for h in range(n_heads):
         product = as_complex(q[h])[:, None] * as_complex(k[h // (n_heads // len(k))])[None].conj()
-        logits = (product * torch.polar(torch.ones_like(turn), turn)).real.sum(-1) * setting.factor**2
+        logits = (product * turn).real.sum(-1) * setting.factor**2
         weights.append((logits / math.sqrt(dim)).masked_fill(j > i, -math.inf).softmax(-1))
     return torch.stack(weights)
 
@@ -266,7 +271,7 @@ def oracle(
 
     def choose(h: int, i: int) -> list[int]:
         own = i // size
-        weights = {c: float(mass[h, i, c * size : (c + 1) * size].sum()) for c in range(own)}
+        weights = dict(enumerate(mass[h, i, : own * size].unflatten(0, (own, size)).sum(1).tolist()))
         fixed = always(own, keep_first, keep_last)
         free = sorted((c for c in range(own) if c not in fixed), key=lambda c: -weights[c])
         return sorted(reaching(top_p, fixed, free[: most - 1 - len(fixed)], weights))
@@ -319,14 +324,17 @@ def placed(
         for i in range(n):
             row = [*choose(h, i), i // size]
             at = (len(row) - 1) * size + i % size
-            for slot, chunk in enumerate(row):
-                j = torch.arange(chunk * size, min((chunk + 1) * size, i + 1))
-                mask[h, i, j] = True
-                distance[h, i, j] = {
-                    "side_by_side": at - slot * size - j % size,
-                    "true": i - j,
-                    "constant": i - j if chunk == i // size else torch.full_like(j, size),
+            seen = {
+                chunk * size + offset: {
+                    "side_by_side": at - slot * size - offset,
+                    "true": i - chunk * size - offset,
+                    "constant": i % size - offset if chunk == i // size else size,
                 }[placement]
+                for slot, chunk in enumerate(row)
+                for offset in range(size if chunk < i // size else i % size + 1)
+            }
+            mask[h, i, [*seen]] = True
+            distance[h, i, [*seen]] = torch.tensor([*seen.values()])
     return Tables(mask, distance)
 
 
@@ -341,25 +349,28 @@ def longheads_scores(
     n_heads, n, dim = q.shape
     rep = n_heads // k.shape[0]
     scores = torch.zeros(n_heads, n, n // size, dtype=torch.float64)
+    index = torch.arange(n // size * size)
+    at = index if placement == "true" else index % size
+
+    def chunked(x: Tensor) -> Tensor:
+        return x.unflatten(0, (n // size, size))  # [M, L, ...]
+
     for h in range(n_heads):
         asking = {
             "side_by_side": as_complex(q[h]),
             "true": turned(q[h], torch.arange(n), setting),
             "constant": turned(q[h], torch.full((n,), size), setting) * setting.factor,
         }[placement]
-        for c in range(n // size):
-            span = slice(c * size, (c + 1) * size)
-            at = torch.arange(size) + (c * size if placement == "true" else 0)
-            queries, keys = (
-                as_complex(x) if placement == "constant" else turned(x, at, setting)
-                for x in (q[h, span], k[h // rep, span])
-            )
-            inner = dot(queries[:, None], keys[None]) / math.sqrt(dim)
-            out = inner.softmax(-1) @ v[h // rep, span].double()
-            summary_query = as_complex(out.mean(0))
-            weights = (dot(summary_query[None], keys) / math.sqrt(dim)).softmax(-1)
-            representation = (weights[:, None] * keys).sum(0)
-            scores[h, :, c] = dot(asking, representation[None])
+        queries, keys = (
+            chunked(as_complex(x) if placement == "constant" else turned(x, at, setting))
+            for x in (q[h, : len(index)], k[h // rep, : len(index)])
+        )
+        inner = dot(queries[:, :, None], keys[:, None]) / math.sqrt(dim)
+        out = inner.softmax(-1) @ chunked(v[h // rep, : len(index)].double())
+        summary_query = as_complex(out.mean(1))
+        weights = (dot(summary_query[:, None], keys) / math.sqrt(dim)).softmax(-1)
+        representation = (weights[..., None] * keys).sum(1)
+        scores[h] = dot(asking[:, None], representation[None])
     return scores
 
 
@@ -383,10 +394,10 @@ def quest(
     queries = [torch.view_as_real(turned(q[h], positions, setting)).flatten(1) for h in range(n_heads)]
     keys = [torch.view_as_real(turned(k[g], positions, setting)).flatten(1) for g in range(k.shape[0])]
     pages = [tokens[: n // page * page].unflatten(0, (-1, page)) for tokens in keys]  # [M, P, D]
+    bounded = [(tokens.amin(1), tokens.amax(1)) for tokens in pages]
 
     def choose(h: int, i: int) -> list[int]:
-        before = pages[h // rep][: i // page]
-        low, high = queries[h][i] * before.amin(1), queries[h][i] * before.amax(1)
+        low, high = (queries[h][i] * bound[: i // page] for bound in bounded[h // rep])
         bounds = torch.maximum(low, high).sum(-1).tolist()
         best = sorted(range(len(bounds)), key=lambda c: -bounds[c])[: budget // page - 1]
         return sorted(reaching(top_p, [], best, dict(enumerate(math.exp(x / math.sqrt(q.shape[-1])) for x in bounds))))
@@ -415,8 +426,7 @@ def infllm(
     positions = torch.arange(n)
     q_true = [turned(q[h], positions, setting) for h in range(n_heads)]
     k_true = [turned(k[g], positions, setting) for g in range(k.shape[0])]
-    q_far = [turned(q[h], torch.full((n,), far), setting) for h in range(n_heads)]
-    k_plain = [as_complex(k[g]) for g in range(k.shape[0])]
+    q_far, k_plain = turned(q, torch.full((n,), far), setting), as_complex(k)
     i, j, everyone = indices(q)
     mask = (j <= i) & (i - j < local)
 
@@ -425,24 +435,22 @@ def infllm(
         logits = dot(q_true[h][:, None], k_true[h // rep][None]) / math.sqrt(q.shape[-1])
         attended[h] = logits.masked_fill(~mask, -math.inf).softmax(-1).sum(0)
 
-    def representatives(h: int, first: int) -> list[int]:
-        return sorted(range(first, first + block_size), key=lambda m: -float(attended[h, m]))[:repr_tokens]
+    def representatives(h: int, first: int) -> Tensor:
+        best = sorted(range(first, first + block_size), key=attended[h].tolist().__getitem__, reverse=True)
+        return k_plain[h // rep, best[:repr_tokens]]
 
-    chosen_tokens: dict[tuple[int, int], list[int]] = {}
+    represented: dict[int, Tensor] = {}  # by a block's first token: [H, R, D/2]
     start = 0
     for size in setting.blocks:
         rows = range(start, start + size)
         n_blocks = max(0, start - local + 1 - sinks) // block_size
         firsts = [sinks + block * block_size for block in range(n_blocks)]
         if n_blocks > top_k or top_p is not None:
-            relevance = dict.fromkeys(firsts, 0.0)
-            asked = [q_far[h][start : start + size].mean(0) for h in range(n_heads)]
+            asked = q_far[:, start : start + size].mean(1)
             for first in firsts:
-                for h in range(n_heads):
-                    if (h, first) not in chosen_tokens:
-                        chosen_tokens[h, first] = representatives(h, first)
-                    keys = k_plain[h // rep][chosen_tokens[h, first]]
-                    relevance[first] += float(dot(asked[h], keys).sum())
+                if first not in represented:
+                    represented[first] = torch.stack([representatives(h, first) for h in range(n_heads)])
+            relevance = {first: float(dot(asked[:, None], represented[first]).sum()) for first in firsts}
             memory = sorted(firsts, key=lambda first: -relevance[first])[:top_k]
             n_products = n_heads * min(repr_tokens, block_size) * math.sqrt(q.shape[-1])
             weights = {first: math.exp(relevance[first] / n_products) for first in firsts}
@@ -451,9 +459,10 @@ def infllm(
             memory = firsts
         memory_end = sinks + n_blocks * block_size
         for row in rows:
-            for token in range(row - local + 1):
-                block = (token - sinks) // block_size * block_size + sinks
-                mask[row, token] = token < sinks or token >= memory_end or block in memory
+            old = range(max(0, row - local + 1))
+            blocks = [(token - sinks) // block_size * block_size + sinks for token in old]
+            seen = [token < sinks or token >= memory_end or blocks[token] in memory for token in old]
+            mask[row, : len(old)] = torch.tensor(seen, dtype=torch.bool)
         start += size
     return Tables(everyone(mask), everyone(torch.where(i - j < local, i - j, far)))
 
@@ -489,6 +498,9 @@ def esa(
         if border > sinks:
             if compress == "pca" and basis is None:
                 basis = directions(k[:, :start], low_dim)
+            if basis is not None:  # key heads side by side, projected to the low dimension and back
+                rows = k[:, sinks:border].transpose(0, 1).flatten(1).double().numpy()
+                back = torch.tensor(rows @ basis @ basis.T)
             f = torch.full((size, border - sinks), 0.0 if heads == "sum" else -math.inf, dtype=torch.float64)
             if maps is not None:
                 placed = [turned(q[h, start : start + size], torch.full((size,), far), setting) for h in range(n_heads)]
@@ -498,9 +510,7 @@ def esa(
             for h in range(n_heads if maps is None else 0):
                 queries = turned(q[h, start : start + size], torch.full((size,), far), setting)
                 keys = as_complex(k[h // rep, sinks:border])
-                if basis is not None:  # key heads side by side, projected to the low dimension and back
-                    rows = k[:, sinks:border].transpose(0, 1).flatten(1).double().numpy()
-                    back = torch.tensor(rows @ basis @ basis.T)
+                if basis is not None:
                     keys = as_complex(back.unflatten(1, (k.shape[0], dim))[:, h // rep])
                 found = dot(queries[:, None], keys[None])
                 f = f + found if heads == "sum" else torch.maximum(f, found)

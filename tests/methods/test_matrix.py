@@ -94,6 +94,15 @@ ANALYSIS = [name for name in available() if find(name).analysis]
 SERVING = [case for case in CASES if case[0] not in ANALYSIS]
 # Without other budgets and votes of the same methods: they change what is chosen, not where it lies or for which heads.
 BASIC = [case for case in SERVING if not {"top_p", "heads"} & {*case[1]}]
+# Each placement, each reader of keys, chunks of one token and of several: what else a knob changes is what is chosen.
+IN_8_BITS = [
+    ("full", {}),
+    ("esa", {"compress": "none"}),
+    ("esa", {"compress": "pca", "sinks": 4, "top_k": 9, "low_dim": 12}),
+    ("longheads", {}),
+    *(("longheads", {"chunk_size": 4, **knobs}) for knobs in ({}, {"placement": "true"}, {"placement": "constant"})),
+    ("longheads", {"chunk_size": 4, "share": "layer"}),
+]
 CUTS = {
     "1": lambda n: cut(n, 1),
     "7": lambda n: cut(n, 7),
@@ -428,10 +437,7 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
 
 @pytest.mark.parametrize(
     ("name", "knobs"),
-    [
-        each if each[0] in ("full", "longheads", "esa") else pytest.param(*each, marks=pytest.mark.slow)
-        for each in BASIC
-    ],
+    [each if each in IN_8_BITS else pytest.param(*each, marks=pytest.mark.slow) for each in BASIC],
     ids=str,
 )
 def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, object], tmp_path: Path) -> None:

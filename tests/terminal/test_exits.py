@@ -126,8 +126,12 @@ def test_what_the_process_lacks_is_said_in_one_line(
     assert err.startswith(f"lce: error: {words}")
 
 
+NO_COMPILER = "import atexit\natexit.register(lambda: 'torch._dynamo' in sys.modules and os._exit(99))"
+
+
 def test_one_thread_computes_where_no_other_can_be_started(tiny_model: Path) -> None:
-    process = spawn(NO_THREADS, "generate", "--model", tiny_model, "--prompt", PROMPT, "--threads", "1")
+    """And PyTorch's compiler is not imported, which would take longer than a short answer."""
+    process = spawn(NO_THREADS + NO_COMPILER, "generate", "--model", tiny_model, "--prompt", PROMPT, "--threads", "1")
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert out

@@ -24,6 +24,7 @@ Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
 def server(tiny_model: Path) -> Iterator[LiveServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(servers._Handler, "timeout", 0.4)
+        patch.setattr(LiveServer, "request_queue_size", 64)  # the kernel drops what is beyond, and tries a second later
         made = LiveServer(Live(tiny_model, 200), prompt="<b>")
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
