@@ -19,367 +19,40 @@ error. If x is float32, a second halfword holds the next 16 bits of each number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import carray, float32, int8, int16, types, uint8, uint16, uint32
+from numba import carray, float32, int8, int16, int64, uint8, uint16, uint32
 
-from lce.kernels.code.compiling import ByDtype, by_dtype, features, inner, intrinsic_of, kernel, number_of
-from lce.kernels.code.numbers import (
-    STORED,
-    bits_of_float,
-    float_of_bits,
-    pointer,
-    read,
-    read_row,
-    write,
-)
+from lce.kernels.code.codes import dot, rows_of_block, sum_factor
+from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
+from lce.kernels.code.numbers import STORED, bits_of_float, float_of_bits, pointer, read, read_row, write
 from lce.kernels.code.products import around_of, begins, finish_row
-from lce.kernels.code.shared import BEGUN_BYTES, INT4, INT8, ITEMSIZE, LANES, LAYOUTS, QUANTISED_TASK, SUPER, Layout
-from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, transposed
+from lce.kernels.code.shared import BEGUN_BYTES, INT4, INT8, ITEMSIZE, LANES, LAYOUTS, QUANTISED_TASK, SUPER
 
 _ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
-
-
-_WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
-
-
-_STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
-
-
-_CHAINS = 4 if _WIDE else 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
-
-
-_VECTOR = 4 * LANES  # bytes of a vector
-
-
 _PLANES = {"float32": 2, "bfloat16": 1, "float16": 1}  # number of planes: halfwords per number
-
-
 _SHRINKS = 4  # ranges of weights that 4-bit quantisation tries for each group
-
-
 _SHRINK = np.float32(0.06)  # each range tried is narrower than the last by this part of the group's whole range
-
-
 _FITS = 2  # least-squares corrections of a group's scale and zero for each range tried
-
-
-_F16, _F32, _I8, _I16, _I32 = ir.HalfType(), ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
-
-
-_HALF_FLOATS, _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F16, _F32, _I8, _I16, _I32))
-
-
-_PAIRED = ir.VectorType(_I16, 2 * LANES)
-
-
-def _const(kind: Any, value: Any) -> Any:
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Emit a load of vector number `index` from an array of vectors of type `kind` at an address."""
-    return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
-
-
-def _codes(builder: Any, bits: int, offset: int, words: Any) -> list[tuple[Any, int]]:
-    """Emit the extraction of the codes from a vector of 16 words, one word for each row of a block.
-
-    Returns, for each input of a word in order, the 16 rows' codes minus `offset`, times `2^exponent`, as float32, and
-    the exponent. To save shifts, a 4-bit code is masked at its place in the word, except the highest, which is shifted
-    down. An 8-bit code is moved to the highest byte of its word, for its sign.
-    """
-    found = []
-    for n in range(32 // bits):
-        place = (0, 16, 8, 24)[n] if bits == 8 else 16 * (n % 2) + 4 * (n // 2)
-        if bits == 8:
-            left = builder.shl(words, _const(_WORDS, 24 - place)) if place < 24 else words
-            code, exponent = builder.and_(left, _const(_WORDS, 0xFF << 24)) if place else left, 24
-        elif place == 28:
-            code, exponent = builder.lshr(words, _const(_WORDS, place)), 0
-        else:
-            code, exponent = builder.and_(words, _const(_WORDS, 15 << place)), place
-        if offset:
-            code = builder.sub(code, _const(_WORDS, offset << exponent))
-        found.append((builder.sitofp(code, _FLOATS), exponent))
-    return found
-
-
-def _pairs(builder: Any, bits: int, in_place: bool, words: Any) -> list[Any]:
-    """Emit the extraction of codes from 16 words, one per row: vectors of halfwords, two inputs' codes per row.
-
-    With `in_place`, codes of 4 bits are not shifted where a mask suffices: vectors 1 and 2 have `2^4` and `2^8` times
-    the codes.
-    """
-    halves = builder.bitcast(words, _PAIRED)
-    if bits == 8:
-        eight = _const(_PAIRED, 8)
-        return [builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)]
-    if in_place:
-        masked = [builder.and_(halves, _const(_PAIRED, 15 << 4 * n)) for n in range(3)]
-        return [*masked, builder.lshr(halves, _const(_PAIRED, 12))]
-    found = [builder.lshr(halves, _const(_PAIRED, 4 * n)) if n else halves for n in range(4)]
-    return [builder.and_(each, _const(_PAIRED, 15)) for each in found[:3]] + found[3:]
-
-
-def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
-    """Emit 32 products of halfwords, added in pairs to the 16 words of `total`: one instruction with AVX512_VNNI."""
-    if _WIDE:
-        return builder.add(total, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, [first, second]))
-    if "avx2" in features():
-        sums = []
-        for start in (0, LANES):
-            numbers = ir.Constant(_WORDS, list(range(start, start + LANES)))
-            halves = [builder.shuffle_vector(each, each, numbers) for each in (first, second)]
-            sums.append(call_llvm(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, LANES // 2), halves))
-        return builder.add(total, builder.shuffle_vector(*sums, ir.Constant(_WORDS, list(range(LANES)))))
-    words = builder.bitcast(first, _WORDS), builder.bitcast(second, _WORDS)
-    sixteen = _const(_WORDS, 16)
-    low = [builder.ashr(builder.shl(each, sixteen), sixteen) for each in words]
-    high = [builder.ashr(each, sixteen) for each in words]
-    return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
-
-
-def _group_numbers(builder: Any, layout: Layout, beside: list[Any], group: Any) -> tuple[Any, Any]:
-    """Emit loads of a group's scales and of its zeros or mins, one for each of 16 rows, as float32; None for no low.
-
-    `beside` are the addresses of a block's scales, of its zeros or mins, and of its supers. A min has the sign with
-    which it is added. No product is rounded.
-    """
-    scales, lows, supers = beside
-    n_supers = 2 if layout.low else 1
-
-    def whole(address: Any, signed: bool) -> Any:
-        extend = builder.sext if signed else builder.zext
-        return builder.sitofp(extend(_load(builder, address, group, _BYTES), _WORDS), _FLOATS)
-
-    def half(address: Any, index: Any) -> Any:
-        return builder.fpext(_load(builder, address, index, _HALF_FLOATS), _FLOATS)
-
-    def superior(number: int) -> Any:
-        first = builder.mul(builder.udiv(group, i64(SUPER // layout.group)), i64(n_supers))
-        return half(supers, builder.add(first, i64(number)))
-
-    if layout.nested:
-        scale = builder.fmul(whole(scales, layout.scale == "int8"), superior(0))
-    elif layout.scale == "float16":
-        scale = half(scales, group)
-    else:
-        words = builder.zext(_load(builder, scales, group, _HALVES), _WORDS)
-        scale = builder.bitcast(builder.shl(words, _const(_WORDS, 16)), _FLOATS)
-    if layout.low == "zeros":
-        return scale, whole(lows, False)
-    if layout.low and layout.nested:
-        return scale, builder.fneg(builder.fmul(whole(lows, False), superior(1)))
-    return scale, half(lows, group) if layout.low else None
-
-
-def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
-    """Emit a load of number `offset` from an array at the address `base` into all lanes of a vector of type `kind`."""
-    return splat(
-        builder, builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset])), kind
-    )
-
-
-def _dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
-    """Return the intrinsic `(x, factors, codes, scales, lows, supers, n_groups, out)`: some rows of x times one block.
-
-    All arguments but `n_groups` are addresses: of x as integers `[planes, rows, inputs]` (int16, a plane for each
-    halfword of a number), of `factors [2, rows, n_groups]`, of the block's codes, scales, zeros or mins, and supers,
-    and of the result `out [rows, 16]`; numbers other than x and the block are float32. For each row and group of x,
-    `factors[0]` is the number that the integer 1 stands for, and `factors[1]` is the sum of the integers times
-    `_of_sum(layout)`, which is multiplied with the zeros or mins. Instructions per 64 bytes of codes: 3 to extract the
-    codes with 8 bits or 6 with 4 bits (4 for a single row with AVX-512), and for each row and plane of x, 2 with 8 bits
-    or 4 with 4 bits.
-    """
-    size, bits = layout.group, layout.bits
-    n_vectors, n_pairs = size * bits // 32, 16 // bits  # vectors of a group; pairs of inputs in a vector
-    n_unrolled = min(_STEP, n_vectors)
-    in_place = _WIDE and bits == 4 and rows == 1  # with a sum for each place; 64 inputs of a group would not overflow
-    n_chains = 4 if in_place else max(1, _CHAINS // rows)
-    cells = [(plane, t) for plane in range(planes) for t in range(rows)]
-    no_sums = {(*cell, chain): _const(_WORDS, 0) for cell in cells for chain in range(n_chains)}
-
-    def emit(builder: Any, x: Any, factors: Any, codes: Any, *others: Any) -> None:
-        *beside, n_groups, out = others
-        row_pairs = builder.mul(n_groups, i64(size // 2))
-
-        def add_group(group: Any, totals: Any) -> Any:
-            first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
-            starts = {cell: builder.add(builder.mul(row_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
-
-            def add_vectors(step: Any, before: Any) -> Any:
-                sums, vector = dict(before), builder.mul(step, i64(n_unrolled))
-                number = builder.mul(vector, i64(n_pairs))
-                for j in range(n_unrolled):
-                    words = _load(builder, codes, builder.add(first, builder.add(vector, i64(j))), _WORDS)
-                    for n, weights in enumerate(_pairs(builder, bits, in_place, words), j * n_pairs):
-                        for cell in cells:
-                            place = builder.add(starts[cell], builder.add(number, i64(n)))
-                            numbers = builder.bitcast(_load_splat(builder, x, place, _WORDS), _PAIRED)
-                            chain = (*cell, n % n_chains)
-                            sums[chain] = _add_products(builder, sums[chain], weights, numbers)
-                return sums
-
-            sums = loop(builder, i64(n_vectors // n_unrolled), no_sums, add_vectors)
-            scale, low = _group_numbers(builder, layout, beside, group)
-            after = {}
-            for t in range(rows):
-                dots = []
-                for plane in range(planes):
-                    dot = sums[plane, t, 0]
-                    for chain in range(1, n_chains):
-                        part = sums[plane, t, chain]
-                        if in_place and chain < 3:
-                            part = builder.ashr(part, _const(_WORDS, 4 * chain))  # exact
-                        dot = builder.add(dot, part)
-                    dots.append(builder.sitofp(dot, _FLOATS))
-                dot = dots[0]
-                if planes == 2:
-                    dot = multiply_add(builder, False, dots[1], _const(_FLOATS, 2.0**-15), dot)
-                at = builder.add(builder.mul(n_groups, i64(t)), group)
-                factor = _load_splat(builder, factors, at, _FLOATS)
-                if layout.low or layout.offset:
-                    sum_at = builder.add(at, builder.mul(n_groups, i64(rows)))
-                    of_sum = _load_splat(builder, factors, sum_at, _FLOATS)
-                    if layout.low == "zeros":
-                        dot = multiply_add(builder, False, low, of_sum, dot)
-                    elif layout.low:
-                        total = multiply_add(builder, False, builder.fmul(low, of_sum), factor, totals[t])
-                        after[t] = multiply_add(builder, False, builder.fmul(scale, factor), dot, total)
-                        continue
-                    else:
-                        dot = builder.fadd(dot, of_sum)
-                after[t] = multiply_add(builder, False, builder.fmul(scale, factor), dot, totals[t])
-            return after
-
-        totals = loop(builder, n_groups, dict.fromkeys(range(rows), _const(_FLOATS, 0.0)), add_group)
-        place = builder.inttoptr(out, ir.PointerType(_FLOATS))
-        for t in range(rows):
-            builder.store(totals[t], builder.gep(place, [i64(t)]), align=4)
-
-    return intrinsic_of(f"dot {layout} {rows} {planes}", types.void(*[types.intp] * 8), emit)
-
-
-def _of_sum(layout: Layout) -> np.float32:
-    """Return the number with which `_as_integers` multiplies the sums of a group's integers."""
-    return np.float32(-1 / 16 if layout.low == "zeros" else 1 if layout.low else -layout.offset)
-
-
-def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any) -> list[Any]:
-    """Emit the unpacking of inputs `32·n .. 32·n + 31` of a block: for each input, its 16 rows' weights, in float32.
-
-    `codes` and `beside` are addresses of the block's codes, scales, zeros or mins, and supers. Nothing but the sum of a
-    product and a min is rounded.
-    """
-    bits, n_groups, weights = layout.bits, max(1, 32 // layout.group), []
-    for part in range(n_groups):
-        group = builder.add(builder.mul(n, i64(n_groups)), i64(part))
-        if layout.group > 32:
-            group = builder.udiv(n, i64(layout.group // 32))
-        scale, low = _group_numbers(builder, layout, beside, group)
-        first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
-        words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits // n_groups)]
-        exponents = {24} if bits == 8 else set(range(0, 28, 4))
-        factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
-        in_order = [code for each in words for code in _codes(builder, bits, layout.offset, each)]
-        if layout.low == "zeros":  # none of these products and sums is rounded
-            low = builder.fmul(builder.fmul(low, _const(_FLOATS, -1 / 16)), scale)
-        if layout.low:
-            weights += [multiply_add(builder, False, code, factors[e], low) for code, e in in_order]
-        else:
-            weights += [builder.fmul(code, factors[e]) for code, e in in_order]
-    return weights
-
-
-def _rows(layout: Layout, dtype: str) -> Callable[..., Any]:
-    """Return the intrinsic `(codes, scales, lows, supers, n, out, stride)`: unpacks 32 inputs of a block's 16 rows.
-
-    It writes what `_weights` unpacks to `out [16, 32]` as `dtype`. `stride` is the number of bytes between rows of
-    `out`. Two-byte numbers are joined in pairs to words; 16 words of each of 16 rows are transposed in registers.
-    Instructions: about 0.4 per weight.
-    """
-
-    def emit(builder: Any, codes: Any, *others: Any) -> None:
-        *beside, n, out, stride = others
-        weights = _weights(builder, layout, codes, beside, n)
-        if dtype == "float32":
-            words = [builder.bitcast(each, _WORDS) for each in weights]
-        else:
-            words = [_rounded(builder, *pair, dtype) for pair in zip(weights[::2], weights[1::2], strict=True)]
-        for start in range(0, len(words), LANES):
-            for i, row in enumerate(transposed(builder, words[start : start + LANES])):
-                at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
-                builder.store(row, builder.inttoptr(at, ir.PointerType(_WORDS)), align=1)
-
-    return intrinsic_of(f"rows {layout} {dtype}", types.void(*[types.intp] * 7), emit)
-
-
-def _rounded(builder: Any, low: Any, high: Any, dtype: str) -> Any:
-    """Emit the rounding of two vectors of 16 finite float32 numbers to a two-byte dtype, joined as 16 words."""
-    if dtype == "float16":
-        halves = (builder.fptrunc(each, ir.VectorType(ir.HalfType(), LANES)) for each in (low, high))
-        low, high = (builder.zext(builder.bitcast(each, _HALVES), _WORDS) for each in halves)
-        return builder.or_(low, builder.shl(high, _const(_WORDS, 16)))
-    words = []
-    for each in (builder.bitcast(low, _WORDS), builder.bitcast(high, _WORDS)):
-        odd = builder.and_(builder.lshr(each, _const(_WORDS, 16)), _const(_WORDS, 1))
-        words.append(builder.add(each, builder.add(odd, _const(_WORDS, 0x7FFF))))
-    return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
-
 
 KINDS = tuple((layout, dtype) for layout in LAYOUTS for dtype in ITEMSIZE)  # the kinds of this module's kernels
 PACK_KINDS = tuple((layout, dtype) for layout in (INT8, INT4) for dtype in ITEMSIZE)  # those of `pack`
 
 # Values and functions for each kind of kernel, `(layout, dtype)`: a matrix's layout, and the dtype of x or the output.
 _bits = ByDtype(lambda kind: kind[0].bits)
-
-
 _size = ByDtype(lambda kind: kind[0].group)
-
-
 _scale_bytes = ByDtype(lambda kind: 1 if kind[0].nested else 2)
-
-
 _low_bytes = ByDtype(lambda kind: 2 if kind[0].low == "mins" and not kind[0].nested else 1)
-
-
 _super_bytes = ByDtype(lambda kind: (4 if kind[0].low else 2) * LANES if kind[0].nested else 0)  # for 256 inputs
-
-
-_sum_factor = ByDtype(lambda kind: _of_sum(kind[0]))
-
-
+_sum_factor = ByDtype(lambda kind: sum_factor(kind[0]))
 _planes = ByDtype(lambda kind: _PLANES[kind[1]])
-
-
 _stored = ByDtype(lambda kind: STORED[kind[1]])
-
-
 _read = ByDtype(lambda kind: read[kind[1]])
-
-
 _read_row = ByDtype(lambda kind: read_row[kind[1]])
-
-
 _finish_row = ByDtype(lambda kind: finish_row[kind[1]])
-
-
-_dot_1 = ByDtype(lambda kind: _dot(kind[0], 1, _PLANES[kind[1]]))
-
-
-_dot_4 = ByDtype(lambda kind: _dot(kind[0], _ROWS, _PLANES[kind[1]]))
-
-
-_unpacked = ByDtype(lambda kind: _rows(*kind))
-
-
+_dot_1 = ByDtype(lambda kind: dot(kind[0], 1, _PLANES[kind[1]]))
+_dot_4 = ByDtype(lambda kind: dot(kind[0], _ROWS, _PLANES[kind[1]]))
+_unpacked = ByDtype(lambda kind: rows_of_block(*kind))
 _itemsize = ByDtype(lambda kind: ITEMSIZE[kind[1]])
-
-
 _read_scale, _write_scale = read["bfloat16"], write["bfloat16"]
 
 
@@ -498,7 +171,7 @@ def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_row
 @by_dtype(kernel)
 def rows_of(begin, end, memory, ids_at, codes, scales, lows, supers, out_at, n_in):
     n_groups = (n_in + _size - 1) // _size
-    ids = carray(pointer(ids_at, types.int64), (end,))
+    ids = carray(pointer(ids_at, int64), (end,))
     out, rows = carray(pointer(out_at, _stored), (end, n_in)), carray(pointer(memory, _stored), (LANES, 32))
     for i in range(begin, end):
         block = ids[i] // LANES
