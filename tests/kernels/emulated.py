@@ -83,7 +83,7 @@ _STUBS = {
 _AT = {name: _BASE + 256 + 64 * i for i, name in enumerate(_STUBS)}
 
 _I64 = ir.IntType(64)
-_READ, _WRITE, _EXIT, _FUTEX, _ACTION, _UNMAP, _MAP = 63, 64, 94, 98, 134, 215, 222  # Linux's numbers on arm64
+_READ, _WRITE, _EXIT, _FUTEX, _ACTION, _UNMAP, _MOVE, _MAP = 63, 64, 94, 98, 134, 215, 216, 222  # Linux's, on arm64
 _WAIT, _WAKE = 128, 129  # of a futex of one process
 _FLAGS = 0x50F00  # of clone, for a thread: CLONE_VM, FS, FILES, SIGHAND, THREAD and SYSVSEM
 _HANDLER, _STACK = _AT["handler"], 1 << 20
@@ -171,8 +171,9 @@ def _driver() -> dict[str, Any]:
         if found == MISSING:
             syscall(_EXIT, 1, 0, 0, 0, 0, 0)
         if found != HAVE:
-            syscall(_MAP, page, PAGE, 7, 0x32, -1, 0)  # private, fixed and without a file
-            receive(page, PAGE)
+            new = syscall(_MAP, 0, PAGE, 7, 0x22, -1, 0)  # private, without a file
+            receive(new, PAGE)
+            syscall(_MOVE, new, PAGE, PAGE, 3, page, 0)  # so no thread sees a page before its bytes are there
         if found == LENT:
             store(TABLE + 8 * load(N_PAGES), page)
             add(N_PAGES, 1)
