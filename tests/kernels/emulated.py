@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ class Emulator:
     """The driver in qemu, and the calls that it has run."""
 
     def __init__(self, qemu: str) -> None:
-        self._qemu, self._own = qemu, os.open("/proc/self/mem", os.O_RDONLY)
+        self._lock, self._qemu, self._own = threading.Lock(), qemu, os.open("/proc/self/mem", os.O_RDONLY)
         self.threads: list[tuple[int, int, bool]] = []  # the code of threads that the next call starts, and its argument
         self.kept: list[range] = []  # memory that the driver keeps after a call
         self._has: set[int] = set()  # the pages that it has kept
@@ -253,10 +254,11 @@ class Emulator:
 
     def call(self, code: int, argument: int) -> None:
         """Call code with an argument in the driver's first thread, after starting the threads that were asked for."""
-        for each in (*self.threads, (code, argument, False)):
-            self.process.stdin.write(struct.pack("<3q", *each))
-            self._serve()
-        self.threads.clear()
+        with self._lock:
+            for each in (*self.threads, (code, argument, False)):
+                self.process.stdin.write(struct.pack("<3q", *each))
+                self._serve()
+            self.threads.clear()
 
     def _serve(self) -> None:
         """Give the driver the pages that it asks for, until the call has ended, and take them back."""
