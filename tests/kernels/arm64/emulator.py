@@ -62,7 +62,7 @@ class Emulator:
 
     def _started(self, path: Path) -> bool:
         """Start the driver; return whether qemu's own memory is apart from all that the driver may ask for."""
-        command = [qemu() or "qemu-aarch64", "-B", "0", "-cpu", CPU, path]
+        command = [qemu() or "qemu-aarch64", "-B", "0", "-cpu", CPU, str(path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._to, self._from = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
         self._serve()
@@ -108,7 +108,7 @@ class Emulator:
             if after != before:
                 new = np.frombuffer(after, np.uint8)
                 changed = new != np.frombuffer(before, np.uint8)
-                here = np.frombuffer((ctypes.c_char * PAGE).from_address(page), np.uint8)
+                here = np.ctypeslib.as_array((ctypes.c_uint8 * PAGE).from_address(page))
                 here[changed] = new[changed]  # other bytes of the page may be Python's
 
     def _read(self, n: int) -> bytes:
@@ -146,18 +146,19 @@ class Plugin:
     """Sends the calls of kernels to an emulator, and says at the end which kernels it ran."""
 
     def __init__(self) -> None:
-        self._emulator, self._names = Emulator(), dict[int, str]()
+        self._emulator, self._names, self._patch = Emulator(), dict[int, str](), pytest.MonkeyPatch()
         self._load, self._address = library.load, library.address
-        library.load, library.address = self._loaded, self._named
-        levels.current = levels.asked  # whose kernels this processor cannot run
+        self._patch.setattr(library, "load", self._loaded)
+        self._patch.setattr(library, "address", self._named)
+        self._patch.setattr(levels, "current", levels.asked)  # which refuses no level
         pool, at = threads._pool, self._emulator.addresses
         self._emulator.kept.append(range(pool.address, pool.address + words.WORKERS + _THREADS * words.WORKER_BYTES))
-        pool._libc = cast("Any", _Libc(self._emulator))
+        self._patch.setattr(pool, "_libc", _Libc(self._emulator))
         for word, name in ((words.WAIT, "sem_wait"), (words.POST, "sem_post"), (words.CLOCK, "clock_gettime")):
             pool._set(pool.address + word, at[name])
         pool.with_threads(_THREADS)  # at once: the driver keeps the pool's memory as it is at the first call
         run = library.address("threads.run", None)
-        threads._entry = lambda: lambda *args: self._emulator.call(run, args[-1])
+        self._patch.setattr(threads, "_entry", lambda: lambda *args: self._emulator.call(run, args[-1]))
 
     def _loaded(self, code: bytes) -> int:
         at = self._load(code)
@@ -176,6 +177,7 @@ class Plugin:
         terminalreporter.write_line(RAN + " ".join(ran))
 
     def pytest_unconfigure(self) -> None:
+        self._patch.undo()
         self._emulator.end()
 
 
