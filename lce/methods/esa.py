@@ -245,8 +245,8 @@ class ESA(JointSelection):
         """
         first, stop = self.sinks, step.start - self.n_local
         groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, H/G, T, D]
-        shared = groups.sum(dim=1)  # [G, T, D]
         if self.compress == "none":
+            shared = groups.sum(dim=1)  # [G, T, D]
 
             def exact(rows: slice) -> Tensor:
                 keys = (cache.span(*some)[0] for some in cache.segments(first, stop))
@@ -258,7 +258,7 @@ class ESA(JointSelection):
             return exact, (stop - first) * (len(q) if self.heads == "max" else len(groups))
         maps = self.layer_maps(cache, q)
         assert maps is not None, "found before it is used"
-        low_q = maps.low_queries(concat_heads(shared if self.compress == "pca" else q))
+        low_q = maps.low_queries(concat_heads(groups.sum(dim=1) if self.compress == "pca" else q))
         low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
         size = scores_size(lowdim.slice_rows(len(low_q), len(low_k)), len(low_k))
         buffer = step.once(f"scores {size}", lambda: low_q.new_empty(size, dtype=torch.float32))

@@ -20,6 +20,7 @@ from lce.kernels.cpu.kernel import DTYPES, Kernels
 
 SCRATCH = 4 << 20  # the most bytes of unpacked weights that a thread keeps: these fit caches
 _MEMORY = 4 * PANEL_ROWS * (2 * PANEL_COLUMNS + PANEL_INPUTS + 34)  # of a thread, in bytes
+_LEAST_PACKED = 1 << 17  # the smallest number of numbers that a thread packs: fewer take less time than waking a thread
 _pack, _product = Kernels("panels.pack"), Kernels("panels.product")
 _thread = threading.local()  # `memory`: this thread's scratch memory, by its use
 
@@ -124,7 +125,8 @@ def pack(x: Tensor) -> int:
     assert one == x.itemsize, x.stride()
     n_tasks = n_matrices * -(-n // PACKED_ROWS)
     packed = _scratch("x", n_tasks * PACKED_ROWS * size, torch.float32)
-    _pack[x.dtype](n_tasks, x.data_ptr(), packed.data_ptr(), n, size, matrix, row)
+    least = -(-_LEAST_PACKED // (PACKED_ROWS * size))
+    _pack[x.dtype](n_tasks, x.data_ptr(), packed.data_ptr(), n, size, matrix, row, least=least)
     return packed.data_ptr()
 
 
