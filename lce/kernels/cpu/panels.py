@@ -19,6 +19,7 @@ from lce.kernels.code.shared import GATES, PACKED_ROWS, PANEL_COLUMNS, PANEL_INP
 from lce.kernels.cpu.kernel import DTYPES, Kernels
 
 SCRATCH = 4 << 20  # the most bytes of unpacked weights that a thread keeps: these fit caches
+PACKED = 16 << 20  # the most bytes of packed rows of x that a thread keeps, except that it packs a task's rows
 _MEMORY = 4 * PANEL_ROWS * (2 * PANEL_COLUMNS + PANEL_INPUTS + 34)  # of a thread, in bytes
 _LEAST_PACKED = 1 << 17  # the smallest number of numbers that a thread packs: fewer take less time than waking a thread
 _pack, _product = Kernels("panels.pack"), Kernels("panels.product")
@@ -77,25 +78,35 @@ def product(
     `lce.kernels.cpu.products.product`. Sums are float32; only the result is rounded. Time: near that of the processor's
     products in the dtype of x. A row of the result has the same bits for any T and number of threads.
     """
-    (n_rows, size), n, n_parts = weight.shape, len(x), 2 if gate else 1
-    n_out = n_rows // n_parts
+    (n_rows, size), n = weight.shape, len(x)
+    n_out = n_rows // 2 if gate else n_rows
     out = torch.empty(n, n_out, dtype=dtype) if onto is None else onto
     fits = x.is_contiguous() and x.shape[1] == size and out.is_contiguous() and out.shape == (n, n_out)
     assert fits, (x.shape, x.stride(), weight.shape, out.shape)
     if x.dtype is torch.bfloat16 and size % 2:  # numbers are multiplied in pairs
         x = x.float()
+    at_once = max(1, PACKED // (4 * size * PANEL_COLUMNS)) * PANEL_COLUMNS
+    for some, into in zip(x.split(at_once), out.split(at_once), strict=True):
+        _multiply(some, weight, bias, gate, onto is not None, into)
+    return out
+
+
+def _multiply(
+    x: Tensor, weight: Tensor | Packed, bias: Tensor | None, gate: Gate | None, adds: bool, out: Tensor
+) -> None:
+    """Write what `product` returns, or with `adds` add it, to `out [T, out]`."""
+    (n, size), n_out, n_parts = x.shape, out.shape[1], 2 if gate else 1
     packed_at = pack(x[None])
     in_place = isinstance(weight, Tensor) and weight.dtype in (x.dtype, *_widened())
     row_bytes = size * x.itemsize
     most = n_out if in_place else max(PANEL_ROWS, SCRATCH // (n_parts * row_bytes) // PANEL_ROWS * PANEL_ROWS)
-    narrow = out.dtype if bias is None else bias.dtype
     bias_at = 0 if bias is None else bias.data_ptr()
     n_blocks = -(-n // PANEL_COLUMNS)
     for first in range(0, n_out, most):
         n_here = min(most, n_out - first)
         if in_place:
             assert isinstance(weight, Tensor)
-            stored, narrow = weight, weight.dtype
+            stored = weight
         else:
             stored = _scratch("weights", n_parts * n_here * size, x.dtype).view(n_parts * n_here, size)
             for part in range(n_parts):
@@ -105,12 +116,14 @@ def product(
                 else:
                     weight.unpacked(here, rows)
         half = n_here * size * stored.itemsize
-        options = GATES[gate], onto is not None, out.dtype is not narrow
+        narrow = stored.dtype
+        if not in_place and narrow is torch.float32:  # unpacked weights of a model of another dtype, perhaps
+            narrow = out.dtype if bias is None else bias.dtype
+        options = GATES[gate], adds, out.dtype is not narrow
         _product[stored.dtype, narrow](
             -(-n_here // PANEL_ROWS) * n_blocks, packed_at, stored.data_ptr(), half, bias_at, out.data_ptr(),
             n, n_out, first, n_here, size, *options, memory=_MEMORY,
         )  # fmt: skip
-    return out
 
 
 def pack(x: Tensor) -> int:

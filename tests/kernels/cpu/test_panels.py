@@ -93,6 +93,7 @@ def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(
     whole, gated = product(x), product(x, "silu")
     torch.set_num_threads(1)
     monkeypatch.setattr(panels, "SCRATCH", 1)  # the fewest weights at a time
+    monkeypatch.setattr(panels, "PACKED", 1)  # and the fewest rows
     assert torch.equal(product(x), whole)
     assert torch.equal(product(x, "silu"), gated)
     assert torch.equal(product(x[7:20]), whole[7:20])
