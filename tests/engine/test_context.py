@@ -135,8 +135,8 @@ EVERY: dict[str, Method] = {
 
 
 def failing(late: bool) -> Callable[..., Tensor]:
-    """`Block.attend`, which fails once the layer has done its work, or before."""
-    attend = Block.attend
+    """`Block.__call__`, which fails once the layer has done its work, or before."""
+    attend = Block.__call__
 
     def run(*values: Any) -> Tensor:
         if not late:
@@ -153,7 +153,7 @@ def failing(late: bool) -> Callable[..., Tensor]:
 def fragile(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[lce.Engine]:
     name, *more = request.param.split(", ")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Block, "attend", failing("late" in more))
+        patch.setattr(Block, "__call__", failing("late" in more))
         yield lce.load(tiny_model, EVERY[name], block=BLOCK, kv_dtype="int8" if "int8" in more else "auto")
     FUSE.left = -1
 

@@ -789,6 +789,6 @@ def test_only_what_a_file_may_have_caused_is_blamed_on_the_file(
         (ValueError("odd"), "holds what does not fit the method"),
         (UsageError("threads"), "^threads$"),
     ):
-        monkeypatch.setattr(Block, "attend", Mock(side_effect=error))
+        monkeypatch.setattr(Block, "__call__", Mock(side_effect=error))
         with pytest.raises(lce.LceError, match=said):
             engine.generate(tokens(2), context=context)
