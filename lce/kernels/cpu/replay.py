@@ -66,7 +66,7 @@ class AlikeAttend(Protocol):
     def memory(self) -> Sequence[Sequence[Range]] | None:
         """Prepare all layers for the pass' token, and return the memory of each layer's keys and values.
 
-        None: attention of the first layer does not tell what the others' would do.
+        None: one layer's attention does not tell what the other layers' would do.
         """
 
 
