@@ -72,7 +72,7 @@ def weight_sums(q: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int)
     sizes = n_heads // groups, n, n_keys, dim, group, row, n_keys - n, window
     _weight_sums[q.dtype](
         n_heads * -(-n_keys // SCORED_TOKENS), *addresses, *sizes, argument_of(scale),
-        memory=4 * (SCORED_TOKENS * dim + 6 * -(-n // LANES) * LANES),
+        memory=4 * (SCORED_TOKENS * dim + 6 * -(-n // LANES) * LANES),  # 6 rows of scores: `_TALL` of the kernel
     )  # fmt: skip
     return into
 
