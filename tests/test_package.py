@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,22 @@ def test_every_method_is_exported_and_documented_with_its_knobs(name: str) -> No
     assert f"\n| `{name}` |" in section(ROOT / "README.md", "Methods")
     own = section(ROOT / "docs" / "methods.md", f"`{name}`")
     assert set(re.findall(r"^\| `(\w+)` \|", own, re.MULTILINE)) == knobs
+
+
+READ_BY_ALL = """
+import sys, lce
+for name in lce.methods.available():
+    options = {"compress": "pca"} if name == "esa" else None
+    lce.load(sys.argv[1], lce.methods.make(name, options)).generate(list(range(200)), max_tokens=2)
+print(*sys.modules)
+"""
+
+
+def test_no_method_imports_a_compiler(tiny_model: Path) -> None:
+    """Some functions of PyTorch import torch._dynamo or sympy at their first call, which takes up to 2 s."""
+    command = [sys.executable, "-W", "ignore", "-c", READ_BY_ALL, tiny_model]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert not {"torch._dynamo", "sympy"} & {*loaded.stdout.split()}
 
 
 def section(page: Path, title: str) -> str:

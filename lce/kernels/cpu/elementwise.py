@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_strides = 0, stride[0], stride[1]
         out = torch.empty(shape, dtype=dtype)
     else:
-        common = torch.broadcast_shapes(shape[:-1], turns[:-1])
+        # PyTorch's own function of this name imports sympy, for 0.3 s to 2 s.
+        common = np.broadcast_shapes(shape[:-1], turns[:-1])
         assert len(common) <= 3, f"{list(common)}: more than three leading dimensions"
         lead = (1,) * (3 - len(common)) + tuple(common)
         x_strides, turn_strides = _strides(x, common), _strides(cos, common)
