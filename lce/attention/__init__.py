@@ -30,6 +30,7 @@ from lce.attention.scores import spread as spread
 from lce.attention.scores import token_scores as token_scores
 from lce.attention.tiles import Runs as Runs
 from lce.attention.tiles import Tiles as Tiles
+from lce.attention.turn import SlotTurns as SlotTurns
 from lce.attention.turn import Turn as Turn
 from lce.attention.turn import append as append
 from lce.attention.turn import rotate as rotate

@@ -10,7 +10,7 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -21,9 +21,11 @@ from torch import Tensor
 from lce.attention import int8_rows
 from lce.attention.merging import Attended
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
-from lce.attention.turn import Turn, rotate
+from lce.attention.turn import SlotTurns, Turn, rotate
 from lce.errors import UsageError, nearest, shown
 from lce.profiling import count_dense, count_routed, timed
+
+Memory = Callable[[], Tensor]  # returns memory to write to
 
 
 class Attention(ABC):
@@ -90,22 +92,34 @@ class Attention(ABC):
 
     @timed("attention", count_routed)
     def routed(
-        self, q: Tensor, turns: Turn, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Tensor | None = None
-    ) -> Attended:
+        self, q: Tensor, turns: Turn | SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles],
+        memory: Memory | None = None,
+    ) -> Attended:  # fmt: skip
         """Compute attention where each query of each head sees its own list of whole chunks.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of the list,
         query t is rotated by `turns[t, s]`: `turns` is `[T, K, D/2]`, or `[T, 1, D/2]` if all slots share a rotation.
-        `tiles` are the chunks' keys and values, in one or more rounds. Returns `out [H, T, D]`, `lse [H, T]`.
+        `tiles` are the chunks' keys and values, in one or more rounds: each has the chunks of a KV head that follow
+        those of the rounds before. Returns `out [H, T, D]`, `lse [H, T]`.
+
+        Time: O(H · T · K · L · D). A backend that keeps partial results of each slot writes them to `memory()`, if
+        given: a flat tensor of H·T·K·D numbers, used for all layers because new memory is slow.
+        """
+        return self.attend_chosen(q, turns, chunk_ids, tiles, memory)
+
+    def attend_chosen(
+        self, q: Tensor, turns: Turn | SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles],
+        memory: Memory | None = None,
+    ) -> Attended:  # fmt: skip
+        """Compute what `routed` returns.
 
         As in a mixture-of-experts dispatch, with tiles as experts, all queries that chose a tile are gathered for one
-        call, so that a tile's keys are read once. Time: O(H · T · K · L · D) and a sort of H·T·K numbers. Memory:
-        H·T·K·D numbers of partial results, but not all rotated queries. Partial results are written to `memory`, if
-        given: a flat tensor, used for all layers because new memory is slow.
+        call, so that a tile's keys are read once. Memory: H·T·K·D numbers of partial results, but not all rotated
+        queries.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
-        queries: SlotQueries | None = None
-        out = q.new_empty(chunk_ids.numel(), q.shape[-1]) if memory is None else memory.view(-1, q.shape[-1])
+        queries, turns = None, turns.spread() if isinstance(turns, SlotTurns) else turns
+        out = (q.new_empty(chunk_ids.numel() * q.shape[-1]) if memory is None else memory()).view(-1, q.shape[-1])
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every chosen chunk is in exactly one round
             queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))

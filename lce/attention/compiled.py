@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 
 from torch import Tensor
 
 from lce.attention import int8_rows
+from lce.attention.attention import Memory
 from lce.attention.merging import Attended
-from lce.attention.tiles import SlotQueries
+from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.torch import Torch
-from lce.attention.turn import Turn
+from lce.attention.turn import SlotTurns, Turn
 from lce.kernels.cpu import attention
 from lce.kernels.cpu.kernel import DTYPES
 
@@ -50,12 +52,18 @@ class Compiled(Torch):
         """Compute the attention to each tile separately, so that no result depends on other tiles."""
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
-    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Compute attention to tiles with a kernel that also sorts and rotates the query rows."""
-        if (kernels := self.kernels(queries.q, k, v)) is None:
-            super().dispatch(queries, tile, *super().readable(queries.q, k, v), into)
-        elif tile.numel():
-            kernels.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
+    def attend_chosen(
+        self, q: Tensor, turns: Turn | SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles],
+        memory: Memory | None = None,
+    ) -> Attended:  # fmt: skip
+        """Compute the attention with a kernel that sorts and rotates the queries, and needs no memory for slots."""
+        table, rows = turns if isinstance(turns, SlotTurns) else SlotTurns.of(turns)
+        if self.kernels(q, *table) is not attention:
+            return super().attend_chosen(q, turns, chunk_ids, tiles, memory)
+        found = attention.ChosenTiles(q, *table, rows, chunk_ids)
+        for some in tiles:
+            found.add(some.k, some.v, some.index)
+        return found.finish()
 
-    def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
-        return attention.merge_slots(out, lse) if out.is_cpu and out.dtype in DTYPES else super().merge_slots(out, lse)
+    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
+        super().dispatch(queries, tile, *super().readable(queries.q, k, v), into)

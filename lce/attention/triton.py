@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lce.attention.compiled import Compiled
 from lce.attention.merging import Attended
-from lce.attention.tiles import Runs
+from lce.attention.tiles import Runs, SlotQueries
 from lce.kernels.cuda import launching
 
 
@@ -49,6 +49,15 @@ class Triton(Compiled):
 
         out, lse = decoding.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
         return out[:, None], lse[:, None]
+
+    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
+        """Compute attention to tiles with a kernel that also sorts and rotates the query rows."""
+        if not _fits(queries.q, k, v):
+            super().dispatch(queries, tile, k, v, into)
+        elif tile.numel():
+            from lce.kernels.cuda import attention
+
+            attention.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         if not _fits(out):

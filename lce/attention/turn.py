@@ -23,6 +23,28 @@ class Turn(NamedTuple):
         return Turn(self.cos[index], self.sin[index])
 
 
+class SlotTurns(NamedTuple):
+    """A rotation for each of K slots of T queries: `table [P, D/2]` has the rotations, `rows [T, K]` their numbers.
+
+    `rows` is int64, `[T, 1]` if one rotation serves all slots of a query, or `[1, 1]`. The table is small, because
+    slots of different queries share positions.
+    """
+
+    table: Turn
+    rows: Tensor
+
+    @classmethod
+    def of(cls, turns: Turn) -> SlotTurns:
+        """Return rotations `[T, K, D/2]` as they are, as a table."""
+        shape = turns.cos.shape[:2]
+        rows = torch.arange(shape.numel(), device=turns.cos.device).view(shape)
+        return cls(Turn(*(x.flatten(0, 1) for x in turns)), rows)
+
+    def spread(self) -> Turn:
+        """Return the rotations `[T, K, D/2]`."""
+        return self.table.at(self.rows)
+
+
 def rotate(x: Tensor, turn: Turn) -> Tensor:
     """Rotate `x [..., D]` by `turn [..., D/2]`; the leading dimensions of both broadcast.
 

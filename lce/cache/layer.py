@@ -237,8 +237,9 @@ class LayerCache:
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """Yield, in rounds, the complete chunks that query heads chose, `chunk_ids [H, T, K]`, as tiles for attention.
 
-        Chunks in the buffer come in the first round, without a copy. Chunks in the tiers come in further rounds, each
-        of as many chunks as the device's pool holds. All rounds together wait for the device once.
+        Chunks in the tiers come first, in rounds of as many chunks as the device's pool holds. Chunks in the buffer
+        come last, without a copy. A round has later chunks of a KV head than the rounds before. All rounds together
+        wait for the device once.
         """
         size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
         n_old, n_chunks = self.buffer.first // size, self.stop // size
@@ -252,11 +253,11 @@ class LayerCache:
         wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
         wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
         pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
-        if wanted[:, n_old:].any() or not pages.any():
-            yield self.buffer.tiles(n_chunks)
         for tiles in self.tiers.rounds(self.index, pages.numpy()):
             index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
             yield Tiles(tiles.k, tiles.v, index)
+        if wanted[:, n_old:].any() or not pages.any():
+            yield self.buffer.tiles(n_chunks)
 
     def write(self, k: Tensor, v: Tensor, turn: Turn | None = None, at: Tensor | None = None) -> None:
         """Write a block's keys and values `[G, T, D]` after the committed ones. Time and bytes: O(T).

@@ -128,33 +128,32 @@ class TierStack:
         """Yield, in one or more rounds, the pages of a layer that are True in `wanted [groups, chunks]`, as tiles.
 
         The device's pool must hold all pages of a round. Each `Tiles` is valid until the next. A single round also has
-        the layer's other pages that are in the pool. Of several rounds, the first have the resident pages. In later
-        rounds, missing pages cycle through a quarter of the slots, so that few pages leave.
+        the layer's other pages that are in the pool. Of several rounds, each has the chunks of a head group that follow
+        those of the rounds before, so results do not depend on the pool's size. Missing pages cycle through a quarter
+        of the slots, so that few pages leave.
         """
         self.settle()
         groups, chunks = np.nonzero(wanted)
-        own, top = self.groups(layer), self.top
+        own, top, first = self.groups(layer), self.top, 0
         pages = Pages(own[groups], chunks)
         self._asked[layer] = pages
-        resident = top.index[pages] >= 0
-        if len(resident) <= top.capacity:
-            rounds = [np.arange(len(resident))] if len(resident) else []
-        else:
-            here, missing = np.flatnonzero(resident), np.flatnonzero(~resident)
-            rounds = [here[some] for some in slices(len(here), top.capacity)]
-            rounds += [missing[some] for some in slices(len(missing), max(1, top.capacity // 4))]
-        for some in rounds:
+        while first < len(chunks):
+            missing, n = top.index[pages.at(slice(first, None))] < 0, top.capacity
+            if len(chunks) > n:
+                n = min(n, int(np.searchsorted(missing.cumsum(), max(1, n // 4), side="right")))
+            some = slice(first, first + n)
             slots = top.bring(pages.at(some))
             top.mover.wait(slots)
-            if len(rounds) == 1:
+            if len(slots) == len(chunks):
                 index = top.index.on_device(slice(int(own[0]), int(own[-1]) + 1), wanted.shape[1])
             else:
                 found = np.full(wanted.shape, -1, np.int64)
                 found[groups[some], chunks[some]] = slots
                 index = top.mover.upload(torch.from_numpy(found))
             yield self._slot_tiles(index)
-            if len(rounds) > 1 and not resident[some[0]]:
-                top.release(slots)
+            first += n
+            if first < len(chunks):
+                top.release(slots[missing[:n]])
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
         """Return the device's pool as tiles. Head p of the page in slot s is tile `s·P + p`; -1 in `slot`: no page."""

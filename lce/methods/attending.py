@@ -18,7 +18,7 @@ from lce.attention import Attended, Turn, combine, join, merge, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
-from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
+from lce.methods.parts import CHOSEN, RECENT, Index, LayerFacts, Part
 from lce.methods.step import Step
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ class DenseCall:
 class PlacedPart:
     """A `Part` in one pass: the rotation of queries to `part.query_at`, and the `dense` calls for the part's spans.
 
-    `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position for each slot. A part of chosen keys has no
-    calls.
+    `turn` is `[T, D/2]`. For chosen keys with a position for each slot, `turn` is a table `[P, D/2]`, and `slots
+    [T, K]` are each slot's rows of the table. A part of chosen keys has no calls.
     """
 
     part: Part
     turn: Turn
     calls: Sequence[DenseCall] = ()
+    slots: Tensor | None = None
 
 
 def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
@@ -126,13 +127,28 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
         for part, same in zip(parts, here, strict=True):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
             if calls or part.keys == CHOSEN:
-                turn = turn_of(method, same, at, q, step)
+                places, slots = slot_positions(part.query_at, same.query_at)
+                turn = turn_of(method, replace(same, query_at=places), at, q, step)
                 if calls and len(turn.cos) != len(i):
                     turn = Turn(*(x.expand(len(i), -1).contiguous() for x in turn))
-                found.append(PlacedPart(part, turn, calls))
+                found.append(PlacedPart(part, turn, calls, slots))
         return found
 
     return step.once(f"parts {method.layer_kind(cache.index)}", make)
+
+
+def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
+    """Return positions `at`, and None. For positions `[T, K]` return a table `[P]`, and each slot's row `[T, K]`.
+
+    Slots of neighbouring queries share most positions, so that a table is much smaller than a rotation for each slot.
+    `on_host` are the same positions on the host, read without waiting for the device.
+    """
+    if not isinstance(at, Tensor) or not isinstance(on_host, Tensor) or at.ndim < 2 or not at.numel():
+        return at, None
+    low, high = (int(x) for x in on_host.aminmax())
+    if high - low >= at.numel():
+        return at.flatten(), torch.arange(at.numel(), device=at.device).view(at.shape)
+    return torch.arange(low, high + 1, device=at.device), at - low
 
 
 def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:

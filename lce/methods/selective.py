@@ -18,6 +18,7 @@ from torch import Tensor
 from lce.attention import (
     Attended,
     Runs,
+    SlotTurns,
     Turn,
     best_chunks,
     best_runs,
@@ -243,13 +244,15 @@ class ChunkSelection(Method, ABC):
         if self.top_p is not None and placed.part.n_slots is not None:
             number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
             chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
-        n_slots, turn = chosen.shape[-1], placed.turn
-        if turn.cos.ndim == 2:  # one rotation serves all slots
-            turn = Turn(*(x.expand(q.shape[1], -1)[:, None] for x in turn))
-        else:
-            turn = turn.at(slice(None), slice(n_slots))
-        memory = step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
-        return step.attention.routed(q, turn, chosen, cache.tiles(chosen), memory)
+        n_slots, slots = chosen.shape[-1], placed.slots
+        if slots is None:  # one rotation serves all slots, and maybe all queries
+            slots = torch.arange(len(placed.turn.cos), device=q.device)[:, None]
+
+        def memory() -> Tensor:
+            return step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
+
+        turns = SlotTurns(placed.turn, slots[:, :n_slots])
+        return step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of choosing and attending chunks: no summaries, and scores only with the default `score`."""

@@ -143,7 +143,7 @@ def test_routed(
 def test_routed_overwrites_the_memory_that_it_is_given(name: str, kind: str) -> None:
     q, k, v = routed_vectors(8, 2, 37, 6, 5)
     turns, chosen, memory = turns_of(37, 3), choices(kind, 8, 37, 3, 6), torch.full((8 * 37 * 3 * 16,), torch.nan)
-    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)], memory)
+    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)], lambda: memory)
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 

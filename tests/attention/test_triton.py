@@ -34,7 +34,7 @@ def test_routed(attention: Attention, n_queries: int, per_slot: bool) -> None:
     chosen[0, :, 1] = -1
     chosen[1, 0] = -1
     memory = torch.full((chosen.numel() * 16,), torch.nan)
-    part = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)], memory)
+    part = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)], lambda: memory)
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 

@@ -104,8 +104,9 @@ class Branch:
         self.k[layer] = torch.cat((self.k[layer], k), dim=1)
 
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> None:
-        """Every page that is wanted comes once, with its numbers; those that are there are hits, the others misses.
+        """Every page that is wanted comes once, with its numbers, after a KV head's earlier pages.
 
+        Pages that are there are hits, the others misses, except for a quarter of the slots if there are several rounds.
         One round alone has others, too.
         """
         held, before, per_page = self.held(layer), replace(self.top.traffic), self.layout.page_heads
@@ -114,14 +115,18 @@ class Branch:
             here = tiles.index >= 0
             assert here.shape == seen.shape
             here &= torch.from_numpy(wanted.repeat(per_page, axis=0))
+            for old, new in zip(seen, here, strict=True):
+                assert not old.any() or not new.any() or old.nonzero().max() < new.nonzero().min()
             assert 0 < int(here.sum()) <= self.top.capacity * per_page
             assert not (seen & here).any()
             seen |= here
             assert torch.equal(tiles.k[tiles.index[here]], self.k[layer][here])
             assert torch.equal(tiles.v[tiles.index[here]], -self.k[layer][here])
         assert np.array_equal(seen.numpy(), wanted.repeat(per_page, axis=0))
-        assert self.top.traffic.hits - before.hits == (wanted & held).sum()
-        assert self.top.traffic.misses - before.misses == (wanted & ~held).sum()
+        misses = self.top.traffic.misses - before.misses
+        left = 0 if wanted.sum() <= self.top.capacity else max(1, self.top.capacity // 4)
+        assert 0 <= misses - (wanted & ~held).sum() <= left
+        assert self.top.traffic.hits - before.hits == wanted.sum() - misses
         self.asked[layer] = Pages(*np.nonzero(wanted))
 
     def chunks(self, layer: int, first: int, stop: int) -> None:
@@ -385,14 +390,14 @@ def test_a_pool_holds_what_was_used_last(limit: int, steps: list[list[tuple[int,
 
 
 def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
-    """Resident pages come first; the missing ones cycle through a quarter of the slots."""
+    """Missing pages cycle through a quarter of the slots."""
     branch = branch_of(tmp_path, "memory, file", 40, limit=16)
     branch.rounds(0, wanted(branch, 0, *range(16)))
     branch.rounds(0, wanted(branch, 0, *range(40)))
     assert branch.held(0)[:, :16].sum() >= 12
     misses = branch.top.traffic.misses
     branch.rounds(0, wanted(branch, 0, *range(40)))
-    assert branch.top.traffic.misses == misses + 24
+    assert misses + 24 <= branch.top.traffic.misses <= misses + 28
 
 
 def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:

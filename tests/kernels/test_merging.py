@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu.attention import merge_slots
+from lce.attention import Attention
 from lce.kernels.cpu.merging import merged
 from tests.kernels.truth import DEVICE, MOST, ON_GPU, random
 
 each_room = pytest.mark.parametrize("room", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 each_dtype = pytest.mark.parametrize("dtype", MOST, ids=str)
-CLOSER = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # errors on a CPU
+CLOSER = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # errors on a CPU
 
 
 def kernels(room: str) -> tuple[Any, Any]:
     """How a room merges parts, and slots."""
     if room == "cpu":
-        return merged, merge_slots
+        return merged, Attention.choose("torch").merge_slots
     pytest.importorskip("triton")
     from lce.kernels.cuda import merging
 

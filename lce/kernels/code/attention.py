@@ -10,9 +10,8 @@ import numpy as np
 from numba import carray, float32, int64
 
 from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
-from lce.kernels.code.numbers import exp2, itemsize, log2, pointer, read, stored, write
+from lce.kernels.code.numbers import exp2, itemsize, pointer, stored
 from lce.kernels.code.rows import LOWEST, finish, put_query, scratch
-from lce.kernels.code.shared import QUERY_ROWS
 from lce.kernels.code.vectors import prefetch, take
 
 
@@ -89,107 +88,111 @@ def attend(first_task, stop_task, memory, args):
                 finish(states[group, row, 0], partial[group, row, 0], out, lse, group * n_rows + row, dim)
 
 
+@inner
+def _group_by_chunk(chosen, first, stop, counts, entries):
+    """Sort a task's choices, `chosen [rows, slots]` in slots `first..stop-1`, by chunk: a counting sort.
+
+    An entry is `row * slots + slot`. The entries of chunk c end at `counts[c]`. Choices below 0 have no entry.
+    """
+    counts[:] = 0
+    rows, n_slots = chosen.shape
+    for row in range(rows):
+        for slot in range(first, stop):
+            counts[chosen[row, slot] + 1] += 1  # number 0 counts the choices of no chunk
+    counts[0] = 0
+    for chunk in range(1, len(counts)):
+        counts[chunk] += counts[chunk - 1]
+    for row in range(rows):
+        for slot in range(first, stop):
+            chunk = chosen[row, slot]
+            if chunk >= 0:
+                entries[counts[chunk]] = row * n_slots + slot
+                counts[chunk] += 1
+
+
+@inner
+def _different_rows(entries, begin, end, n_slots):
+    """Return where the first entries from `begin` on end whose rows differ: at `end`, unless a row chose twice."""
+    for i in range(begin + 1, end):
+        if entries[i] // n_slots == entries[i - 1] // n_slots:
+            return i
+    return end
+
+
 @by_dtype(kernel)
-def attend_tiles(first_task, stop_task, memory, args):
-    q_at, cos_at, sin_at, sorted_at, k_at, v_at, out_at, lse_at = arguments(args, 8)
-    n_heads, n_queries, n_slots, n_turns, size, dim = arguments(args + 64, 6)
-    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at, plain_at = arguments(args + 112, 9)
-    n_rows = n_heads * n_queries * n_slots
-    out = carray(pointer(out_at, stored), (n_rows, dim))
-    lse = carray(pointer(lse_at, float32), (n_rows,))
-    order_at, tile_at, tasks_at = arguments(sorted_at + 8, 3)
-    order, tile = carray(pointer(order_at, int64), (n_rows,)), carray(pointer(tile_at, int64), (n_rows,))
-    tasks = carray(pointer(tasks_at, int64), (n_rows + 1,))
+def attend_chosen(first_task, stop_task, memory, args):
+    q_at, cos_at, sin_at, turn_at, chosen_at, tile_at, k_at, v_at, state_at, sums_at = arguments(args, 10)
+    groups, rep, n_queries, n_slots, n_turns, n_chunks, size, dim, per_block, piece, begun = arguments(args + 80, 11)
+    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at, plain_at = arguments(args + 168, 9)
+    n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_slots + piece - 1) // piece
+    n_rows, wide = rep * per_block, (dim + 15) // 16 * 16
+    choices = carray(pointer(chosen_at, int64), (groups * rep * n_queries, n_slots))
+    tiles = carray(pointer(tile_at, int64), (groups, n_chunks))
+    turns = carray(pointer(turn_at, int64), (n_queries, n_turns))
+    states = carray(pointer(state_at, float32), (groups * rep * n_queries, n_pieces, 2))
+    partial = carray(pointer(sums_at, float32), (groups * rep * n_queries, n_pieces, wide))
     given, memory = carray(pointer(memory, int64), (10,)), memory + 128
-    queries, spans, state, sums, _, _, _, _ = scratch(memory, QUERY_ROWS, dim)
-    given[0], given[1], given[2], given[8] = memory, QUERY_ROWS, dim, steepness
+    counts = carray(pointer(memory, int64), (n_chunks + 1,))
+    chosen = carray(pointer(memory + 8 * len(counts), int64), (n_rows, n_slots))
+    entries = carray(pointer(memory + 8 * (len(counts) + n_rows * n_slots), int64), (n_rows * piece,))
+    memory = (entries.ctypes.data + 8 * len(entries) + 63) // 64 * 64
+    queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
+    given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
     given[5], given[7], given[9] = k_row * itemsize, v_row * itemsize, plain_at
     for task in range(first_task, stop_task):
-        first, n = tasks[task], tasks[task + 1] - tasks[task]
-        for i in range(n):  # the rows' vectors are far apart in memory: loads begin here, and waits are shared
-            row = order[first + i]
-            query, slot = row // n_slots, row % n_slots
-            head, query = query // n_queries, query % n_queries
-            spans[i, 0] = (head * q_head + query * q_row) * itemsize
-            spans[i, 1] = (query * n_turns + slot % n_turns) * (dim // 2) * itemsize
-            for line in range(0, dim * itemsize, 64):
-                prefetch(q_at + spans[i, 0] + line)
-                prefetch(out_at + row * dim * itemsize + line)
-            for line in range(0, dim // 2 * itemsize, 64):
-                prefetch(cos_at + spans[i, 1] + line)
-                prefetch(sin_at + spans[i, 1] + line)
-        for i in range(n):
-            turn = spans[i, 1]
-            put_query(q_at + spans[i, 0], cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
-            spans[i, 0], spans[i, 1] = 0, size
-            state[i, 0], state[i, 1] = LOWEST, 0
-            sums[i] = 0
-        which = tile[order[first]]
-        given[3], given[4], given[6] = n, k_at + which * k_tile * itemsize, v_at + which * v_tile * itemsize
-        call(rows_at, 0, size, given.ctypes.data)
-        for i in range(n):
-            finish(state[i], sums[i], out, lse, order[first + i], dim)
-
-
-@kernel
-def sort_rows(_first, _stop, _memory, tile_at, n_rows, n_tiles, at):
-    """Sort the rows whose tile is not -1 by tile, and cut them into tasks: a stable radix sort with 11-bit digits.
-
-    Writes four integers to the address `at`: the number of tasks; the addresses of the sorted rows' numbers, of `tile`,
-    and of the index of each task's first row among the sorted rows. Uses `3 * n_rows + 2054` integers from there on.
-    """
-    tile, found = carray(pointer(tile_at, int64), (n_rows,)), carray(pointer(at, int64), (4,))
-    starts, tasks = carray(pointer(at + 32, int64), (2049,)), carray(pointer(at + 16424, int64), (n_rows + 1,))
-    order_at = at + 16432 + 8 * n_rows
-    order, spare = carray(pointer(order_at, int64), (n_rows,)), carray(pointer(order_at + 8 * n_rows, int64), (n_rows,))
-    n = 0
-    for row in range(len(tile)):
-        if tile[row] >= 0:
-            order[n] = row
-            n += 1
-    shift = 0
-    while (n_tiles - 1) >> shift:
-        starts[:] = 0
-        for i in range(n):
-            starts[(tile[order[i]] >> shift & 2047) + 1] += 1
-        for digit in range(2048):
-            starts[digit + 1] += starts[digit]
-        for i in range(n):
-            digit = tile[order[i]] >> shift & 2047
-            spare[starts[digit]] = order[i]
-            starts[digit] += 1
-        order, spare = spare, order
-        shift += 11
-    n_tasks, begin = 0, 0
-    for i in range(n):
-        if i == 0 or tile[order[i]] != tile[order[i - 1]] or i - begin == QUERY_ROWS:
-            tasks[n_tasks] = begin = i
-            n_tasks += 1
-    tasks[n_tasks] = n
-    found[0], found[1], found[2], found[3] = n_tasks, order.ctypes.data, tile_at, tasks.ctypes.data
+        group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
+        first_query = block * per_block
+        n = min(per_block, n_queries - first_query)
+        for row in range(rep * n):
+            at = (group * rep + row // n) * n_queries + first_query + row % n
+            for slot in range(n_slots):
+                chosen[row, slot] = choices[at, slot]
+            if not begun:
+                states[at, part, 0], states[at, part, 1] = LOWEST, 0
+                partial[at, part] = 0
+        _group_by_chunk(chosen[: rep * n], part * piece, min(n_slots, part * piece + piece), counts, entries)
+        begin, chunk = np.int64(0), np.int64(0)
+        while chunk < n_chunks:
+            end, which = _different_rows(entries, begin, counts[chunk], n_slots), tiles[group, chunk]
+            found = entries[begin:end]
+            begin = end
+            chunk += np.int64(begin == counts[chunk])
+            if len(found) == 0 or which < 0:
+                continue
+            for i in range(len(found)):  # the rows' vectors are far apart: loads begin here, and waits are shared
+                row, slot = found[i] // n_slots, found[i] % n_slots
+                head, query = group * rep + row // n, first_query + row % n
+                spans[i, 0] = turns[query, slot % n_turns] * (dim // 2) * itemsize
+                spans[i, 1] = head * n_queries + query
+                for line in range(0, dim // 2 * itemsize, 64):
+                    prefetch(cos_at + spans[i, 0] + line)
+                    prefetch(sin_at + spans[i, 0] + line)
+            for i in range(len(found)):
+                turn, at = spans[i, 0], spans[i, 1]
+                vector = q_at + (at // n_queries * q_head + at % n_queries * q_row) * itemsize
+                put_query(vector, cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
+                state[i, 0], state[i, 1] = states[at, part, 0], states[at, part, 1]
+                for d in range(wide):
+                    sums[i, d] = partial[at, part, d]
+                spans[i, 0], spans[i, 1] = 0, size
+            given[3], given[4] = len(found), k_at + which * k_tile * itemsize
+            given[6] = v_at + which * v_tile * itemsize
+            call(rows_at, 0, size, given.ctypes.data)
+            for i in range(len(found)):
+                row = found[i] // n_slots
+                at = (group * rep + row // n) * n_queries + first_query + row % n
+                states[at, part, 0], states[at, part, 1] = state[i, 0], state[i, 1]
+                for d in range(wide):
+                    partial[at, part, d] = sums[i, d]
 
 
 @by_dtype(kernel)
-def merge_slots(first, stop, memory, out_at, lse_at, merged_at, total_at, n_slots, dim):
-    out = carray(pointer(out_at, stored), (stop, n_slots, dim))
-    lse = carray(pointer(lse_at, float32), (stop, n_slots))
-    merged = carray(pointer(merged_at, stored), (stop, dim))
-    total = carray(pointer(total_at, float32), (stop,))
-    per_log2, sums = np.float32(1.4426950408889634), carray(pointer(memory, float32), (dim,))
+def finish_chosen(first, stop, _memory, state_at, sums_at, out_at, lse_at, n_pieces, dim):
+    wide = (dim + 15) // 16 * 16
+    states = carray(pointer(state_at, float32), (stop, n_pieces, 2))
+    partial = carray(pointer(sums_at, float32), (stop, n_pieces, wide))
+    out, lse = carray(pointer(out_at, stored), (stop, dim)), carray(pointer(lse_at, float32), (stop,))
     for row in range(first, stop):
-        top = np.float32(-np.inf)
-        for slot in range(n_slots):
-            top = max(top, lse[row, slot])
-        sums[:] = 0
-        weights = np.float32(0)
-        for slot in range(n_slots):
-            if lse[row, slot] == -np.inf:
-                continue
-            weight, part = exp2((lse[row, slot] - top) * per_log2), out[row, slot]
-            weights += weight
-            for d in range(dim):
-                sums[d] += weight * read(part[d])
-        share = np.float32(1) / weights if weights != 0 else np.float32(0)
-        for d in range(dim):
-            merged[row, d] = write(sums[d] * share)
-        total[row] = top + log2(weights) / per_log2 if weights != 0 else np.float32(-np.inf)
+        if n_pieces > 1:
+            _merge_pieces(states[row], partial[row], dim)
+        finish(states[row, 0], partial[row, 0], out, lse, row, dim)

@@ -58,6 +58,7 @@ def panel_product(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable
 # step of `_dots` takes, and the compiled products and transposition.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
+_together = ByDtype(lambda dtype: 32 if _pairs[dtype] else 16)  # keys whose weights and values are multiplied at once
 _lanes = 16 if vectors.WIDE else 8
 _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
 _transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
@@ -94,12 +95,12 @@ def pack_keys(k_at, k_row, n, dim, packed):
 
 @by_dtype(separate)
 def _pack_values(v_at, row, n, dim, packed):
-    """Pack values `[n, D]` at an address into panels, with zeros up to a multiple of 32 values.
+    """Pack values `[n, D]` at an address into panels, with zeros up to a multiple of `_together`.
 
     `packed` is `[panels, KEYS/per_word, PANEL]`. With `_pairs`, a word has the same dimension of two values: values i
     and i + 16 of each 32 values.
     """
-    for key in range((n + 31) // 32 * 32):
+    for key in range((n + _together - 1) // _together * _together):
         source = carray(pointer(v_at + key * row, stored), (dim,))
         other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
         if _pairs and key & 16:
@@ -131,9 +132,9 @@ def _soften(scores, first, stop, scale, state, sums, dim):
 
     `state` has the row's largest `scale · score` so far and the sum of its weights. If the largest score grows,
     the sum of weights and `sums [D]`, the sum of weighted values so far, are scaled down. Keys outside the range get
-    the weight 0 if they are in the same block of 32 keys as a key of the range.
+    the weight 0 if they are in the same block of `_together` keys as a key of the range.
     """
-    begin, end = first // 32 * 32, (stop + 31) // 32 * 32
+    begin, end = first // _together * _together, (stop + _together - 1) // _together * _together
     for i in range(begin, first):
         scores[i] = LOWEST
     for i in range(stop, end):
@@ -217,10 +218,10 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
             low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
             if low < high:
                 _soften(scores[row], low, high, scale, state[row], sums[row], dim)
-                scores[row, : low // 32 * 32] = np.float32(0)
+                scores[row, : low // _together * _together] = np.float32(0)
                 scores[row, high:size] = np.float32(0)
             else:
-                scores[row, : (size + 31) // 32 * 32] = np.float32(0)
+                scores[row, : (size + _together - 1) // _together * _together] = np.float32(0)
         start += size
         for key in range(0, size, _STEP):
             here = min(_STEP, size - key)
@@ -258,22 +259,23 @@ def attend_rows(first, stop, _memory, args):
         pack_keys(k_at + start * k_row, k_row, size, dim, keys)
         _pack_values(v_at + start * v_row, v_row, size, dim, values)
         for row in range(0, n, 6):
-            begin, end = size, int64(0)
+            begin, last = size, int64(0)
             for i in range(row, row + 6):
                 low, high = max(spans[i, 0] - start, 0), min(spans[i, 1] - start, size)
                 if low < high:
-                    begin, end = min(begin, low // 32 * 32), max(end, (high + 31) // 32 * 32)
-            if begin < end:
+                    begin, last = min(begin, low // _together * _together), max(last, high)
+            if begin < last:
+                end, last = (last + _together - 1) // _together * _together, (last + 15) // 16 * 16
                 for i in range(6):
                     scores[i, begin:end] = np.float32(0)
                 q_at, to = queries[row:].ctypes.data, scores.ctypes.data
                 panel = keys.strides[0]
-                _product(6, q_at, 4 * words, keys.ctypes.data, 4 * PANEL, panel, to, 4 * KEYS, words, begin, end)
+                _product(6, q_at, 4 * words, keys.ctypes.data, 4 * PANEL, panel, to, 4 * KEYS, words, begin, last)
                 for i in range(6):
                     low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
                     if low < high:
                         _soften(scores[i], low, high, scale, state[row + i], sums[row + i], dim)
-                        low, high = low // 32 * 32, (high + 31) // 32 * 32
+                        low, high = low // _together * _together, (high + _together - 1) // _together * _together
                     else:
                         low, high = begin, begin
                     scores[i, begin:low] = np.float32(0)

@@ -12,18 +12,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lce.kernels.code.shared import KEYS, QUERY_ROWS
+from lce.kernels.code.shared import CHOSEN_ROWS, KEYS, QUERY_ROWS
 from lce.kernels.cpu.int8_rows import row_bytes
 from lce.kernels.cpu.kernel import Kernel, Kernels, argument_of
 
 FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
 PIECE = 512  # keys of a piece; with more than FEW and at most QUERY_ROWS queries, a piece has 8 times as many
 _LEAST_PIECE = 256  # keys of a piece of a short text: all threads have work
-_SLOT_ROWS = 64  # the smallest number of queries that a thread of `merge_slots` takes
+_FINISHED_ROWS = 64  # the smallest number of queries that a thread of `finish_chosen` takes
+_LEAST_TASKS = 16  # tasks of a call: all threads have work
 
-_attend, _attend_tiles = Kernels("attention.attend"), Kernels("attention.attend_tiles")
-_sort_rows = Kernel("attention.sort_rows")
-_attend_rows, _merge_slots = Kernels("rows.attend_rows"), Kernels("attention.merge_slots")
+_attend, _attend_chosen = Kernels("attention.attend"), Kernels("attention.attend_chosen")
+_attend_rows, _finish_chosen = Kernels("rows.attend_rows"), Kernels("attention.finish_chosen")
 _attend_rows8 = Kernels("int8_rows.attend_rows")
 
 
@@ -58,7 +58,7 @@ def attend(
         per_block = max(1, QUERY_ROWS // rep)
     else:
         most = PIECE if n_rows <= FEW else 8 * PIECE
-        piece = max(_LEAST_PIECE, min(most, groups * n_keys // 16 // _LEAST_PIECE * _LEAST_PIECE))
+        piece = max(_LEAST_PIECE, min(most, groups * n_keys // _LEAST_TASKS // _LEAST_PIECE * _LEAST_PIECE))
         n_pieces = -(-n_keys // piece)
     n_tasks = groups * -(-n_queries // per_block) * n_pieces
     partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # unused with one piece
@@ -73,53 +73,76 @@ def attend(
     return out, lse
 
 
-def attend_tiles(
-    q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Compute attention of A = H · T · K rows, each to one of E tiles of L keys and values, `k v [E, L, D]`.
+class ChosenTiles:
+    """The attention of queries `q [H, T, D]` to the tiles that each of them chose, `chosen [H, T, K]` (int64).
 
-    Row `a = (h·T + t)·K + s` is query `q[h, t]` of `q [H, T, D]`, rotated by `cos[t, s]` and `sin[t, s]`. The row
-    attends tile `tile[a]`, the s-th of the query's K tiles; `tile [A]` is int64. `cos sin` are `[T, K, D/2]`, or
-    `[T, 1, D/2]` if all K are the same. Writes `out [A, D]` and log-sum-exps `lse [A]` (float32), except for rows whose
-    tile is -1. A tile is packed once per `QUERY_ROWS` rows that attend it. Time: O(A · L · D), and a sort of A numbers.
+    For slot s of its list, query t is rotated by row `turn[t, s]` of `cos sin [P, D/2]`. `turn` is `[T, K]`, or
+    `[T, 1]` if all slots share a rotation, or `[1, 1]`. Call `add` with each round of tiles, then `finish`. A number
+    below 0 in `chosen` is no choice. The tensors are on the CPU, of one dtype.
+
+    A task takes `CHOSEN_ROWS` rows or fewer, queries of the heads that share a KV head, through the chunks that one of
+    them chose: a chunk's keys are packed once for all rows of the task that chose it. Time: O(H · T · K · L · D).
+    Memory: H · T · D numbers of float32.
     """
-    n_heads, n_queries, dim = q.shape
-    n_slots = tile.numel() // (n_heads * n_queries)
-    n_tiles, size = k.shape[:2]
-    vector, kernel, more = _stored(q, k, v)
-    assert k.shape == v.shape == (n_tiles, size, vector)
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
-    cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
-    n_turns = cos.shape[1]
-    fits = cos.shape == sin.shape == (n_queries, n_turns, dim // 2) and n_turns in (1, n_slots)
-    assert fits, (cos.shape, sin.shape, n_slots)
-    fits = out.shape == (tile.numel(), dim) and all(x.is_contiguous() for x in (tile, out, lse))
-    assert fits, (tile.shape, out.shape)
-    assert tile.dtype == torch.int64
-    assert cos.dtype == sin.dtype == q.dtype == out.dtype
-    tasks = torch.empty(3 * tile.numel() + 2054, dtype=torch.int64)  # the first number is the number of tasks
-    _sort_rows(1, tile.data_ptr(), tile.numel(), n_tiles, tasks.data_ptr())
-    addresses = (x.data_ptr() for x in (q, cos, sin, tasks, k, v, out, lse))
-    sizes = n_heads, n_queries, n_slots, n_turns, size, dim
-    strides = (stride * x.itemsize // q.itemsize for x in (q, k, v) for stride in x.stride()[:2])
-    kernels = _steepness(dim), kernel.address, _attend_rows[q.dtype].address
-    given = *addresses, *sizes, *strides, *kernels
-    _attend_tiles[q.dtype](int(tasks[0]), memory=_memory(QUERY_ROWS, dim) + more, tail=given)
 
+    def __init__(self, q: Tensor, cos: Tensor, sin: Tensor, turn: Tensor, chosen: Tensor) -> None:
+        (n_queries, dim), n_slots = q.shape[1:], chosen.shape[-1]
+        self.q, self.chosen, self.turn = q, chosen.contiguous(), turn.expand(n_queries, -1).contiguous()
+        self.turns = cos.contiguous(), sin.contiguous()
+        fits = cos.shape == sin.shape == (len(cos), dim // 2) and turn.shape[1] in (1, n_slots)
+        assert fits, (cos.shape, sin.shape, turn.shape, chosen.shape, q.shape)
+        assert chosen.shape[:2] == q.shape[:2], (chosen.shape, q.shape)
+        assert turn.dtype is chosen.dtype is torch.int64, (turn.dtype, chosen.dtype)
+        assert cos.dtype is sin.dtype is q.dtype, (cos.dtype, sin.dtype, q.dtype)
+        assert q.stride(2) == 1, q.stride()
+        if turn.numel():
+            assert 0 <= int(turn.min()) <= int(turn.max()) < len(cos), (turn.aminmax(), len(cos))
+        self.sums: Tensor | None = None
 
-def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge each query's attention to K tiles, `out [H, T, K, D]` and `lse [H, T, K]`, into one softmax.
+    def add(self, k: Tensor, v: Tensor, tile: Tensor) -> None:
+        """Add the attention to tiles `k v [E, L, D]`. `tile [G, chunks]` has the number of each chunk's tile, or -1.
 
-    `lse` are log-sum-exps (float32), and both tensors are contiguous. Returns `[H, T, D]` and `[H, T]`. The output for
-    a tile is not read if its log-sum-exp is -inf. Time: O(H · T · K · D).
-    """
-    *shape, n_slots, dim = out.shape
-    fits = lse.shape == out.shape[:-1] and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
-    assert fits, (out.shape, lse.shape, lse.dtype)
-    merged, total = torch.empty(*shape, dim, dtype=out.dtype), torch.empty(*shape)
-    addresses = out.data_ptr(), lse.data_ptr(), merged.data_ptr(), total.data_ptr()
-    _merge_slots[out.dtype](total.numel(), *addresses, n_slots, dim, least=_SLOT_ROWS, memory=4 * dim)
-    return merged, total
+        Each round has the chunks after those of the rounds before: then the result does not depend on the rounds.
+        """
+        if not self.chosen.numel():
+            return
+        (n_heads, n_queries, dim), q, tile = self.q.shape, self.q, tile.contiguous()
+        (groups, n_chunks), (n_tiles, size, _), n_slots = tile.shape, k.shape, self.chosen.shape[-1]
+        vector, kernel, more = _stored(q, k, v)
+        assert k.shape == v.shape == (n_tiles, size, vector), (k.shape, v.shape)
+        assert k.stride(2) == v.stride(2) == 1, (k.stride(), v.stride())
+        assert tile.dtype is torch.int64, tile.dtype
+        assert n_heads % groups == 0, (n_heads, groups)
+        assert int(tile.max()) < n_tiles, (tile.max(), n_tiles)
+        assert int(self.chosen.max()) < n_chunks, (self.chosen.max(), n_chunks)
+        rep, begun = n_heads // groups, self.sums is not None
+        per_block, piece = n_queries, n_slots
+        if rep * n_queries > QUERY_ROWS:
+            per_block = max(QUERY_ROWS // rep, min(-(-groups * n_queries // _LEAST_TASKS), CHOSEN_ROWS // rep), 1)
+        else:
+            piece = max(-(-n_slots // max(1, _LEAST_TASKS // groups)), min(n_slots, -(-_LEAST_PIECE // size)), 1)
+        n_blocks, n_pieces = -(-n_queries // per_block), -(-n_slots // piece)
+        if self.sums is None:
+            self.sums = torch.empty(n_heads * n_queries, n_pieces, -(-dim // 16) * 16)
+            self.states = torch.empty(n_heads * n_queries, n_pieces, 2)
+        tensors = q, *self.turns, self.turn, self.chosen, tile, k, v, self.states, self.sums
+        addresses = (x.data_ptr() for x in tensors)
+        sizes = groups, rep, n_queries, n_slots, self.turn.shape[1], n_chunks, size, dim, per_block, piece, begun
+        strides = (stride * x.itemsize // q.itemsize for x in (q, k, v) for stride in x.stride()[:2])
+        given = *addresses, *sizes, *strides, _steepness(dim), kernel.address, _attend_rows[q.dtype].address
+        n_rows = rep * per_block
+        memory = _memory(n_rows, dim) + more + 8 * (n_chunks + 1 + n_rows * (n_slots + piece)) + 64
+        _attend_chosen[q.dtype](groups * n_blocks * n_pieces, memory=memory, tail=given)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return the output `[H, T, D]` and log-sum-exps `[H, T]` (float32); 0 and -inf for a query without a tile."""
+        (*shape, dim), dtype = self.q.shape, self.q.dtype
+        if self.sums is None:
+            return torch.zeros(*shape, dim, dtype=dtype), torch.full(shape, -torch.inf)
+        out, lse = torch.empty(*shape, dim, dtype=dtype), torch.empty(*shape)
+        addresses = (x.data_ptr() for x in (self.states, self.sums, out, lse))
+        _finish_chosen[dtype](lse.numel(), *addresses, self.sums.shape[1], dim, least=_FINISHED_ROWS)
+        return out, lse
 
 
 def _stored(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, Kernel, int]:

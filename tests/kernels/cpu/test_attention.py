@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu.attention import attend, attend_tiles, merge_slots
+from lce.kernels.cpu.attention import ChosenTiles, attend
 
 MOST = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 SHAPES = [  # G, R, T, N, D, window
@@ -71,9 +71,35 @@ def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> Non
 def test_no_nan_is_hidden_among_tiles(which: str, dtype: torch.dtype) -> None:
     q, k, v = torch.randn(2, 3, 64).to(dtype), torch.randn(4, 32, 64).to(dtype), torch.randn(4, 32, 64).to(dtype)
     {"q": q, "k": k, "v": v}[which][..., 0] = math.nan
-    out, lse = torch.empty(12, 64, dtype=dtype), torch.empty(12)
-    cos, sin = torch.ones(3, 1, 32, dtype=dtype), torch.zeros(3, 1, 32, dtype=dtype)
-    attend_tiles(q, cos, sin, torch.arange(12) % 4, k, v, out, lse)
-    assert out.isnan().any(-1).all()
-    merged, _ = merge_slots(out.view(2, 3, 2, 64), lse.view(2, 3, 2))
-    assert merged.isnan().any(-1).all()
+    cos, sin = torch.ones(3, 32, dtype=dtype), torch.zeros(3, 32, dtype=dtype)
+    found = ChosenTiles(q, cos, sin, torch.arange(3)[:, None], torch.arange(2).expand(2, 3, 2))
+    found.add(k, v, torch.arange(4).view(2, 2))
+    assert found.finish()[0].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize(("n_queries", "size"), [(1, 16), (30, 7), (400, 33), (260, 300)])
+def test_rounds_of_tiles_and_threads_change_no_bit(n_queries: int, size: int, dtype: torch.dtype) -> None:
+    """Nor does it matter where tiles lie. A query that chose a chunk twice sees it twice."""
+    q, k, v = (torch.randn(*shape).to(dtype) for shape in ((6, n_queries, 64), (16, size, 64), (16, size, 64)))
+    chosen = torch.randint(-1, 8, (6, n_queries, 5))
+    angle = torch.randn(9, 32)
+    rotated = angle.cos().to(dtype), angle.sin().to(dtype), torch.randint(0, 9, (n_queries, 5))
+
+    def run(order: Tensor, threads: int, *rounds: Tensor) -> tuple[Tensor, Tensor]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        found = ChosenTiles(q, *rotated, chosen)
+        for tile in rounds:
+            found.add(k[order.argsort()], v[order.argsort()], torch.where(tile < 0, tile, order[tile]))
+        torch.set_num_threads(before)
+        return found.finish()
+
+    tile = torch.arange(16).view(2, 8)
+    out, lse = run(torch.arange(16), 2, tile)
+    cut = torch.arange(8) < 3
+    again = run(torch.randperm(16), 1, tile.masked_fill(~cut, -1), tile.masked_fill(cut, -1))
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
+    seen = (chosen >= 0).sum(-1) > 0
+    assert torch.equal(lse > -math.inf, seen)
+    assert not out[~seen].any()
