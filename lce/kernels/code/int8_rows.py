@@ -1,8 +1,9 @@
 """Attention to keys and values in 8 bits, and the making of such rows: `lce.attention.int8_rows` describes a row.
 
-For few query rows, keys and values are read in place: a query is rounded to 16 bits, so that its products with a key
-are sums of integers, and weights are float32. For more rows, `KEYS` keys and values at a time are widened to the
-queries' dtype, and attended as other keys are.
+For few query rows, keys and values are read in place. A query, and the weights of `KEYS` values times the values'
+scales, are rounded to 16 bits, so that products are sums of integers, which no order changes: by `quad_products` with
+AVX512-VNNI, else by `pair_products`. For more rows, `KEYS` keys and values at a time are widened to the queries' dtype,
+and attended as other keys are.
 """
 
 from __future__ import annotations
