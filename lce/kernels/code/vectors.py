@@ -335,9 +335,10 @@ def widen(dtype: str) -> Callable[..., Any]:
     return intrinsic_of(f"widen {dtype}", types.void(types.intp, types.intp), emit)
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def fetch(builder: Any, address: Any, nearness: int = 3) -> None:
+    """Emit a request for the cache line of any address: with 3, to the nearest cache; with 2, to the one behind it."""
     line = builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
-    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [line, _I32(0), _I32(3), _I32(1)])
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [line, _I32(0), _I32(nearness), _I32(1)])
 
 
 def _largest(builder: Any, address: Any, n: Any) -> Any:
@@ -364,4 +365,4 @@ largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _larges
 # numbered tasks from a queue. After a call, a thread sees what other threads wrote before their earlier calls.
 take = intrinsic_of("take", types.intp(types.intp), _take)
 # `prefetch(address)` asks the processor to bring the cache line of an address near; any address is allowed.
-prefetch = intrinsic_of("prefetch", types.void(types.intp), _prefetch)
+prefetch = intrinsic_of("prefetch", types.void(types.intp), fetch)

@@ -10,7 +10,7 @@ from tests.attention.truth import dense_truth, random
 
 SHAPES = [  # H, G, T, N, D, window
     (9, 3, 1, 1100, 64, None), (4, 4, 1, 5, 64, None), (16, 2, 1, 529, 128, None), (4, 2, 3, 300, 96, 100),
-    (5, 1, 1, 271, 80, None), (8, 2, 40, 513, 64, 200), (3, 3, 2, 40, 10, None),
+    (5, 1, 1, 271, 80, None), (8, 2, 40, 513, 64, 200), (3, 3, 2, 40, 10, None), (3, 1, 1, 785, 16, 530),
 ]  # fmt: skip
 MOST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -54,7 +54,7 @@ def test_attention_to_rows_is_that_to_their_numbers(
 
 
 def test_bits_do_not_depend_on_threads_or_on_how_many_queries_there_are(any_threads: None) -> None:
-    q, (k, v) = random(3, 2, 64, seed=3), (rows_of(random(3, 1300, 64, seed=seed)) for seed in (4, 5))
+    q, (k, v) = random(3, 7, 64, seed=3), (rows_of(random(3, 1300, 64, seed=seed)) for seed in (4, 5))
     found = []
     for n in (1, 2):
         torch.set_num_threads(n)
@@ -63,6 +63,15 @@ def test_bits_do_not_depend_on_threads_or_on_how_many_queries_there_are(any_thre
             torch.cat([Attention.choose("compiled").dense(x, k, v, causal=False)[0] for x in q.split(1, 1)], 1)
         )
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_sums_of_integers_do_not_overflow() -> None:
+    """All numbers have the largest magnitude, and all weights are equal."""
+    for sign in (1, -1):
+        q, k, v = torch.full((3, 1, 256), 4.0), torch.full((1, 2000, 256), 3.0 * sign), torch.full((1, 2000, 256), 2.0)
+        out, lse = Attention.choose("compiled").dense(q, rows_of(k), rows_of(v * sign), causal=False)
+        torch.testing.assert_close(out, torch.full_like(q, 2.0 * sign))
+        torch.testing.assert_close(lse, torch.full_like(lse, 192.0 * sign) + torch.tensor(2000.0).log())
 
 
 def test_chosen_chunks_of_rows() -> None:
