@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -37,11 +38,11 @@ from lce.methods.decoding import Span
 from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.placement import PLACEMENTS, Placement
+from lce.methods.selectors import Scorer, Sizes
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import prune, top_p_knob
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
-Scorer = Callable[[slice, Step], Tensor]  # takes a slice of t queries and the slice's step; returns scores `[C, t, M]`
 
 
 class ChunkSelection(Method, ABC):
@@ -86,18 +87,24 @@ class ChunkSelection(Method, ABC):
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         """Return empty stores: of chunk summaries, of the incomplete chunk's queries, and of recent keys if needed."""
-        kept: dict[str, MethodState] = {SUMMARIES: Summaries(self.summary_vectors * layout.query_bytes, self.size)}
+        shape = self.summary_shape(layout)
+        n_bytes = self.summary_vectors * layout.query_bytes if shape is None else prod(shape) * layout.dtype.itemsize
+        kept: dict[str, MethodState] = {SUMMARIES: Summaries(n_bytes, self.size)}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
         return {**kept, **super().state(layout)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
+        summaries, n_chunks, shape = kept.get(SUMMARIES), n_tokens // self.size, self.summary_shape(layout)
         if summaries is None:
             return True  # some layers keep no summaries; a layer that needs summaries raises an error
-        if not self.keeps_vectors:
+        if shape is None:
             return summaries.shape[1] == n_chunks
-        return is_like(summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype)
+        return is_like(summaries, (shape[0], n_chunks, *shape[1:]), layout.dtype)
+
+    def summary_shape(self, sizes: Sizes) -> tuple[int, ...] | None:
+        """Return the shape `[S, …]` of one chunk's summary; None: `summary_vectors` alone says how large it can be."""
+        return (sizes.n_heads, sizes.head_dim) if self.keeps_vectors else None
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return window if self.placement == "true" else None
@@ -253,25 +260,13 @@ class ChunkSelection(Method, ABC):
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of choosing and attending chunks: no summaries, and scores only with the default `score`."""
-        products = 1 if self.keeps_vectors else None
-        read = block.n_heads * self.summary_vectors
-        return self.selection_cost(block, vectors_read=read, summaries=None, products=products)
+        numbers = block.n_heads * block.head_dim * (block.stop // self.size if block.stop > self.size else 0)
+        scores = len(block) * numbers if self.keeps_vectors else None
+        return self.seen_cost(block) + Cost(0, scores, summaries=None, state_read=numbers * self.summary_vectors)
 
-    def selection_cost(
-        self, block: QueryBlock, *, vectors_read: int, summaries: int | None, choosers: int | None = None,
-        products: int | None = 1, together: bool = False,
-    ) -> Cost:  # fmt: skip
-        """Return the cost of choosing chunks and of attending the chosen chunks.
-
-        Scoring a chunk reads `vectors_read` vectors, and takes `products` dot products for each query of `choosers`
-        heads (None: all heads). With `together` the query heads of a KV head choose alike.
-        """
-        n_chunks = block.stop // self.size if block.stop > self.size else 0
-        n_queries = (block.n_heads if choosers is None else choosers) * len(block)
-        scores = None if products is None else products * n_queries * n_chunks * block.head_dim
-        read = n_chunks * vectors_read * block.head_dim if n_queries else 0
-        seen = block.chunks(self.size, self.n_choices, together=together)
-        return seen + Cost(0, scores, summaries, state_read=read)
+    def seen_cost(self, block: QueryBlock, *, together: bool = False) -> Cost:
+        """Return the cost of attending the chosen chunks; with `together` the query heads of a KV head choose alike."""
+        return block.chunks(self.size, self.n_choices, together=together)
 
     @property
     def counted(self) -> bool:
