@@ -59,8 +59,8 @@ class DenseCall:
 class PlacedPart:
     """A `Part` in one pass: the rotation of queries to `part.query_at`, and the `dense` calls for the part's spans.
 
-    `turn` is `[T, D/2]`, or `[T, K, D/2]` for chosen keys with a position for each slot. A part of chosen keys has no
-    calls.
+    `turn` is `[T, D/2]`, or for chosen keys `[T, K, D/2]` with a position for each slot or band. A part of chosen keys
+    has no calls, and is the one that was declared for indices on the device.
     """
 
     part: Part
@@ -129,7 +129,7 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
                 turn = turn_of(method, same, at, q, step)
                 if calls and len(turn.cos) != len(i):
                     turn = Turn(*(x.expand(len(i), -1).contiguous() for x in turn))
-                found.append(PlacedPart(part, turn, calls))
+                found.append(PlacedPart(part if calls else same, turn, calls))
         return found
 
     return step.once(f"parts {method.layer_kind(cache.index)}", make)
@@ -233,6 +233,11 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
     if part.n_slots is None:
         return 0
     return part.n_slots.to(chosen.device)[:, None] - (chosen >= 0).sum(-1, keepdim=True)
+
+
+def band_of(bands: Tensor, chosen: Tensor) -> Tensor:
+    """Return the number of each chosen chunk's band (`Part.bands [T, B-1]`), for `chosen [H, T, K]`: `[H, T, K]`."""
+    return (chosen[..., None] >= bands[:, None].to(chosen.device)).sum(-1)
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:

@@ -7,7 +7,6 @@ mass instead of its scores, with the same budget, placement and tokens that are 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache as cached
 from typing import Any, ClassVar, Self
@@ -15,8 +14,6 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout
-from lce.cache.method_state import FileTensor, MethodState
 from lce.errors import UsageError
 from lce.methods.base import Method, knob
 from lce.methods.costs import Cost, QueryBlock
@@ -24,10 +21,10 @@ from lce.methods.esa import ESA
 from lce.methods.joint import JointSelection
 from lce.methods.longheads import LongHeads
 from lce.methods.mass import Judge, TrueMass
-from lce.methods.parts import RECENT
+from lce.methods.pages import Pages
 from lce.methods.registry import register
 from lce.methods.selective import ChunkSelection, SelectiveMethod
-from lce.methods.selectors import ContextSelector, Mass, Scorer
+from lce.methods.selectors import ContextSelector, Mass, Scorer, Sizes
 from lce.methods.step import Step
 
 
@@ -35,23 +32,18 @@ class WithoutSummaries(ChunkSelection):
     """A mixin for methods that choose chunks by a `ContextSelector`, without summaries of chunks."""
 
     decodes = False
+    uses_queries: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def selector(self) -> ContextSelector:
         """The selector."""
 
-    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
-
-    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        return True
+    def summary_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return self.selector.shape(sizes)
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         raise AssertionError("no chunk is summarised")
-
-    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
-        pass
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Scorer, int]:
         n_choosers = self.n_choosers(len(q), step.n_kv_heads)
@@ -147,6 +139,8 @@ def cheating(method: Method, judge: Judge = "constant") -> Method:
         raise UsageError(
             f"{method.label} selects nothing, so no selection can be replaced; expected a selecting method"
         )
+    if isinstance(method, Pages):
+        return method.replaced(select="oracle", judge=judge)
     knobs: dict[str, Any] = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
     if isinstance(method, LongHeads):
         knobs |= {"rank": "top", "fix_layer": False}

@@ -40,6 +40,12 @@ class Sizes(Protocol):
 class Selector(ABC):
     """A rule that scores chunks of L tokens, so that a query can choose the best."""
 
+    uses_queries: ClassVar[bool] = False  # whether summaries are made of queries, which are kept until then
+
+    @abstractmethod
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the shape `[S, …]` of one chunk's summary; m chunks have `[S, m, …]`. `(0,)`: nothing is kept."""
+
     def together(self, scores: Tensor, n_choosers: int) -> Tensor:
         """Return the scores `[C, T, M]` by which C groups of neighbouring heads choose, from `scores [H, T, M]`."""
         return scores if n_choosers == len(scores) else scores.float().unflatten(0, (n_choosers, -1)).sum(1)
@@ -58,12 +64,6 @@ class Selector(ABC):
 
 class SummarySelector(Selector):
     """A selector that keeps a summary of each complete chunk, and scores chunks by their summaries."""
-
-    uses_queries: ClassVar[bool] = False  # whether `summarise` needs queries
-
-    @abstractmethod
-    def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the shape `[S, …]` of one chunk's summary; m chunks have `[S, m, …]`."""
 
     @abstractmethod
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -169,11 +169,14 @@ class Representatives(SummarySelector):
         return super().log_mass(scores, n_heads, head_dim) / self.n_tokens
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:
-        return sizes.n_heads * (size + min(self.n_tokens, size)) * size * sizes.head_dim
+        return sizes.n_heads * (size + 1) * size * sizes.head_dim
 
 
 class ContextSelector(Selector):
-    """A selector that scores chunks by other facts of a context than summaries."""
+    """A selector that scores chunks by other facts of a context than summaries of keys as they are cached."""
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return (0,)
 
     @abstractmethod
     def scores(self, method: Method, q: Tensor, n_chunks: int, size: int, cache: LayerCache, step: Step) -> Tensor:

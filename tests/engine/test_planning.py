@@ -31,6 +31,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("esa", {"compress": "none"}),
     ("oracle", {"chunk_size": 8}),
     ("random", {"chunk_size": 8, "placement": "constant"}),
+    ("pages", {"select": "summary", "place": "dual"}),
+    ("pages", {"select": "lowdim", "compress": "pca", "low_dim": 16, "place": "grouped"}),
+    ("pages", {"select": "oracle", "place": "constant"}),
 ]
 SMALL = {"longheads": {"chunk_size": 8}, "infllm": {"block_size": 8, "top_k": 3, "sinks": 4}, "esa": {"sinks": 4}}
 
