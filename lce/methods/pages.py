@@ -22,9 +22,7 @@ from lce.methods.placement import PLACEMENTS, ConstantDistance, DualPositions, G
 from lce.methods.registry import register
 from lce.methods.selective import ChunkSelection
 from lce.methods.selectors import (
-    BOUNDS,
-    MEAN_KEY,
-    SUMMARY,
+    SELECTORS,
     ContextSelector,
     Mass,
     Random,
@@ -106,7 +104,7 @@ class Pages(ChunkSelection):
         if self.select != "lowdim" or self.compress == "pca":
             return self
         if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # needs no maps; its low-dim keys have the same size
+            return replace(self, compress="pca", maps=None, top_p=None)  # needs no maps; as many low-dim keys
         low_dim, far = self.low_dim or DEFAULTS["low_dim"], max(1, model.window // 2)
         return replace(self, maps=maps_for(self.name, self.maps, low_dim, far, model, OTHERWISE))
 
@@ -152,6 +150,7 @@ class Pages(ChunkSelection):
             )
 
     def _check_dual(self, window: int) -> None:
+        """Raise `UsageError` for a large chunk that is not of whole pages, or has a distance below 0 or too large."""
         size, far = resolved(self.chunk_size), resolved(self.far)
         if size % self.size or size > window:
             expected = f"a multiple of page, {self.size}, and at most the window, {window}"
@@ -193,7 +192,7 @@ class Pages(ChunkSelection):
 
     @property
     def block(self) -> int:
-        """As many queries as 2,048 queries that choose 32 chunks attend chunks, at least 128, at most 2,048."""
+        """The queries that choose 65,536 pages in all, 128 to 2,048: each choice has a partial result in memory."""
         return max(128, min(2048, 65536 // self.n_choices))
 
     @property
@@ -209,7 +208,7 @@ class Pages(ChunkSelection):
             case "constant":
                 return window if resolved(self.far) >= window else None
             case "side_by_side":
-                return window if resolved(self.budget) > window else None
+                return window if (self.n_choices + 1) * self.size > window else None
             case "grouped":  # the length at which the largest distance is `window - 1`
                 group = resolved(self.group)
                 return max(window, (window - self.reach + self.reach // group) * group)
@@ -232,12 +231,6 @@ class Pages(ChunkSelection):
     def selector(self) -> Selector:
         """The selector, with its knobs."""
         match self.select:
-            case "summary":
-                return SUMMARY
-            case "bounds":
-                return BOUNDS
-            case "mean":
-                return MEAN_KEY
             case "representatives":
                 return Representatives(min(resolved(self.repr_tokens), self.size))
             case "lowdim":
@@ -248,6 +241,8 @@ class Pages(ChunkSelection):
                 return Mass(resolved(self.judge))
             case "random":
                 return Random(resolved(self.seed))
+            case _:
+                return SELECTORS[self.select]
 
     @property
     def uses_queries(self) -> bool:
@@ -291,8 +286,8 @@ class Pages(ChunkSelection):
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         choosing = self.selector.cost(block, self.size)
-        if self.place == "dual" and isinstance(self.selector, SummarySelector):  # a page is scored for each band
-            choosing = replace(choosing, scores=3 * resolved(choosing.scores))
+        if self.place == "dual" and isinstance(self.selector, SummarySelector):
+            choosing = replace(choosing, scores=3 * resolved(choosing.scores))  # a page is scored for each band
         return self.seen_cost(block, together=self.share != "head") + choosing
 
     @property

@@ -249,4 +249,5 @@ def _mix(x: Tensor, y: Tensor) -> Tensor:
     return ((bits ^ (bits >> 16)) >> 8).float() / 2**24
 
 
-SUMMARY, MEAN_KEY, BOUNDS = Summary(), MeanKey(), Bounds()
+SUMMARY, BOUNDS = Summary(), Bounds()
+SELECTORS: dict[str, SummarySelector] = {"summary": SUMMARY, "bounds": BOUNDS, "mean": MeanKey()}
