@@ -8,7 +8,7 @@ on each query's logits (`scale [N]`). `attention` then takes one softmax over ea
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -297,19 +297,21 @@ def random(
     size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
     most = budget // size if budget else chunks or setting.window // size
 
-    def drawn(h: int, i: int, c: int) -> int:
-        bits = (((seed * 1_000_037 + h) * 1_000_033 + i) * 0x9E3779B1 + c * 0x85EBCA77) & 0xFFFFFFFF
-        for factor in (0x85EBCA6B, 0xC2B2AE35):
-            bits = (bits ^ (bits >> 15)) * factor & 0xFFFFFFFF
-        return (bits ^ (bits >> 16)) >> 8
-
     def choose(h: int, i: int) -> list[int]:
         own = i // size
         fixed = always(own, keep_first, keep_last)
-        free = sorted((c for c in range(own) if c not in fixed), key=lambda c: -drawn(h, i, c))
+        free = sorted((c for c in range(own) if c not in fixed), key=lambda c: -draw(seed, h, i, c))
         return sorted(reaching(top_p, fixed, free[: most - 1 - len(fixed)], dict.fromkeys(range(own), 1.0)))
 
     return placed(len(q), q.shape[1], size, choose, placement)
+
+
+def draw(seed: int, h: int, i: int, c: int) -> int:
+    """Draw a number for a head, a query and a chunk (of layer 0)."""
+    bits = (((seed * 1_000_037 + h) * 1_000_033 + i) * 0x9E3779B1 + c * 0x85EBCA77) & 0xFFFFFFFF
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        bits = (bits ^ (bits >> 15)) * factor & 0xFFFFFFFF
+    return (bits ^ (bits >> 16)) >> 8
 
 
 def placed(
@@ -403,6 +405,167 @@ def quest(
         return sorted(reaching(top_p, [], best, dict(enumerate(math.exp(x / math.sqrt(q.shape[-1])) for x in bounds))))
 
     return placed(n_heads, n, page, choose, "true")
+
+
+def pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    select: str = "bounds",
+    place: str = "side_by_side",
+    page: int | None = None,
+    budget: int | None = None,
+    sinks: int | None = None,
+    local: int | None = None,
+    share: str | None = None,
+    group: int = 8,
+    chunk_size: int | None = None,
+    far: int | None = None,
+    top_p: float | None = None,
+    repr_tokens: int = 4,
+    **knobs: Any,
+) -> Tables:
+    """Define `pages`, query by query and head by head. `knobs` are those of `lowdim`, `oracle` and `random`."""
+    window, (n_heads, n, dim) = setting.window, q.shape
+    page = page or min(16, max(1, window // 32))
+    first, last = (-(-(page if tokens is None else tokens) // page) for tokens in (sinks, local))
+    near = last if place in ("constant", "grouped") else 0  # local pages that are seen with the own page
+    budget = budget or max(window // 2, page * (1 + near + max(1, first + last - near)))
+    reach, size = (last + 1) * page, chunk_size or max(page, 3 * window // 4 // page * page)
+    far = (reach if place == "constant" else window - 1) if far is None else far
+    repr_tokens, sample = min(repr_tokens, page), budget // page * page
+
+    def seen_from(i: int, j: int) -> int:
+        """The position from which query i sees the chosen key j."""
+        behind = i // size - j // size
+        return {
+            "side_by_side": 0,  # for scores; where the key is seen depends on what else is chosen
+            "true": i,
+            "constant": far,
+            "grouped": i // group + reach - reach // group,
+            "dual": i % size if behind == 0 else min(i % size + size, far) if behind == 1 else far,
+        }[place]
+
+    def key_at(j: int) -> int:
+        return {"side_by_side": j % page, "true": j, "constant": 0, "grouped": j // group, "dual": j % size}[place]
+
+    scores = page_scores(q, k, v, setting, select, page, repr_tokens, seen_from, key_at, place, sample, **knobs)
+    heads = {"head": 1, "group": n_heads // len(k), "layer": n_heads}[
+        share or ("layer" if select == "lowdim" else "head")
+    ]
+
+    def choose(h: int, i: int) -> list[int]:
+        end = max(0, i // page - near)
+        mine = scores[h // heads * heads : h // heads * heads + heads, i, :end]
+        total = (mine[0] if select == "random" else mine.sum(0)).tolist()
+        fixed = [c for c in range(end) if c < first or c >= end - (last - near)]
+        free = sorted((c for c in range(end) if c not in fixed), key=lambda c: -total[c])
+        scale = heads * math.sqrt(dim) * (repr_tokens if select == "representatives" else 1)
+        weights = {
+            c: x if select == "oracle" else 1.0 if select == "random" else math.exp(x / scale)
+            for c, x in enumerate(total)
+        }
+        return sorted(reaching(top_p, fixed, free[: budget // page - 1 - near - len(fixed)], weights))
+
+    mask, distance = torch.zeros(n_heads, n, n, dtype=torch.bool), torch.zeros(n_heads, n, n, dtype=torch.int64)
+    for h in range(n_heads):
+        for i in range(n):
+            row = choose(h, i)
+            seen = {j: i - j for j in range(max(0, i // page - near) * page, i + 1)}
+            for slot, c in enumerate(row):
+                for j in range(c * page, (c + 1) * page):
+                    in_row = (len(row) - slot) * page + i % page - j % page
+                    seen[j] = in_row if place == "side_by_side" else seen_from(i, j) - key_at(j)
+            mask[h, i, [*seen]] = True
+            distance[h, i, [*seen]] = torch.tensor([*seen.values()])
+    return Tables(mask, distance)
+
+
+def page_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    select: str,
+    page: int,
+    repr_tokens: int,
+    seen_from: Callable[[int, int], int],
+    key_at: Callable[[int], int],
+    place: str,
+    sample: int,
+    compress: str = "pca",
+    low_dim: int = 128,
+    maps: Mapping[str, Tensor] | None = None,
+    judge: str = "constant",
+    seed: int = 0,
+) -> Tensor:
+    """Return `[H, N, M]`: each query's scores of the complete pages, by one of the selectors."""
+    (n_heads, n, dim), rep, found = q.shape, len(q) // len(k), torch.zeros(*q.shape[:2], q.shape[1] // page).double()
+    if select == "oracle":
+        mass = true_mass(q, k, setting, judge)[..., : found.shape[2] * page]
+        return mass.unflatten(2, (-1, page)).sum(3)
+    if select == "lowdim":
+        return low_dim_scores(q, k, setting, page, low_dim, maps, sample)
+    index = torch.arange(n)
+    for h in range(n_heads):
+        for c in range(found.shape[2]):
+            rows = slice(c * page, (c + 1) * page)
+            if select == "random":
+                found[h, :, c] = torch.tensor([draw(seed, h, i, c) for i in range(n)])
+                continue
+            asking = turned(q[h], torch.tensor([seen_from(i, c * page) for i in range(n)]), setting)
+            at = torch.tensor([key_at(j) for j in index[rows].tolist()])
+            queries, keys = turned(q[h, rows], at, setting), turned(k[h // rep, rows], at, setting)
+            if place == "side_by_side":
+                asking = as_complex(q[h])
+            if place == "constant":
+                asking, queries, keys = asking * setting.factor, as_complex(q[h, rows]), as_complex(k[h // rep, rows])
+            if select == "bounds":
+                channels = torch.view_as_real(keys).flatten(1)
+                products = torch.view_as_real(asking).flatten(1)[:, None] * torch.stack(
+                    [channels.amin(0), channels.amax(0)]
+                )
+                found[h, :, c] = products.amax(1).sum(1)
+                continue
+            inner = (dot(queries[:, None], keys[None]) / math.sqrt(dim)).softmax(-1)
+            if select == "summary":
+                average = as_complex((inner @ v[h // rep, rows].double()).mean(0))
+                one = ((dot(average, keys) / math.sqrt(dim)).softmax(-1)[:, None] * keys).sum(0)
+            elif select == "representatives":
+                received = inner.sum(0).tolist()
+                one = keys[sorted(range(page), key=received.__getitem__, reverse=True)[:repr_tokens]].sum(0)
+            else:
+                one = keys.mean(0)
+            found[h, :, c] = dot(asking, one)
+    return found
+
+
+def low_dim_scores(
+    q: Tensor,
+    k: Tensor,
+    setting: Setting,
+    page: int,
+    low_dim: int,
+    maps: Mapping[str, Tensor] | None,
+    sample: int,
+) -> Tensor:
+    """Return `[H, N, M]`: ESA's f of a page's best token, an equal share for every head."""
+    (n_heads, n, dim), n_pages = q.shape, q.shape[1] // page
+    far = torch.full((n,), max(1, setting.window // 2))
+    queries = [turned(q[h], far, setting) * setting.factor for h in range(n_heads)]
+    keys = k.transpose(0, 1).flatten(1).double()  # [N, G * D]
+    if maps is None:
+        basis = torch.tensor(directions(k[:, :sample], low_dim))
+        back = (keys @ basis @ basis.T).unflatten(1, (len(k), dim))
+        f = torch.stack(
+            [dot(queries[h][:, None], as_complex(back[:, h * len(k) // n_heads])[None]) for h in range(n_heads)]
+        ).sum(0)
+    else:
+        low_q = torch.cat([torch.cat((x.real, x.imag), 1) for x in queries], 1) @ maps["query"].double()
+        f = (low_q + maps["query_bias"].double()) @ (keys @ maps["key"].double() + maps["key_bias"].double()).T
+    best = f[:, : n_pages * page].unflatten(1, (n_pages, page)).amax(2)
+    return best.expand(n_heads, n, n_pages) / n_heads
 
 
 def infllm(
@@ -539,6 +702,7 @@ DEFINITIONS: dict[str, Callable[..., Tables]] = {
     "lm_infinite": lm_infinite,
     "longheads": longheads,
     "oracle": oracle,
+    "pages": pages,
     "quest": quest,
     "random": random,
     "rerope": rerope,

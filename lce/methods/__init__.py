@@ -28,6 +28,7 @@ from lce.methods.observed import Wrapped as Wrapped
 from lce.methods.oracle import Oracle as Oracle
 from lce.methods.oracle import cheating as cheating
 from lce.methods.oracle import selects as selects
+from lce.methods.pages import Pages as Pages
 from lce.methods.parts import CHOSEN as CHOSEN
 from lce.methods.parts import LayerFacts as LayerFacts
 from lce.methods.parts import Part as Part

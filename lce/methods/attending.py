@@ -59,8 +59,9 @@ class DenseCall:
 class PlacedPart:
     """A `Part` in one pass: the rotation of queries to `part.query_at`, and the `dense` calls for the part's spans.
 
-    `turn` is `[T, D/2]`. For chosen keys with a position for each slot, `turn` is a table `[P, D/2]`, and `slots
-    [T, K]` are each slot's rows of the table. A part of chosen keys has no calls.
+    `turn` is `[T, D/2]`. For chosen keys with a position for each slot or band, `turn` is a table `[P, D/2]`, and
+    `slots [T, K]` are the rows of the table for each slot or band. A part of chosen keys has no calls, and is the one
+    that was declared for indices on the device.
     """
 
     part: Part
@@ -131,7 +132,7 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
                 turn = turn_of(method, replace(same, query_at=places), at, q, step)
                 if calls and len(turn.cos) != len(i):
                     turn = Turn(*(x.expand(len(i), -1).contiguous() for x in turn))
-                found.append(PlacedPart(part, turn, calls, slots))
+                found.append(PlacedPart(part if calls else same, turn, calls, slots))
         return found
 
     return step.once(f"parts {method.layer_kind(cache.index)}", make)
@@ -249,6 +250,11 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
     if part.n_slots is None:
         return 0
     return part.n_slots.to(chosen.device)[:, None] - (chosen >= 0).sum(-1, keepdim=True)
+
+
+def band_of(bands: Tensor, chosen: Tensor) -> Tensor:
+    """Return the number of each chosen chunk's band (`Part.bands [T, B-1]`), for `chosen [H, T, K]`: `[H, T, K]`."""
+    return (chosen[..., None] >= bands[:, None].to(chosen.device)).sum(-1)
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:

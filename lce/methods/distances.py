@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lce.methods.attending import block_parts, bounds, slot_shift
+from lce.methods.attending import band_of, block_parts, bounds, slot_shift
 from lce.methods.base import Method
 from lce.methods.parts import CHOSEN, Part
 from lce.methods.step import Step
@@ -67,15 +67,17 @@ def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Ste
 def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> Tensor | None:
     """Return the least and the largest distance at which queries see each chunk that they chose: `[H, T, K, 2]`.
 
-    `chosen [H, T, K]` are chunks or tokens as passed to `step.note`. The distances of a chunk's tokens fall by 1 from
-    token to token, or are all equal. None: the method declares no part of chosen keys.
+    `chosen [H, T, K]` are chunks or tokens as passed to `step.note`. The distances of a chunk's tokens fall from
+    token to token as their keys' positions rise, or are all equal. None: the method declares no part of chosen keys.
     """
     parts = block_parts(method, layer, step)[1] if method.declares else []
     part = next((part for part in parts if part.keys == CHOSEN), None)
     if part is None:
         return None
     chosen, (first, size), at = chosen.cpu(), method.choices, torch.as_tensor(part.query_at)
-    if at.ndim == 2:
+    if part.bands is not None:
+        at = at.expand(len(chosen), -1, -1).gather(-1, band_of(part.bands, chosen))
+    elif at.ndim == 2:
         slots = torch.arange(chosen.shape[-1]) + slot_shift(part, chosen)
         at = at.expand(len(chosen), -1, -1).gather(-1, slots.clamp(min=0, max=at.shape[-1] - 1))
     elif at.ndim == 1:

@@ -15,20 +15,20 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
 from lce.errors import UsageError
-from lce.files import path_of
 from lce.methods import lowdim
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.joint import JointSelection
-from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, block_scores, concat_heads, missing, principal
-from lce.methods.map_file import open_maps
+from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, principal
+from lce.methods.map_file import check_maps, maps_for
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts, Step
 from lce.methods.top_p import top_p_knob
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
+OTHERWISE = "-o compress=pca or -o compress=none"
 
 
 @register("esa")
@@ -81,26 +81,8 @@ class ESA(JointSelection):
             return self
         if model.plan_only:
             return replace(self, compress="pca", maps=None)  # `pca` needs no maps; its low-dim keys have the same size
-        if model.rope.follows_length:
-            kind = model.rope.kind
-            ntk = "--rope ntk --rope-factor F, " if kind == "dynamic" else ""
-            raise UsageError(
-                f"{self.name}: under {kind} RoPE scaling queries rotate by the length of each text, and maps are "
-                f"learned for one rotation; give {ntk}-o compress=pca or -o compress=none"
-            )
-        fingerprint, far = model.source.checkpoint.fingerprint(), resolved(self.sized(model.window).far)
-        wanted = LearnedFor(fingerprint, self.low_dim, far, model.window, model.rope)
-        sizes = (model.config.n_heads, model.config.n_kv_heads, model.config.head_dim)
-        if isinstance(self.maps, LowDimMaps):
-            if self.maps.learned_for is not None:
-                wanted.check(self.maps.learned_for, self.maps.source, model.source.path)
-            self.maps.check_shapes(model.config.acting_layers, *sizes)
-            return self
-        path = model.source.maps_file if self.maps is None else path_of(self.maps, "maps")
-        if self.maps is None and not path.exists():
-            raise missing(self.name, wanted.command(model.source.path))
-        shapes = LowDimMap.shapes(*sizes, self.low_dim)
-        return replace(self, maps=open_maps(path, wanted, shapes, model.config.acting_layers, model.source.path))
+        far = resolved(self.sized(model.window).far)
+        return replace(self, maps=maps_for(self.name, self.maps, self.low_dim, far, model, OTHERWISE))
 
     def sized(self, window: int) -> Self:
         """Return this method with all knobs filled in; the maps are not checked."""
@@ -116,15 +98,7 @@ class ESA(JointSelection):
         made, maps = self.sized(window), self.maps
         if made.compress != "calibrated":
             return made
-        if not isinstance(maps, LowDimMaps):
-            command = f"lce calibrate --model M --text FILE --out maps.safetensors --far {made.far}"
-            raise missing(self.name, command)
-        if maps.low_dim != made.low_dim:
-            has = f"{maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
-            raise UsageError(f"{self.name}: low_dim is {made.low_dim}, but {has}")
-        if maps.learned_for is not None:
-            here = replace(maps.learned_for, far=resolved(made.far), window=window)
-            here.check(maps.learned_for, maps.source)
+        check_maps(self.name, maps, self.low_dim, resolved(made.far), window, OTHERWISE)
         return made
 
     @property

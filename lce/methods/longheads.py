@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
-from lce.attention import dot_products
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
-from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.base import knob
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.registry import register
 from lce.methods.selective import SelectiveMethod
+from lce.methods.selectors import SUMMARY, random_scores
 from lce.methods.step import Step
 
 
@@ -71,40 +69,25 @@ class LongHeads(SelectiveMethod):
         return 1 if self.fix_head else {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        n_kv_heads, n_chunks = k.shape[:2]
-        keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [G * m, L, D]
-        out, _ = step.attention.dense(fold_chunks(q, n_kv_heads), keys, values, causal=False)
-        query = out.mean(dim=1, keepdim=True)  # [G * m * H/G, 1, D]
-        representation, _ = step.attention.dense(query, keys, keys, causal=False)
-        return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
+        return SUMMARY.summarise(q, k, v, step)
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        scores = dot_products(q[:1], summary[:1]) if self.fix_head else dot_products(q, summary)  # [H, T, M]
-        if self.rank == "top" and self.share == "head":
-            return scores
-        scores = scores.float()
+        scores = SUMMARY.score(q[:1], summary[:1]) if self.fix_head else SUMMARY.score(q, summary)  # [H, T, M]
         if self.rank == "random":
             scores = random_scores(len(scores), scores.shape[-1], step, layer, scores.device)
         elif self.rank == "last":
-            scores = -scores
-        if self.share == "layer":
-            return scores.sum(0, keepdim=True)
-        if self.share == "group":
-            scores = scores.unflatten(0, (step.n_kv_heads, -1)).sum(1)
-        return scores
+            scores = -scores.float()
+        return scores if self.fix_head else SUMMARY.together(scores, self.n_choosers(len(q), step.n_kv_heads))
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return super().log_mass(scores, len(scores) if self.fix_head else n_heads, head_dim)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        size = self.size
-        n_complete = block.stop // size - block.start // size
-        summaries = 2 * block.n_heads * n_complete * (size + 1) * size * block.head_dim  # Eq. 1: L queries; Eq. 2: one
-        choosers = 0 if self.fix_layer and block.layer > block.first_layer else 1 if self.fix_head else block.n_heads
-        return self.selection_cost(
-            block, vectors_read=choosers, summaries=summaries, choosers=choosers,
-            together=self.share != "head" or self.fix_head,
-        )  # fmt: skip
+        n_scored = 0 if self.fix_layer and block.layer > block.first_layer else 1 if self.fix_head else block.n_heads
+        choosing = SUMMARY.cost(replace(block, n_heads=n_scored), self.size)
+        summaries = SUMMARY.cost(block, self.size).summaries
+        together = self.share != "head" or self.fix_head
+        return self.seen_cost(block, together=together) + replace(choosing, summaries=summaries)
 
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
         heads, layers = block.n_heads, block.n_layers
@@ -126,18 +109,3 @@ class LongHeads(SelectiveMethod):
         return step.once_on_all(
             "choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step), q.device
         )
-
-
-def random_scores(n_heads: int, n_chunks: int, step: Step, layer: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Draw scores `[H, T, M]`. A score depends on seed, layer, head, query index and chunk, not on the block size."""
-    heads = torch.arange(n_heads, device=device)[:, None, None]
-    rows = (seed * 1_000_037 + layer * 1_000_003 + heads) * 1_000_033 + step.positions(device)[:, None]
-    return mix(rows, torch.arange(n_chunks, device=device))
-
-
-def mix(x: Tensor, y: Tensor) -> Tensor:
-    """Hash two integer tensors to floats in [0, 1), with 24 random bits (the multiply-and-shift of Murmur3)."""
-    bits = (x * 0x9E3779B1 + y * 0x85EBCA77) & 0xFFFFFFFF
-    for factor in (0x85EBCA6B, 0xC2B2AE35):
-        bits = ((bits ^ (bits >> 15)) * factor) & 0xFFFFFFFF
-    return ((bits ^ (bits >> 16)) >> 8).float() / 2**24

@@ -164,11 +164,11 @@ class LowDimMaps:
             raise UsageError(f"{self!r} does not fit this model: expected maps of {len(layers)} layers, each {sizes}")
 
 
-def missing(method: str, command: str) -> UsageError:
-    """Return the error for a method without maps; `command` is the command that learns maps."""
+def missing(method: str, command: str, otherwise: str) -> UsageError:
+    """Return the error for a method without maps; `command` learns maps, and `otherwise` are options without maps."""
     return UsageError(
         f"{method}: this model has no calibrated maps; make them by `{command}` and give -o maps=maps.safetensors, "
-        "or give -o compress=pca or -o compress=none"
+        f"or give {otherwise}"
     )
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,8 +19,9 @@ from safetensors.torch import load, save
 from torch import Tensor, float32
 
 from lce.errors import DataError, UsageError, shown
-from lce.files import named, open_regular, write_whole
-from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
+from lce.files import named, open_regular, path_of, write_whole
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, missing
+from lce.methods.step import ModelFacts
 from lce.models.config import RopeConfig
 
 FORMAT = "lce low-dim maps 2"
@@ -123,3 +124,48 @@ def _learned_for(header: bytes) -> LearnedFor:
         return LearnedFor(**{**facts, "rope": RopeConfig(**facts["rope"])})
     except (LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"its header is no header of maps: {shown(str(error))}") from None
+
+
+def maps_for(
+    method: str, maps: str | LowDimMaps | None, low_dim: int, far: int, model: ModelFacts, otherwise: str
+) -> LowDimMaps:
+    """Return the maps of a method for a model: `maps`, the maps of the file `maps`, or of the file beside the model.
+
+    Raises an error for maps of another model or setting, and if there are none; `otherwise` are options without maps.
+    """
+    if model.rope.follows_length:
+        kind = model.rope.kind
+        ntk = "--rope ntk --rope-factor F, " if kind == "dynamic" else ""
+        raise UsageError(
+            f"{method}: under {kind} RoPE scaling queries rotate by the length of each text, and maps are "
+            f"learned for one rotation; give {ntk}{otherwise}"
+        )
+    fingerprint = model.source.checkpoint.fingerprint()
+    wanted = LearnedFor(fingerprint, low_dim, far, model.window, model.rope)
+    sizes = (model.config.n_heads, model.config.n_kv_heads, model.config.head_dim)
+    if isinstance(maps, LowDimMaps):
+        if maps.learned_for is not None:
+            wanted.check(maps.learned_for, maps.source, model.source.path)
+        maps.check_shapes(model.config.acting_layers, *sizes)
+        return maps
+    path = model.source.maps_file if maps is None else path_of(maps, "maps")
+    if maps is None and not path.exists():
+        raise missing(method, wanted.command(model.source.path), otherwise)
+    shapes = LowDimMap.shapes(*sizes, low_dim)
+    return open_maps(path, wanted, shapes, model.config.acting_layers, model.source.path)
+
+
+def check_maps(
+    method: str, maps: str | LowDimMaps | None, low_dim: int, far: int, window: int, otherwise: str
+) -> LowDimMaps:
+    """Return the maps of a resolved method; raise `UsageError` unless the maps are read and fit its knobs."""
+    if not isinstance(maps, LowDimMaps):
+        command = f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}"
+        raise missing(method, command, otherwise)
+    if maps.low_dim != low_dim:
+        raise UsageError(
+            f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
+        )
+    if maps.learned_for is not None:
+        replace(maps.learned_for, far=far, window=window).check(maps.learned_for, maps.source)
+    return maps

@@ -90,7 +90,7 @@ class TrueMass:
 
     def _scores(self, q: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
         """Return the logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
-        q, k = q.float(), self._unrotated(start, stop)
+        q, k = q.float(), unrotated(self.method, self.cache, self.step, start, stop)
         index = torch.arange(start, stop, device=q.device)
         least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the smallest and the largest distance
         near = self.cap is None or least < self.cap
@@ -103,19 +103,20 @@ class TrueMass:
             scores.masked_fill_(positions[:, None] - index >= self.reach, -torch.inf)
         return scores.masked_fill_(positions[:, None] < index, -torch.inf) if least < 0 else scores
 
-    def _unrotated(self, start: int, stop: int) -> Tensor:
-        """Return the keys of tokens `start..stop-1` in float32, rotated back from their cached positions."""
-        k, rope = self.cache.span(start, stop)[0].float(), self.step.rope
-        placed = self.method.key_positions(torch.arange(start, stop, device=k.device))
-        if placed is None:
-            return k
-        cos, sin = rope.turn(-placed, torch.float64)  # this rotation and the cached keys both include YaRN's factor
-        return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
-
     def _far(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the logits of unrotated queries and keys at the distance `cap`."""
         distance = torch.full((1,), resolved(self.cap), device=q.device)
         return _products(rotate(q, self.step.far_turn(distance, q)), k)
+
+
+def unrotated(method: Method, cache: LayerCache, step: Step, start: int, stop: int) -> Tensor:
+    """Return the keys of tokens `start..stop-1` in float32, rotated back from their cached positions."""
+    k, rope = cache.span(start, stop)[0].float(), step.rope
+    placed = method.key_positions(torch.arange(start, stop, device=k.device))
+    if placed is None:
+        return k
+    cos, sin = rope.turn(-placed, torch.float64)  # this rotation and the cached keys both include YaRN's factor
+    return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:

@@ -7,17 +7,13 @@ mass instead of its scores, with the same budget, placement and tokens that are 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache as cached
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from lce.attention import SCORES_AT_ONCE
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout
-from lce.cache.method_state import FileTensor, MethodState
 from lce.errors import UsageError
 from lce.methods.base import Method, knob
 from lce.methods.costs import Cost, QueryBlock
@@ -25,41 +21,40 @@ from lce.methods.esa import ESA
 from lce.methods.joint import JointSelection
 from lce.methods.longheads import LongHeads
 from lce.methods.mass import Judge, TrueMass
-from lce.methods.parts import RECENT
+from lce.methods.pages import Pages
 from lce.methods.registry import register
-from lce.methods.selective import ChunkSelection, Scorer, SelectiveMethod
+from lce.methods.selective import ChunkSelection, SelectiveMethod
+from lce.methods.selectors import ContextSelector, Mass, Scorer, Sizes
 from lce.methods.step import Step
 
 
 class WithoutSummaries(ChunkSelection):
-    """A mixin for methods that choose chunks by the scores of `chunk_scores`, without summaries of chunks."""
+    """A mixin for methods that choose chunks by a `ContextSelector`, without summaries of chunks."""
 
     decodes = False
+    uses_queries: ClassVar[bool] = False
 
+    @property
     @abstractmethod
-    def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
-        """Return scores `[C, T, n_chunks]` of the first `n_chunks` chunks for unrotated queries `q [H, T, D]`."""
+    def selector(self) -> ContextSelector:
+        """The selector."""
 
-    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return {name: kept for name, kept in super().state(layout).items() if name == RECENT}
-
-    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        return True
+    def summary_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return self.selector.shape(sizes)
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         raise AssertionError("no chunk is summarised")
 
-    def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
-        pass
-
     def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Scorer, int]:
-        n_chunks = step.stop // self.size
-        rows = max(1, SCORES_AT_ONCE // (len(q) * step.stop))
-        return lambda here, some: self.chunk_scores(q[:, here], n_chunks, cache, some), rows
+        n_choosers = self.n_choosers(len(q), step.n_kv_heads)
+        return self.selector.scorer(self, q, n_choosers, self.size, cache, step)
+
+    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
+        return self.selector.log_mass(scores, n_heads, head_dim)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of attending the chosen chunks, as if all heads chose different chunks. Choosing is free."""
-        return self.selection_cost(block, vectors_read=0, summaries=0, products=0)
+        """Return the cost of choosing and attending chunks, as if all heads chose different chunks."""
+        return self.seen_cost(block) + self.selector.cost(block, self.size)
 
 
 @dataclass(frozen=True)
@@ -90,17 +85,9 @@ class ByMass(WithoutSummaries):
 
     judge: Judge
 
-    def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
-        mass = TrueMass(self, cache, step, self.judge).of_chunks(q, step.positions(q.device), self.size, n_chunks)
-        n_choosers = self.n_choosers(len(q), step.n_kv_heads)
-        return mass if n_choosers == len(q) else mass.unflatten(0, (n_choosers, -1)).logsumexp(1)
-
-    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        return scores
-
-    def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of choosing and attending chunks: choosing reads all keys, and scores are not counted."""
-        return super().choice_cost(block) + Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
+    @property
+    def selector(self) -> ContextSelector:
+        return Mass(self.judge)
 
 
 class JointByMass(JointSelection):
@@ -152,6 +139,8 @@ def cheating(method: Method, judge: Judge = "constant") -> Method:
         raise UsageError(
             f"{method.label} selects nothing, so no selection can be replaced; expected a selecting method"
         )
+    if isinstance(method, Pages):
+        return method.replaced(select="oracle", judge=judge)
     knobs: dict[str, Any] = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
     if isinstance(method, LongHeads):
         knobs |= {"rank": "top", "fix_layer": False}

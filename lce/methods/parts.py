@@ -24,7 +24,9 @@ class Part:
     query: a start below 0 means 0, a stop beyond `i + 1` means `i + 1`. A span whose stop is not after its start is
     empty. `query_at` is the position from which the queries see the keys. For chosen keys the position may differ by
     slot, the place in a query's list of K chunks: `[T, K]`. A query that chose fewer chunks than its `n_slots [T]`
-    has these chunks in its last slots.
+    has these chunks in its last slots. Or the position differs by band, a range of chunks: with `bands [T, B-1]`,
+    ascending, `query_at` is `[T, B]`, and chunk c is seen from position `query_at[t, b]`, where b of the numbers
+    `bands[t]` are c or less.
 
     Keys are seen at the positions where the method caches them (`Method.key_positions`), or with `exact` at their own
     index. Unrotated keys are at position 0, so that `query_at` is the distance.
@@ -36,6 +38,7 @@ class Part:
     query_at: Index
     exact: bool = False
     n_slots: Tensor | None = None
+    bands: Tensor | None = None
 
 
 @dataclass(frozen=True)

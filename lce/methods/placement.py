@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lce.attention import rotate
+from lce.attention import Turn, rotate
 from lce.methods.parts import CHOSEN, Part
 from lce.methods.step import Step
 
 
 class Placement(ABC):
     """A rule for the positions at which a query sees its chosen chunks and its own chunk."""
+
+    exact: ClassVar[bool] = False  # whether the own chunk is seen by recent keys, although keys are cached rotated
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         """Return the positions at which keys are cached; None: keys are unrotated."""
@@ -23,9 +27,13 @@ class Placement(ABC):
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
         """Return the `Part` of the chunks that queries `i [T]` choose: at most `most` each, in `n_slots` slots."""
 
-    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        """Return the block's unrotated queries `q`, rotated as the placement's scores of chunks need them."""
-        return q
+    def bands(self, i: Tensor, size: int) -> Tensor | None:
+        """Return the `Part.bands` of queries `i [T]`; None: positions do not differ by a range of chunks."""
+        return None
+
+    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
+        """Return the block's unrotated queries `q`, rotated to score chunks: once for all chunks, or for each band."""
+        return [q]
 
 
 class SideBySide(Placement):
@@ -53,18 +61,81 @@ class TruePositions(Placement):
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
         return Part(CHOSEN, i)
 
-    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        return rotate(q, step.true_turn(q))
+    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
+        return [rotate(q, step.true_turn(q))]
 
 
+@dataclass(frozen=True)
 class ConstantDistance(Placement):
-    """The placement of chosen chunks at one distance, the chunk size L. The own chunk is at distances 0 to L - 1."""
+    """The placement of chosen chunks at one distance, by default the chunk size L. Other tokens: true distances."""
+
+    distance: int | None = None
 
     def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        return Part(CHOSEN, size)
+        return Part(CHOSEN, self.distance or size)
 
-    def scored(self, q: Tensor, step: Step, size: int) -> Tensor:
-        return rotate(q, step.far_turn(size, q))
+    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
+        return [rotate(q, step.far_turn(self.distance or size, q))]
+
+
+@dataclass(frozen=True)
+class GroupedPositions(Placement):
+    """The placement of Self-Extend: chosen keys at `j // group`, the query at `i // group + reach - reach // group`.
+
+    At most `reach` tokens, those of the own chunk and of chunks seen with it, are at true distances.
+    """
+
+    group: int
+    reach: int
+    exact: ClassVar[bool] = True
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        return indices // self.group
+
+    def query_at(self, i: Tensor) -> Tensor:
+        """Return the positions from which queries `i [T]` see chosen keys."""
+        return i // self.group + self.reach - self.reach // self.group
+
+    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
+        return Part(CHOSEN, self.query_at(i))
+
+    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
+        turn = step.once("grouped turn", lambda: step.rope.turn(self.query_at(step.positions(q.device)), q.dtype))
+        return [rotate(q, turn)]
+
+
+@dataclass(frozen=True)
+class DualPositions(Placement):
+    """The placement of Dual Chunk Attention, by large chunks of `chunk_size` tokens: key j is at `j mod chunk_size`.
+
+    The query i is at `i mod chunk_size` for its own large chunk, at `min(chunk_size + i mod chunk_size, far)` for the
+    previous one, and at `far` for older ones. `chunk_size` is a multiple of the chunk size L.
+    """
+
+    chunk_size: int
+    far: int
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        return indices % self.chunk_size
+
+    def bands(self, i: Tensor, size: int) -> Tensor | None:
+        """Return the first chunks of the previous large chunk and of the own one."""
+        own = i // self.chunk_size * (self.chunk_size // size)
+        return torch.stack((own - self.chunk_size // size, own), dim=1)
+
+    def query_at(self, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions from which queries `i [T]` see older large chunks, the previous one, the own one."""
+        offset = i % self.chunk_size
+        return torch.full_like(i, self.far), (self.chunk_size + offset).clamp(max=self.far), offset
+
+    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
+        return Part(CHOSEN, torch.stack(self.query_at(i), dim=1), bands=self.bands(i, size))
+
+    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
+        def make() -> list[Turn]:
+            return [step.rope.turn(at, q.dtype) for at in self.query_at(step.positions(q.device))]
+
+        return [rotate(q, turn) for turn in step.once("dual turns", make)]
 
 
 PLACEMENTS: dict[str, Placement] = {

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from torch import Tensor, stack
+from torch import Tensor
 
-from lce.attention import bound_scores
 from lce.cache.layer import LayerCache
-from lce.cache.layout import AccessPattern, CacheLayout
-from lce.cache.method_state import FileTensor, MethodState, Summaries
+from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
-from lce.methods.base import Example, is_like, knob, resolved
+from lce.methods.base import Example, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.selective import SUMMARIES, ChunkSelection
+from lce.methods.selective import ChunkSelection
+from lce.methods.selectors import BOUNDS, Sizes
 from lce.methods.step import Step
 from lce.methods.top_p import top_p_knob
 
@@ -70,18 +69,14 @@ class Quest(ChunkSelection):
     def access(self) -> AccessPattern:
         return AccessPattern(self.page, local=self.page, per_head=True)
 
-    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        return {SUMMARIES: Summaries(2 * layout.key_bytes, self.page)}  # in all layers, dense ones included
-
-    def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        summaries, shape = kept.get(SUMMARIES), (layout.n_kv_heads, n_tokens // self.size, 2, layout.head_dim)
-        return summaries is None or is_like(summaries, shape, layout.dtype)
+    def summary_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return BOUNDS.shape(sizes)  # in all layers, dense ones included
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        return stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]
+        return BOUNDS.summarise(q, k, v, step)
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        return bound_scores(q, summary)
+        return BOUNDS.score(q, summary)
 
     def layer_kind(self, layer: int) -> str:
         return "dense" if layer < self.dense_layers else ""
@@ -96,4 +91,4 @@ class Quest(ChunkSelection):
     def choice_cost(self, block: QueryBlock) -> Cost:
         if self.layer_kind(block.layer):
             return Cost(0)
-        return self.selection_cost(block, vectors_read=2 * block.n_kv_heads, summaries=0, products=2)
+        return self.seen_cost(block) + BOUNDS.cost(block, self.size)

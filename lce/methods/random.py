@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from lce.cache.layer import LayerCache
 from lce.methods.base import knob
-from lce.methods.longheads import random_scores
 from lce.methods.oracle import BudgetedChunks
 from lce.methods.registry import register
-from lce.methods.step import Step
+from lce.methods.selectors import ContextSelector, Random
 
 
 @register("random")
@@ -30,8 +25,6 @@ class RandomChunks(BudgetedChunks):
 
     seed: int = knob(0, "another seed draws other chunks", kw_only=True)
 
-    def chunk_scores(self, q: Tensor, n_chunks: int, cache: LayerCache, step: Step) -> Tensor:
-        return random_scores(len(q), n_chunks, step, cache.index, q.device, self.seed)
-
-    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        return torch.zeros_like(scores)
+    @property
+    def selector(self) -> ContextSelector:
+        return Random(self.seed)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -22,6 +23,7 @@ from lce.attention import (
     Turn,
     best_chunks,
     best_runs,
+    combine,
     dot_products,
     rotate,
     runs_of_chunks,
@@ -31,18 +33,18 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
-from lce.methods.attending import PlacedPart, slot_shift
+from lce.methods.attending import PlacedPart, band_of, slot_shift
 from lce.methods.base import Example, Method, is_like, knob, resolved, says_for
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.hooks import SELECTION_CHECKS
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.placement import PLACEMENTS, Placement
+from lce.methods.selectors import Scorer, Sizes
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import prune, top_p_knob
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
-Scorer = Callable[[slice, Step], Tensor]  # takes a slice of t queries and the slice's step; returns scores `[C, t, M]`
 
 
 class ChunkSelection(Method, ABC):
@@ -57,10 +59,12 @@ class ChunkSelection(Method, ABC):
     top_p: float | None = None  # the share of the estimated attention that chosen chunks must reach; None: off
     keep_first = True  # whether chunk 0 is always taken
     keep_last = True  # whether the last complete chunk before a query's own is always taken
-    uses_queries: ClassVar[bool] = (
-        True  # whether `summarise` needs queries, which are kept until their chunk is complete
-    )
     summary_vectors: ClassVar[int] = 1  # the number of vectors `[D]` in a chunk's summary, for each query head
+
+    @property
+    def uses_queries(self) -> bool:
+        """Whether `summarise` needs queries, which are kept until their chunk is complete."""
+        return True
 
     @property
     @abstractmethod
@@ -82,23 +86,47 @@ class ChunkSelection(Method, ABC):
         return AccessPattern(self.size, sinks=self.size, local=self.size, per_head=True)
 
     @property
+    def n_first(self) -> int:
+        """The number of first chunks that are always taken."""
+        return int(self.keep_first)
+
+    @property
+    def n_last(self) -> int:
+        """The number of last candidates of a query, complete chunks before its own, that are always taken."""
+        return int(self.keep_last)
+
+    @property
+    def n_near(self) -> int:
+        """The number of complete chunks before a query's own that the query sees with its own chunk, not by choice."""
+        return 0
+
+    @property
     def n_recent(self) -> int:
-        return self.size if self.unrotated else 0
+        return (self.n_near + 1) * self.size if self.unrotated or self.placed.exact else 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return empty stores: of chunk summaries, of the incomplete chunk's queries, and of recent keys if needed."""
-        kept: dict[str, MethodState] = {SUMMARIES: Summaries(self.summary_vectors * layout.query_bytes, self.size)}
+        """Return empty stores: of chunk summaries, of the incomplete chunk's queries, and of recent keys, if needed."""
+        shape = self.summary_shape(layout)
+        n_bytes = self.summary_vectors * layout.query_bytes if shape is None else prod(shape) * layout.dtype.itemsize
+        kept: dict[str, MethodState] = {SUMMARIES: Summaries(n_bytes, self.size)} if n_bytes else {}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
         return {**kept, **super().state(layout)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
-        summaries, n_chunks = kept.get(SUMMARIES), n_tokens // self.size
+        summaries, n_chunks, shape = kept.get(SUMMARIES), n_tokens // self.size, self.summary_shape(layout)
         if summaries is None:
             return True  # some layers keep no summaries; a layer that needs summaries raises an error
-        if not self.keeps_vectors:
+        if shape is None:
             return summaries.shape[1] == n_chunks
-        return is_like(summaries, (layout.n_heads, n_chunks, layout.head_dim), layout.dtype)
+        return is_like(summaries, (shape[0], n_chunks, *shape[1:]), layout.dtype)
+
+    def summary_shape(self, sizes: Sizes) -> tuple[int, ...] | None:
+        """Return the shape `[S, …]` of one chunk's summary; None: `summary_vectors` alone says how large it can be.
+
+        A shape of no numbers, `(0,)`, is that of a method that keeps no summaries.
+        """
+        return (sizes.n_heads, sizes.head_dim) if self.keeps_vectors else None
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return window if self.placement == "true" else None
@@ -107,13 +135,15 @@ class ChunkSelection(Method, ABC):
         return self.placed.key_positions(indices, self.size)
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
-        own = self.key_positions(i)
-        yield Part((i // self.size * self.size, i + 1), i if own is None else own, exact=own is None)
+        own = None if self.placed.exact else self.key_positions(i)
+        yield Part(((i // self.size - self.n_near) * self.size, i + 1), i if own is None else own, exact=own is None)
         yield self.placed.part(i, self.size, min(self.n_choices, layer.longest // self.size), self.n_choices)
 
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes, and store the queries of the chunk that stays incomplete."""
         size, at = self.size, step.at
+        if SUMMARIES not in cache.state:
+            return
         if at is not None:
             if self.uses_queries:
                 offset = step.once("offset in chunk", lambda: at % size)
@@ -181,8 +211,15 @@ class ChunkSelection(Method, ABC):
         return type(self).score is ChunkSelection.score
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        """Return which of `chunk_ids [M]` are always taken, `[T, M]` bool; `own [T, 1]` are the queries' own chunks."""
-        return ((chunk_ids == 0) & self.keep_first) | ((chunk_ids == own - 1) & self.keep_last)
+        """Return which of `chunk_ids [M]` are always taken, `[T, M]` bool; `own [T, 1]` are the queries' own chunks.
+
+        With `n_near`, `own` are the first chunks that the queries see with their own chunk.
+        """
+        return (chunk_ids < self.n_first) | ((chunk_ids >= own - self.n_last) & (chunk_ids < own))
+
+    def ends(self, step: Step, device: torch.device) -> Tensor:
+        """Return the end of each query's candidates, `[T, 1]`: its own chunk, or the first chunk seen with it."""
+        return (step.positions(device) // self.size - self.n_near)[:, None]
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
         """Return chosen chunks `[C, T, K]` by scores `[C, T, M]`: ids ascending, then -1. Time: O(C · T · M).
@@ -190,22 +227,39 @@ class ChunkSelection(Method, ABC):
         A query gets `n_choices` of the chunks before its own, or all of them if there are fewer; placement relies on
         this number. For any scores, even infinite and NaN ones, no query gets its own chunk or a later one.
         """
-        n_chunks = scores.shape[-1]
+        n_chunks, chunk_ids = scores.shape[-1], torch.arange(scores.shape[-1], device=scores.device)
 
         def make() -> Tensor:
-            own = (step.positions(scores.device) // self.size)[:, None]
-            found = self.forced(torch.arange(n_chunks, device=scores.device), own)
-            return found.expand(len(own), n_chunks).contiguous()
+            ends = self.ends(step, scores.device)
+            found = self.forced(chunk_ids, ends)
+            return (found & (chunk_ids < ends) if self.n_near else found).expand(len(ends), n_chunks).contiguous()
 
         forced = step.once(f"forced {n_chunks}", make)
+        if self.n_near:
+            near = step.once(f"near {n_chunks}", lambda: chunk_ids >= self.ends(step, scores.device))
+            scores = scores.masked_fill(near, -torch.inf)
         return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
+
+    def pick(self, scores: Tensor, step: Step) -> Tensor:
+        """Return what `select` returns. A method with a knob called `select` overrides `pick`."""
+        return self.select(scores, step)
 
     def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Scorer, int]:
         """Return a function that scores a slice of the queries `q [H, T, D]`, and the number of queries in a slice."""
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // self.size)
         scored = self.placed.scored(q, step, self.size)
         rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
-        return lambda here, some: self.score(scored[:, here], summary, some, cache.index), rows
+        return lambda here, some: self.score_bands([x[:, here] for x in scored], summary, some, cache.index), rows
+
+    def score_bands(self, scored: Sequence[Tensor], summary: Tensor, step: Step, layer: int) -> Tensor:
+        """Return `score` for queries that the placement rotated, each chunk's by the queries of its band."""
+        scores, *later = [self.score(q, summary, step, layer) for q in scored]
+        bands = self.placed.bands(step.positions(scores.device), self.size) if later else None
+        for number, some in enumerate(later):
+            assert bands is not None, "queries are rotated for each band"
+            beyond = torch.arange(scores.shape[-1], device=scores.device) >= bands[:, number, None]
+            scores = torch.where(beyond, some, scores)
+        return scores
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk at most.
@@ -221,14 +275,14 @@ class ChunkSelection(Method, ABC):
             here = slice(start, min(start + rows, n_queries))
             some = step if rows >= n_queries else step.part(here.start, here.stop)
             scores = score(here, some)
-            chosen = self.select(scores, some)
+            chosen = self.pick(scores, some)
             if self.top_p is not None or step.note_scores:
                 chunk_ids = torch.arange(scores.shape[-1], device=q.device)
-                own = (some.positions(q.device) // self.size)[:, None]
-                later = chunk_ids >= own
+                ends = self.ends(some, q.device)
+                later = chunk_ids >= ends
                 if self.top_p is not None:
                     mass = self.log_mass(scores, len(q), q.shape[-1]).masked_fill(later, -torch.inf)
-                    chosen = prune(chosen, scores, mass, self.forced(chunk_ids, own).expand_as(later), self.top_p)
+                    chosen = prune(chosen, scores, mass, self.forced(chunk_ids, ends).expand_as(later), self.top_p)
                 if step.note_scores:
                     step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
             parts.append(chosen)
@@ -244,37 +298,36 @@ class ChunkSelection(Method, ABC):
         if self.top_p is not None and placed.part.n_slots is not None:
             number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
             chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
-        n_slots, slots = chosen.shape[-1], placed.slots
-        if slots is None:  # one rotation serves all slots, and maybe all queries
-            slots = torch.arange(len(placed.turn.cos), device=q.device)[:, None]
+        return self.attend_pages(q, chosen, placed, cache, step)
+
+    def attend_pages(self, q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+        """Return the attention of unrotated queries `[H, T, D]` to `chosen [H, T, K]`, in a call for each band."""
+        n_slots, slots, bands, table = chosen.shape[-1], placed.slots, placed.part.bands, placed.turn
 
         def memory() -> Tensor:
             return step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
 
-        turns = SlotTurns(placed.turn, slots[:, :n_slots])
-        return step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory)
+        if bands is None or slots is None:
+            if slots is None:  # one rotation serves all slots, and maybe all queries
+                slots = torch.arange(len(table.cos), device=q.device)[:, None]
+            return step.attention.routed(q, SlotTurns(table, slots[:, :n_slots]), chosen, cache.tiles(chosen), memory)
+        band, found = band_of(bands, chosen), list[Attended]()
+        for number in reversed(range(slots.shape[1])):  # the last request for pages is the one that is prefetched
+            some, rows = chosen.masked_fill(band != number, -1), slots[:, number : number + 1]
+            found.append(step.attention.routed(q, SlotTurns(table, rows), some, cache.tiles(some), memory))
+        return combine(found)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of choosing and attending chunks: no summaries, and scores only with the default `score`."""
-        products = 1 if self.keeps_vectors else None
-        read = block.n_heads * self.summary_vectors
-        return self.selection_cost(block, vectors_read=read, summaries=None, products=products)
+        numbers = block.n_heads * block.head_dim * (block.stop // self.size if block.stop > self.size else 0)
+        scores = len(block) * numbers if self.keeps_vectors else None
+        return self.seen_cost(block) + Cost(0, scores, summaries=None, state_read=numbers * self.summary_vectors)
 
-    def selection_cost(
-        self, block: QueryBlock, *, vectors_read: int, summaries: int | None, choosers: int | None = None,
-        products: int | None = 1, together: bool = False,
-    ) -> Cost:  # fmt: skip
-        """Return the cost of choosing chunks and of attending the chosen chunks.
-
-        Scoring a chunk reads `vectors_read` vectors, and takes `products` dot products for each query of `choosers`
-        heads (None: all heads). With `together` the query heads of a KV head choose alike.
-        """
-        n_chunks = block.stop // self.size if block.stop > self.size else 0
-        n_queries = (block.n_heads if choosers is None else choosers) * len(block)
-        scores = None if products is None else products * n_queries * n_chunks * block.head_dim
-        read = n_chunks * vectors_read * block.head_dim if n_queries else 0
-        seen = block.chunks(self.size, self.n_choices, together=together)
-        return seen + Cost(0, scores, summaries, state_read=read)
+    def seen_cost(self, block: QueryBlock, *, together: bool = False) -> Cost:
+        """Return the cost of attending the chosen chunks; with `together` the query heads of a KV head choose alike."""
+        near = self.n_near * self.size
+        candidates = replace(block, start=max(0, block.start - near), stop=max(0, block.stop - near))
+        return candidates.chunks(self.size, self.n_choices, together=together)
 
     @property
     def counted(self) -> bool:
@@ -301,19 +354,24 @@ class ChunkSelection(Method, ABC):
     ) -> Attended:
         """Return the attention to chosen chunks, and to the query's own chunk unless the own chunk has recent keys."""
         own = others[0].turn if others else None
+        bands = step.once("bands", lambda: self.placed.bands(step.at, self.size))
+        n_bands = 0 if bands is None else bands.shape[1] + 1
         runs = self._plain_runs(q, cache, step, own is not None)
         if runs is None:
             chosen = self.choose(q, cache, step)
             assert chosen is not None, "there are complete chunks"
+            if bands is not None:  # each band has slots of its own
+                band = band_of(bands, chosen)
+                chosen = torch.cat([chosen.masked_fill(band != number, -1) for number in range(n_bands)], dim=-1)
             runs = runs_of_chunks(chosen.squeeze(1), self.size, None if own is None else step.at, q)
         first, count = runs
         n_slots = first.shape[1] - (own is not None)
 
         def make() -> tuple[Turn, Tensor]:
             """Return rotations of the query, and the index of each run's rotation; the own chunk's rotation is last."""
-            slots = turn.at(0, slice(n_slots)) if turn.cos.ndim == 3 else turn
+            slots = turn.at(0, slice(n_bands or n_slots)) if turn.cos.ndim == 3 else turn
             number = torch.arange(first.shape[1], device=turn.cos.device)
-            number = number if turn.cos.ndim == 3 else number // max(1, n_slots)
+            number = number // max(1, n_slots // max(1, len(slots.cos)))
             return slots if own is None else Turn(*(torch.cat(pair) for pair in zip(slots, own, strict=True))), number
 
         turns, number = step.once(f"turns of {n_slots}", make)
@@ -326,32 +384,38 @@ class ChunkSelection(Method, ABC):
         """
         if stop <= self.size or not stop % self.size:
             return None
-        ours = (hook.__module__.startswith("lce.") for hook in (type(self).score, type(self).select, type(self).forced))
-        return super().bound(stop) if all(ours) else (stop // self.size + 1) * self.size - 1
+        hooks, parents = {"score", "select", "forced"}, type(self).__mro__
+        authors = (next(cls for cls in parents if hook in vars(cls)).__module__ for hook in hooks)
+        ours = all(author.startswith("lce.") for author in authors)
+        return super().bound(stop) if ours else (stop // self.size + 1) * self.size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Choose among the chunks within the bound; chunks that are not complete yet are never taken."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
-        scores = self.score(self.placed.scored(q, step, self.size), summary, step, cache.index)
+        scores = self.score_bands(self.placed.scored(q, step, self.size), summary, step, cache.index)
         if (
             type(self).select is not ChunkSelection.select
         ):  # an overridden `select` might take chunks that are not complete
             scores = scores.masked_fill(
                 torch.arange(scores.shape[-1], device=q.device) >= step.at // self.size, -torch.inf
             )
-        chosen = self.select(scores, step)
+        chosen = self.pick(scores, step)
         return chosen if len(chosen) in (1, step.n_kv_heads) else chosen.repeat_interleave(len(q) // len(chosen), 0)
 
     def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
         """Choose chunks with a GPU kernel, and return them as `runs_of_chunks` does; None: no kernel can choose."""
         plain = self.plain_choice
-        if plain is None or not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
+        if plain is None or self.n_near or max(self.n_first, self.n_last) > 1:
+            return None
+        if not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
             return None
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
-        scored = self.placed.scored(q, step, self.size)[:, 0]
+        scored, *others = self.placed.scored(q, step, self.size)
+        if others:
+            return None
         options = {"choosers": self.n_choosers(len(q), step.n_kv_heads), "least": plain == "worst", "own": own}
-        options |= {"keep_first": self.keep_first, "keep_last": self.keep_last}
-        return best_runs(scored, summary, step.at, self.size, self.n_choices, **options)
+        options |= {"keep_first": self.n_first > 0, "keep_last": self.n_last > 0}
+        return best_runs(scored[:, 0], summary, step.at, self.size, self.n_choices, **options)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("esa", {"compress": "none"}),
     ("oracle", {"chunk_size": 8}),
     ("random", {"chunk_size": 8, "placement": "constant"}),
+    ("pages", {"select": "summary", "place": "dual"}),
+    ("pages", {"select": "lowdim", "compress": "pca", "low_dim": 16, "place": "grouped"}),
+    ("pages", {"select": "oracle", "place": "constant"}),
 ]
 SMALL = {"longheads": {"chunk_size": 8}, "infllm": {"block_size": 8, "top_k": 3, "sinks": 4}, "esa": {"sinks": 4}}
 
@@ -333,3 +336,8 @@ def test_many_threads_ask_at_once(engine: lce.Engine) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(32), timeout=60))
     assert sum(context is not None for context in found) == 3
+
+
+def test_maps_are_not_needed_to_plan(tiny_model: Path) -> None:
+    knobs = {"select": "lowdim", "low_dim": 16, "top_p": 0.5}
+    assert lce.plan(tiny_model, lce.methods.make("pages", knobs), tokens=700).fits

@@ -32,7 +32,7 @@ METHODS = {
     "longheads": {"chunk_size": 4, "chunks": 5}, "longheads by group": {"chunk_size": 4, "chunks": 5, "share": "group"},
     "longheads by layer": {"chunk_size": 4, "chunks": 5, "share": "layer", "placement": "true"},
     "quest": {"dense_layers": 0, "page": 4, "budget": 20}, "infllm": {"block_size": 4, "sinks": 4, "top_k": 3},
-    "esa": {"compress": "none", "sinks": 4, "top_k": 8},
+    "esa": {"compress": "none", "sinks": 4, "top_k": 8}, "pages": {"page": 4, "budget": 20, "share": "group"},
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_a_selector_of_ones_own_is_replaced() -> None:
 
 def test_what_selects_nothing_is_refused() -> None:
     assert [name for name in lce.methods.available() if selects(make(name))] == [
-        "esa", "infllm", "longheads", "oracle", "quest", "random"
+        "esa", "infllm", "longheads", "oracle", "pages", "quest", "random"
     ]  # fmt: skip
     with pytest.raises(UsageError, match="dca selects nothing"):
         cheating(make("dca"))

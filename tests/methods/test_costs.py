@@ -84,6 +84,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
         monkeypatch.setattr(f"lce.attention.{module}.compiled_for", lambda x: False)
     for owner, name, kind in (
         (lce.methods.LongHeads, "summarise", SUMMARIES), (lce.methods.InfLLM, "votes", SUMMARIES),
+        (lce.methods.Pages, "summarise", SUMMARIES),
         (LowDimMap, "low_keys", LOW_DIM), (LowDimMap, "low_queries", LOW_DIM), (lce.methods.ESA, "find_basis", BASIS),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, made.under(kind, getattr(owner, name)))
@@ -113,6 +114,11 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "longheads fixed": own.LongHeads(chunk_size=8, chunks=4, fix_head=True, placement="constant"),
         "quest": own.Quest(page=8, budget=24, dense_layers=0),
         "quest dense": own.Quest(page=8, budget=24, dense_layers=1),
+        "pages": own.Pages(page=8, budget=40, sinks=8, local=16),
+        "pages constant": own.Pages(select="summary", place="constant", page=8, budget=40, local=9, share="layer"),
+        "pages dual": own.Pages(select="mean", place="dual", page=8, budget=40, chunk_size=24, share="group"),
+        "pages grouped": own.Pages(select="representatives", place="grouped", page=8, budget=40, repr_tokens=2),
+        "pages lowdim": own.Pages(select="lowdim", page=8, budget=24, low_dim=3, maps=maps(n_heads, n_kv_heads)),
         "infllm": own.InfLLM(block_size=8, repr_tokens=2, top_k=3, sinks=3, local=20),
         "esa": own.ESA(**some, low_dim=3, maps=maps(n_heads, n_kv_heads)),
         "esa exact": own.ESA(**some, compress="none"),

@@ -25,6 +25,19 @@ WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
 # Knobs that a method needs if no model provides them.
 NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
+# Every selector at every placement, with several pages of sinks and local tokens.
+SELECTS: dict[str, dict[str, object]] = {
+    "summary": {}, "bounds": {}, "mean": {}, "representatives": {"repr_tokens": 2},
+    "lowdim": {"compress": "pca", "low_dim": 12}, "oracle": {"judge": "true"}, "random": {"seed": 1},
+}  # fmt: skip
+PLACES: dict[str, dict[str, object]] = {
+    "side_by_side": {}, "true": {}, "constant": {}, "grouped": {"group": 3}, "dual": {"chunk_size": 20},
+}  # fmt: skip
+PLANE = [
+    {"select": select, "place": place, "page": 4, "budget": 32, "sinks": 5, "local": 7, **of_select, **of_place}
+    for select, of_select in SELECTS.items()
+    for place, of_place in PLACES.items()
+]
 # Knobs that every method is also tested with, besides its defaults.
 KNOBS: dict[str, list[dict[str, object]]] = {
     "dca": [
@@ -77,6 +90,18 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"chunk_size": 4, "placement": "true", "top_p": 0.7, "keep_first": False, "keep_last": False},
         {"chunk_size": 1, "chunks": 9, "judge": "true"},
     ],
+    "pages": [
+        *PLANE,
+        {"page": 5, "budget": 26, "sinks": 0, "local": 0, "select": "summary", "share": "group"},
+        {"page": 1, "budget": 16, "sinks": 2, "local": 3, "place": "constant", "far": 31, "share": "layer"},
+        {"page": 4, "budget": 32, "select": "representatives", "place": "true", "top_p": 0.4, "sinks": 0},
+        {"page": 4, "budget": 32, "place": "constant", "top_p": 0.6, "share": "group"},
+        {"page": 4, "budget": 32, "select": "oracle", "top_p": 0.6, "share": "group", "local": 8},
+        {"page": 4, "budget": 32, "select": "random", "top_p": 0.37, "share": "layer"},
+        {"page": 8, "budget": 50, "select": "mean", "place": "side_by_side"},
+        {"page": 4, "budget": 24, "place": "dual", "top_p": 0.6, "share": "group", "far": 40},
+        {"page": 2, "budget": 24, "select": "summary", "place": "grouped", "top_p": 0.5, "local": 9, "group": 8},
+    ],
     "quest": [
         {"dense_layers": 0},
         {"dense_layers": 0, "page": 4, "budget": 16},
@@ -127,6 +152,10 @@ def exact_length(method: Method) -> int | None:
             return knobs["chunk_size"] * (1 if knobs["placement"] == "constant" else knobs["chunks"])
         case "quest" if knobs["top_p"] is None:
             return None if knobs["dense_layers"] else knobs["budget"] // knobs["page"] * knobs["page"]
+        case "pages" if knobs["top_p"] is None:
+            page, near = knobs["page"], knobs["place"] in ("constant", "grouped")
+            whole = (-(-local // page) + 1 if near else knobs["budget"] // page) * page
+            return min(whole, 2 * knobs["chunk_size"], knobs["far"] + 1) if knobs["place"] == "dual" else whole
         case "infllm":
             return local + (1 if knobs["far"] == local else 0)
         case "lm_infinite":
@@ -144,7 +173,7 @@ def exact_length(method: Method) -> int | None:
 
 def beyond(method: Method, windows: int) -> int:
     """Tokens far beyond the window: so many windows, and 3 more where the sinks alone are several of them."""
-    return (windows + 3 * (getattr(method, "sinks", 0) > 2 * WINDOW)) * WINDOW
+    return (windows + 3 * ((getattr(method, "sinks", 0) or 0) > 2 * WINDOW)) * WINDOW
 
 
 def test_every_method_has_a_definition() -> None:
@@ -192,7 +221,10 @@ def test_what_is_attended_is_what_a_method_says(
         distance = torch.nn.functional.pad(own.expand(len(q), -1, -1), (0, n + size - step.stop))
         for chosen in noted:
             near, far = distances.choice_distance(self, cache.index, chosen, step).unbind(-1)  # type: ignore[union-attr]
-            seen = far[..., None] - torch.arange(size) * (far > near)[..., None]
+            keys = self.key_positions((first + chosen.clamp(min=0)[..., None] * size + torch.arange(size)).flatten())
+            keys = torch.zeros(*far.shape, size, dtype=torch.int64) if keys is None else keys.view(*far.shape, size)
+            seen = far[..., None] + keys[..., :1] - keys
+            assert torch.equal(seen[..., -1][chosen >= 0], near[chosen >= 0])
             at = (first + chosen[..., None] * size + torch.arange(size)).masked_fill(chosen[..., None] < 0, n)
             distance = distance.scatter(-1, at.flatten(2), seen.flatten(2))
             tokens = (first + chosen[..., None] * size + torch.arange(size)).masked_fill(chosen[..., None] < 0, n)
@@ -416,6 +448,11 @@ def in_small_pieces(
     )
 
 
+def changes(knobs: dict[str, object]) -> int:
+    """How much a choice that rounding changes counts: where low-dim keys choose, it is that of all heads."""
+    return 2 if knobs.get("select") == "lowdim" else 1
+
+
 @pytest.mark.parametrize(("name", "knobs"), BASIC, ids=str)
 @pytest.mark.slow
 def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
@@ -429,7 +466,7 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
     assert torch.equal(*found)
     exact = in_small_pieces(method, heads)
     difference = (found[0] - exact).abs()
-    assert difference.mean() <= 0.01 * exact.abs().mean()
+    assert difference.mean() <= 0.01 * changes(knobs) * exact.abs().mean()
     assert not difference[:, :30].any(), "nothing is old in the first block"
     if name in ("full", "longheads", "esa", "infllm", "quest", "rerope", "self_extend"):
         assert difference.any(), "the method sees old tokens"
@@ -444,7 +481,7 @@ def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, obj
     """The same in any budget, to the bit; close to 16 bits; with small differences if the blocks are others."""
     method, heads = make(name, knobs), HEADS["grouped-query"]
     found, exact = check_the_smallest_budget(method, heads, tmp_path, "int8-device"), in_small_pieces(method, heads)
-    assert 0 < (found - exact).abs().mean() <= 0.03 * exact.abs().mean()
+    assert 0 < (found - exact).abs().mean() <= 0.03 * changes(knobs) * exact.abs().mean()
     if name == "full":
         q, k, v = vectors(9, *heads, found.shape[1], 16)
         other = run(method, q, k, v, cut(len(q[0]), 7), window=WINDOW, kv_dtype="int8-device")

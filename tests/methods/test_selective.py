@@ -12,7 +12,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
 from lce.kernels.cuda import launching
-from lce.methods import Driver, LongHeads, Quest, Rope, RopeConfig, SelectiveMethod, Step
+from lce.methods import Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, Step
 from lce.methods.selective import ChunkSelection
 from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
@@ -91,6 +91,7 @@ PLAIN: dict[str, ChunkSelection] = {
     "group": LongHeads(chunk_size=SIZE, chunks=5, share="group", rank="last"),
     "layer": LongHeads(chunk_size=SIZE, chunks=5, share="layer", keep_first=False, placement="constant"),
     "quest": Quest(page=SIZE, budget=5 * SIZE, dense_layers=0),
+    "pages": Pages(select="mean", page=SIZE, budget=5 * SIZE, sinks=0, share="group", place="true"),
 }
 
 

@@ -27,12 +27,13 @@ from lce.errors import UsageError
 from lce.lab.eval.record import Answer, Record
 from lce.lab.eval.running import answers
 from lce.lab.eval.selection import Samples
-from lce.methods import ESA, InfLLM, Method, Quest, SelectiveMethod, cheating, make, selects
+from lce.methods import ESA, InfLLM, Method, Pages, Quest, SelectiveMethod, cheating, make, selects
 from lce.methods.mass import JUDGES
 
 CAUSES = ("answered", "selection", "budget", "placement", "both", "model")
 RIGHT = 0.5  # the score from which an answer counts as right
 IN_WINDOW = ("side_by_side", "constant")  # the placements that keep all distances within the window
+PAGES_IN_WINDOW = (*IN_WINDOW, "grouped", "dual")  # those of `pages`
 
 
 class Rung(NamedTuple):
@@ -141,14 +142,14 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
     least, factor = getattr(method, knob), 1
     while least * factor * size < length:
         factor *= 2
-        if getattr(method, "placement", None) == "side_by_side" and least * factor * size > window:
+        if _placement(method) == "side_by_side" and least * factor * size > window:
             return
         yield f"{factor} times the budget", _changed(method, **{knob: least * factor})
 
 
 def _budget(method: Method) -> tuple[str | None, int]:
     """Return the name of the knob that sets a method's budget, and the number of tokens per unit of this knob."""
-    if isinstance(method, Quest):
+    if isinstance(method, Quest | Pages):
         return "budget", 1
     if isinstance(method, ESA | InfLLM):
         return "top_k", method.choices[1]
@@ -159,14 +160,22 @@ def _budget(method: Method) -> tuple[str | None, int]:
 
 def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
     """Yield each other placement, and the method with this placement, or `oracle` if the method has no such knob."""
-    is_knob = "placement" in {each.name for each in fields(method)}
-    for placement in IN_WINDOW:
-        if not is_knob:
+    for placement in PAGES_IN_WINDOW if isinstance(method, Pages) else IN_WINDOW:
+        if _placement(method) == placement:
+            continue
+        if isinstance(method, Pages):
+            yield placement, method.replaced(place=placement)
+        elif "placement" not in {each.name for each in fields(method)}:
             size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
             knobs = {"chunk_size": size, "budget": min(window, max(3 * size, _attended(method)))}
             yield placement, make("oracle", {**knobs, "placement": placement}).resolve(window)
-        elif vars(method)["placement"] != placement:
+        else:
             yield placement, _changed(method, placement=placement)
+
+
+def _placement(method: Method) -> str | None:
+    """Return the placement of chosen chunks under a method with a knob for it."""
+    return method.place if isinstance(method, Pages) else getattr(method, "placement", None)
 
 
 def _attended(method: Method) -> int:

@@ -139,7 +139,7 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int) -
     block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, n_acting, c.n_layers - 1)
     n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
     k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
-    if isinstance(method, lce.SelectiveMethod):
+    if isinstance(method, lce.SelectiveMethod | lce.methods.Pages):
         choosers = method.n_choosers(c.n_heads, c.n_kv_heads)
     if k >= (n - 1) // method.choices[1]:  # all chunks fit, so all heads choose alike
         choosers = min(choosers, 1)
@@ -168,7 +168,8 @@ def _run(
     return {
         "label": label_of(method), "method": method.label,
         "knobs": {each.name: _plain(getattr(method, each.name)) for each in fields(method)},
-        "window": engine.window, "chunk_size": size, "first": first, "placement": getattr(method, "placement", None),
+        "window": engine.window, "chunk_size": size, "first": first,
+        "placement": getattr(method, "placement", getattr(method, "place", None)),
         "blocks": [[block.start, block.stop] for block in choices.blocks],
         "generated": _generated(engine, ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],

@@ -91,6 +91,9 @@ def test_a_method_that_selects_nothing_is_refused(model: str) -> None:
          + ["both"] * 2),
         ("esa", {"compress": "none"}, ["selection"] * 2 + ["budget"] * 8 + ["placement"] * 4 + ["both"] * 2),
         ("quest", {}, ["selection"] * 2 + ["budget"] * 6 + ["placement"] * 4 + ["both"] * 2),
+        ("pages", {"place": "true"}, ["selection"] * 2 + ["budget"] * 6 + ["placement"] * 8 + ["both"] * 2),
+        ("pages", {"budget": WINDOW, "select": "lowdim", "compress": "pca"}, ["selection"] * 2 + ["placement"] * 6
+         + ["both"] * 2),
     ],
     ids=str,
 )  # fmt: skip

@@ -30,6 +30,8 @@ SETTINGS = {
     "longheads": "chunk_size=2; chunk_size=4 share=group; chunk_size=3 rank=last keep_first=false; chunk_size=1; "
     "chunk_size=2 placement=true; chunk_size=3 placement=constant",
     "oracle": "chunk_size=2",
+    "pages": "page=2 budget=8 place=side_by_side; page=3 budget=15 select=summary place=grouped group=3 local=3; "
+    "page=2 budget=10 select=mean place=dual chunk_size=6; page=2 budget=8 place=constant select=representatives",
     "quest": "; dense_layers=0 page=2 budget=8",
     "random": "chunk_size=2",
     "rerope": "; local=1; log_scale=true",
