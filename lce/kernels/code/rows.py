@@ -20,11 +20,10 @@ from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
 from lce.kernels.code.numbers import bits_of_float, exp2, float_of_bits, itemsize, log2, pointer, read, stored, write
 from lce.kernels.code.shared import ITEMSIZE, KEYS
-from lce.kernels.code.vectors import largest, prefetch
+from lce.kernels.code.vectors import largest, prefetch_far
 
 FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
 LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
-_STEP = 32  # values that few rows read at a time, while the next keys are fetched
 PANEL = 64 if vectors.WIDE else 16  # columns of a panel of packed keys or values: a product's columns at once
 
 
@@ -59,6 +58,7 @@ def panel_product(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
 _together = ByDtype(lambda dtype: 32 if _pairs[dtype] else 16)  # keys whose weights and values are multiplied at once
+_step = ByDtype(lambda dtype: 32 if _pairs[dtype] else 8)  # values that few rows read while as many keys are fetched
 _lanes = 16 if vectors.WIDE else 8
 _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
 _transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
@@ -158,7 +158,7 @@ def _fetch(at, row, n, dim):
     """Ask for n rows `[D]` of an array, which are `row` bytes apart, before they are read."""
     for i in range(n):
         for byte in range(0, dim * itemsize, 64):
-            prefetch(at + i * row + byte)
+            prefetch_far(at + i * row + byte)
 
 
 @by_dtype(separate)
@@ -223,8 +223,8 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
             else:
                 scores[row, : (size + _together - 1) // _together * _together] = np.float32(0)
         start += size
-        for key in range(0, size, _STEP):
-            here = min(_STEP, size - key)
+        for key in range(0, size, _step):
+            here = min(_step, size - key)
             _fetch(k_at + (start + key) * k_row, k_row, min(here, stop - start - key), dim)
             for row in range(0, n, 4):
                 at, to = values_at + key * v_row, sums[row].ctypes.data
