@@ -2,10 +2,12 @@
 
     python benchmarks/kv_dtype.py                                          # the demo model on its own kind of prose
     python benchmarks/kv_dtype.py --model path --text essay.txt --tokens 8192 --method full --method longheads
+    python benchmarks/kv_dtype.py --kv-dtype int8-device                   # all keys and values, as soon as computed
 
 Each method reads the text twice, in blocks of `--block` tokens: with keys and values as computed, and with 8 bits
-behind a block's local reach. The KL divergence is of the second run's next-token distribution from the first's, in
-nats, averaged over all tokens behind the first block. "same" is how often both have the same likeliest token.
+(`int8`: behind a block's local reach). The KL divergence is of the second run's next-token distribution from the
+first's, in nats, averaged over all tokens behind the first block. "same" is how often both have the same likeliest
+token.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--method", action="append")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-dtype", choices=["int8", "int8-device"], default="int8")
     parser.add_argument("--block", type=int, default=256)
     args = parser.parse_args()
     missing = [str(path) for path in args.text if not path.exists()]
@@ -41,7 +44,7 @@ def main() -> None:
     print(f"PyTorch {torch.__version__}, {args.model}, {args.tokens:,} tokens, dtype {args.dtype}\n")
     print("| method | perplexity | in 8 bits | KL, nats | same |\n|---|---:|---:|---:|---:|")
     for method in args.method or ["full", "longheads", "infllm", "streaming"]:
-        exact, rounded = (logits_of(text, args, method, kv_dtype) for kv_dtype in ("auto", "int8"))
+        exact, rounded = (logits_of(text, args, method, kv_dtype) for kv_dtype in ("auto", args.kv_dtype))
         print(row(method, exact, rounded, args.block), flush=True)
 
 

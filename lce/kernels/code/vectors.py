@@ -364,7 +364,7 @@ largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _larges
 # `take(address)` atomically adds 1 to the integer at an address and returns its old value, so that threads can take
 # numbered tasks from a queue. After a call, a thread sees what other threads wrote before their earlier calls.
 take = intrinsic_of("take", types.intp(types.intp), _take)
-# `prefetch(address)` asks the processor to bring the cache line of any address near. `prefetch_far` brings a line to L2,
-# where more requests may be open at once.
+# `prefetch(address)` asks the processor to bring the cache line of any address near. `prefetch_far` brings a line to
+# L2, where more requests may be open at once.
 prefetch = intrinsic_of("prefetch", types.void(types.intp), fetch)
 prefetch_far = intrinsic_of("prefetch far", types.void(types.intp), partial(fetch, nearness=2))

@@ -147,6 +147,45 @@ class SeveralKeys(MadeTask):
         return Puzzle(statements, questions)
 
 
+# Facts in words, each of another kind: the statement, the beginning of the question, and what is asked for. Of fourteen
+# kinds, these are the eight that SmolLM2-135M found most often in 7,500 tokens of essays, with full attention.
+FACTS = (
+    ("{name} hid the {thing} in the {place}.", "Where did {name} hide the {thing}?", "place"),
+    ("The key of the {place} lies under the {thing}.", "Where does the key of the {place} lie?", "thing"),
+    ("{name} lost the {colour} {thing} near the {place}.", "Where did {name} lose the {colour} {thing}?", "place"),
+    ("{name} repairs the {thing} with a {colour} ribbon.", "With what does {name} repair the {thing}?", "colour"),
+    ("Behind the {place} {name} buried a {colour} {thing}.", "What did {name} bury behind the {place}?", "thing"),
+    ("The {animal} of the {place} eats only {food}.", "What does the {animal} of the {place} eat?", "food"),
+    ("The password of the {place} is {colour} {animal}.", "What is the password of the {place}?", "animal"),
+    ("{name} taught the {animal} to carry the {thing}.", "What did {name} teach the {animal} to carry?", "thing"),
+)
+
+
+@dataclass(frozen=True)
+class SeveralFacts(MadeTask):
+    """Facts of different kinds, in words. The question asks for one of them.
+
+    No fact distracts from another, so a small published model finds nearly all of them within its window.
+    """
+
+    name = "several_facts"
+    facts: int = len(FACTS)
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        if self.facts > len(FACTS):
+            raise ValueError(f"facts is {self.facts}; expected {len(FACTS)} or fewer")
+        decks = {kind: rng.sample(words, len(words)) for kind, words in prose.WORDS.items()}
+        statements, questions = [], []
+        for number, (statement, question, asked) in enumerate(rng.sample(FACTS, self.facts)):
+            words = {kind: deck[number] for kind, deck in decks.items()}  # no word is in two facts
+            told, answer = statement.format(**words), words[asked]
+            statements.append(told)
+            text = f"{question.format(**words)} {told[: told.rindex(answer)].rstrip()}"
+            questions.append(Question(text, answer, (answer,), (number,)))
+        rng.shuffle(questions)
+        return Puzzle(tuple(statements), tuple(questions))
+
+
 @dataclass(frozen=True)
 class SeveralQueries(MadeTask):
     """The codes of several things. The question asks for two codes."""
@@ -207,6 +246,6 @@ class CountingStars(MadeTask):
 
 
 TASKS: tuple[type[MadeTask], ...] = (
-    PassKey, PublishedPassKey, SplitPassKey, Code, Secret, HidingPlace, Favourite, SeveralKeys, SeveralQueries,
-    SeveralValues, CountingStars,
+    PassKey, PublishedPassKey, SplitPassKey, Code, Secret, HidingPlace, Favourite, SeveralKeys, SeveralFacts,
+    SeveralQueries, SeveralValues, CountingStars,
 )  # fmt: skip
