@@ -94,8 +94,7 @@ class Pages(ChunkSelection):
     group: int | None = knob(None, "tokens that share a position, for grouped; none is 8", least=1)
     chunk_size: int | None = knob(None, "tokens of a large chunk, for dual; none is 3/4 of the window", least=1)
     far: int | None = knob(
-        None, "distance of pages, for constant, none is the least beyond local; for dual the largest, none is W - 1",
-        least=1,
+        None, "distance of pages: constant, none is the least beyond local; dual, none is W - 1", least=1
     )  # fmt: skip
     top_p: float | None = top_p_knob()
     example: ClassVar = Example({"page": 2, "budget": 10, "sinks": 2, "local": 2})
