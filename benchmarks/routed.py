@@ -1,10 +1,11 @@
-"""Compares `Attention.routed`, which turns queries while gathering, with turning a copy for every choice first.
+"""Compares `Attention.routed` by PyTorch, which turns queries while gathering or turns a copy for every choice first,
+and by lce's own kernel.
 
     python benchmarks/routed.py
-    python benchmarks/routed.py --dtype bfloat16 --queries 2048
+    python benchmarks/routed.py --heads 9 --kv-heads 3 --chunks 750 --chunk-size 16 --choices 256 --threads 1
 
-Prints, for one layer's shape, the time of both (medians of alternating repeats) and each one's peak memory besides
-inputs.
+Prints, for one layer's shape, the time of each (medians of alternating repeats), GFLOP/s, and PyTorch's peak memory
+besides inputs. Each query of each head has random choices.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=256)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     dtype, random = getattr(torch, args.dtype), torch.Generator().manual_seed(0)
     q = torch.randn(args.heads, args.queries, args.dim, generator=random).to(dtype)
@@ -40,23 +42,31 @@ def main() -> None:
     angles = torch.randn(args.queries, args.choices, args.dim // 2, generator=random)
     turns = Turn(angles.cos().to(dtype), angles.sin().to(dtype))
     order = torch.rand(args.heads, args.queries, args.chunks, generator=random).argsort(-1)
-    chosen, attention = order[..., : args.choices].contiguous(), Attention.choose("torch")
+    chosen = order[..., : args.choices].sort(-1).values
+    flops = 4 * chosen.numel() * args.chunk_size * args.dim
+    torch.set_num_threads(args.threads)
 
-    def run(at_once: int) -> float:
+    def run(backend: str, at_once: int) -> float:
         tiles.AT_ONCE = at_once
         started = time.perf_counter()
-        attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+        Attention.choose(backend).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
         return time.perf_counter() - started
 
     print(f"{machine()}; {args}")
-    times: dict[int, list[float]] = {TURNED_FIRST: [], AS_GATHERED: []}
+    ways = {
+        "turned first": ("torch", TURNED_FIRST),
+        "turned as gathered": ("torch", AS_GATHERED),
+        "lce's kernel": ("compiled", AS_GATHERED),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(args.repeats + 1):
-        for at_once, taken in times.items():
-            seconds = run(at_once)
-            taken += [seconds] * (repeat > 0)
-    for name, at_once in (("turned first", TURNED_FIRST), ("turned as gathered", AS_GATHERED)):
-        median = statistics.median(times[at_once])
-        print(f"{name:<20} {1000 * median:8.1f} ms  {peak_bytes(lambda at=at_once: run(at)) / 2**20:8.1f} MiB")
+        for name, way in ways.items():
+            seconds = run(*way)
+            times[name] += [seconds] * (repeat > 0)
+    for name, way in ways.items():
+        median = statistics.median(times[name])
+        peak = f"{peak_bytes(lambda way=way: run(*way)) / 2**20:8.1f} MiB" if way[0] == "torch" else ""
+        print(f"{name:<20} {1000 * median:8.1f} ms  {flops / median / 1e9:7.1f} GFLOP/s  {peak}")
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

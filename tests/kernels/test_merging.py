@@ -13,11 +13,11 @@ from tests.kernels.truth import DEVICE, MOST, ON_GPU, random
 
 each_room = pytest.mark.parametrize("room", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 each_dtype = pytest.mark.parametrize("dtype", MOST, ids=str)
-CLOSER = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # errors on a CPU
+CLOSER = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # errors on a CPU
 
 
 def kernels(room: str) -> tuple[Any, Any]:
-    """How a room merges parts, and slots."""
+    """How a room merges parts, and slots: on a CPU slots are merged by PyTorch, if at all."""
     if room == "cpu":
         return merged, Attention.choose("torch").merge_slots
     pytest.importorskip("triton")
@@ -55,16 +55,15 @@ def test_parts_are_combined(room: str, n_parts: int, dtype: torch.dtype) -> None
     same(room, kernels(room)[0](list(zip(*apart, strict=True))), out, lse, dtype)
 
 
-@each_room
+@pytest.mark.parametrize("room", [pytest.param("cuda", marks=ON_GPU)])
 @each_dtype
 @pytest.mark.parametrize("n_parts", [1, 3, 70])
 def test_slots_and_pieces_are_merged(room: str, n_parts: int, dtype: torch.dtype) -> None:
     out, lse = parts_of(room, n_parts, dtype)
     same(room, kernels(room)[1](out.movedim(0, 2).contiguous(), lse.movedim(0, 2).contiguous()), out, lse, dtype)
-    if room == "cuda":
-        from lce.kernels.cuda.merging import merge_pieces
+    from lce.kernels.cuda.merging import merge_pieces
 
-        same(room, merge_pieces(out.float(), lse, dtype), out, lse, dtype)
+    same(room, merge_pieces(out.float(), lse, dtype), out, lse, dtype)
 
 
 @each_room

@@ -163,12 +163,12 @@ def attend_chosen(first_task, stop_task, memory, args):
                 row, slot = found[i] // n_slots, found[i] % n_slots
                 head, query = group * rep + row // n, first_query + row % n
                 spans[i, 0] = turns[query, slot % n_turns] * (dim // 2) * itemsize
-                spans[i, 1] = head * n_queries + query
+                found[i] = head * n_queries + query
                 for line in range(0, dim // 2 * itemsize, 64):
                     prefetch(cos_at + spans[i, 0] + line)
                     prefetch(sin_at + spans[i, 0] + line)
             for i in range(len(found)):
-                turn, at = spans[i, 0], spans[i, 1]
+                turn, at = spans[i, 0], found[i]
                 vector = q_at + (at // n_queries * q_head + at % n_queries * q_row) * itemsize
                 put_query(vector, cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
                 state[i, 0], state[i, 1] = states[at, part, 0], states[at, part, 1]
@@ -179,8 +179,7 @@ def attend_chosen(first_task, stop_task, memory, args):
             given[6] = v_at + which * v_tile * itemsize
             call(rows_at, 0, size, given.ctypes.data)
             for i in range(len(found)):
-                row = found[i] // n_slots
-                at = (group * rep + row // n) * n_queries + first_query + row % n
+                at = found[i]
                 states[at, part, 0], states[at, part, 1] = state[i, 0], state[i, 1]
                 for d in range(wide):
                     partial[at, part, d] = sums[i, d]
