@@ -42,7 +42,7 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
     "self_extend": [{"local": 24, "group": 4}],
     "streaming": [{"sinks": 4, "local": 40}],
 }
-CHOOSING = {"esa", "infllm", "longheads", "quest", "lm_infinite"}
+CHOOSING = {"esa", "infllm", "longheads", "quest", "lm_infinite", "pages"}
 
 
 def run(setup: Setup) -> None:
