@@ -25,6 +25,8 @@ from lce.terminal.options import flag
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_text
 
+QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
+
 
 def main() -> NoReturn:
     """Run the command line and exit. This is the entry point of the console script `lce`."""
@@ -81,7 +83,8 @@ def generate(
     """
     from lce.engine.saving import check_space
 
-    engine, context = method.load(model, context_file, loading)
+    text = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+    engine, context = method.load(model, context_file, loading, text, how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
@@ -153,11 +156,11 @@ def prefill(
 
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
     prefill resumes when the same command is run again. With --context, the new file is that context and the text behind
-    it.
+    it. --method auto leaves room for questions and answers of 1,024 tokens.
     """
     if context_file is not None and how["checkpoint_every"] is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
-    engine, context = method.load(model, context_file, loading)
+    engine, context = method.load(model, context_file, loading, prompt, QUESTIONS)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
         stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
     output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
@@ -213,6 +216,26 @@ def bench(**what: Any) -> None:
     each that is not timed. Ctrl-C prints what was measured so far.
     """
     show_bench(**what)
+
+
+@cli.command()
+@options.model_option
+@flag("--length TOKENS", "Of the texts.  [default: one and a half windows]", type=options.COUNT)
+@flag("--seconds N", "Ask for about so long.", type=click.FloatRange(min=0), default=120.0)
+@flag("--task NAME", "One of `lce eval tasks`.", default="several_facts")
+@flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="prose")
+@flag("--seed", "The same seed makes the same texts.", type=int, default=0)
+@options.loading_options
+@options.output_options
+def recommend(**how: Any) -> None:
+    """Find the method for a model: which finds most facts in texts beyond the model's window.
+
+    Methods take turns, a text each, with eight questions. The first row is the ceiling: full attention, within the
+    window. Few questions have wide intervals: give more --seconds. `lce eval run` measures any method on any task.
+    """
+    from lce.terminal.recommending import show_recommendation
+
+    show_recommendation(**how)
 
 
 @cli.command()
@@ -332,13 +355,13 @@ def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Ou
 
 @cli.command()
 @options.model_option
-@options.method_options
+@options.planned_method_options
 @flag("--tokens N", "Prompt and answer; 2k is 2048.", required=True, type=options.COUNT)
 @flag("--operations", "Also count operations and bytes read, by phase.", dest="counts_operations", is_flag=True)
 @options.planning_options
 @options.json_options
 def plan(
-    model: str, method: lce.Method, tokens: int, counts_operations: bool, planning: dict[str, Any], output: Output
+    model: str, method: str | lce.Method, tokens: int, counts_operations: bool, planning: dict[str, Any], output: Output
 ) -> None:
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 

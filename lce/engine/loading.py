@@ -22,9 +22,10 @@ from lce.engine.planning import ALLOWANCE, Plan, Planner
 from lce.engine.window import beyond, readable
 from lce.errors import UsageError, shown
 from lce.files import named
+from lce.methods.auto import automatic
 from lce.methods.base import Method
 from lce.methods.own_window import access_of
-from lce.methods.registry import as_method
+from lce.methods.registry import AUTO, as_method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
 from lce.models.registry import model_class, read_config
@@ -47,11 +48,12 @@ def load(
     rope: str | None = None, rope_factor: float | None = None,
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
-    weights: str | None = "auto", sharing: Engine | None = None,
+    weights: str | None = "auto", sharing: Engine | None = None, length: int | str | None = None,
 ) -> Engine:  # fmt: skip
     """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
 
-    - `method`: a method's name, or an instance with its knobs.
+    - `method`: a method's name, or an instance with its knobs. "auto" is the method that was measured best for texts of
+      `length` tokens, answers included; without `length`, for texts of any length. Its name is printed on stderr.
     - `device`, `dtype`: names, or PyTorch's own objects. The `dtype` "auto" is the checkpoint's. "cuda:0,cuda:1", a
       list, or "cuda:all" divides the layers among several GPUs.
     - `block`: the number of tokens prefilled in one step; by default the method's own.
@@ -86,7 +88,9 @@ def load(
     budgets = budgets_of(kv_device_budget, kv_host_budget, spill_dir)
     kind = dtype_of(dtype, checkpoint.dtype)
     borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
-    made = _sizes(facts, method, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
+    n_tokens = None if length is None else count(length, "length")
+    chosen = fitted(method, facts, n_tokens)
+    made = _sizes(facts, chosen, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
     layout, backend = made.layout, Attention.choose(attention)
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
     if sharing is not None:
@@ -116,9 +120,13 @@ def _within_cores(threads: int, cores: int) -> int:
     return min(threads, cores)
 
 
-def fitted(method: str | Method, model: ModelFacts) -> Method:
-    """Return a method with every knob filled in for a model. Some knobs come from files in the model's folder."""
-    return as_method(method).for_model(model).resolve(model.window)
+def fitted(method: str | Method, model: ModelFacts, length: int | None = None) -> Method:
+    """Return a method with every knob filled in for a model. Some knobs come from files in the model's folder.
+
+    `length` is what "auto" chooses by: the most tokens of a text; None: any number.
+    """
+    made = automatic(model, length) if isinstance(method, str) and method == AUTO else as_method(method)
+    return made.for_model(model).resolve(model.window)
 
 
 def resolved(
@@ -172,8 +180,9 @@ def plan(
     The `dtype` "auto" is the one in config.json, else float32. A method that needs a file of learned maps is planned
     without one.
     """
-    made = planned(model, method, options)
-    n_tokens, facts = count(tokens, "tokens"), (made.method, made.config, made.window, made.rope)
+    n_tokens = count(tokens, "tokens")
+    made = planned(model, method, options, n_tokens)
+    facts = made.method, made.config, made.window, made.rope
     found = made.planner.plan(n_tokens, made.method.name)
     return replace(found, readable=readable(*facts), warning=beyond(*facts, n_tokens))
 
@@ -204,8 +213,8 @@ class Planned:
         return replace(ALLOWANCE.planner(self.layout, tier_bytes), token_bytes=token_bytes)
 
 
-def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Planned:
-    """Compute an engine's sizes from config.json alone, or from a GGUF file's header; see `plan`."""
+def planned(model: str | Path, method: str | Method, options: SizeOptions, length: int | None = None) -> Planned:
+    """Compute an engine's sizes from config.json alone, or from a GGUF file's header; see `plan`, and `fitted`."""
     check_names(options, SizeOptions.__annotations__, "option")
     source = source_of(model, metadata_only=True)
     block, window = sized(options.get("block"), "block", 1), sized(options.get("window"), "window", 2)
@@ -218,20 +227,20 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions) -> Pl
     scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
     budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
     devices = devices_of(options.get("device"))
-    return _sizes(facts, method, kind, devices, scheme, headers, block, budgets, options.get("kv_dtype"))
+    chosen = fitted(method, facts, length)
+    return _sizes(facts, chosen, kind, devices, scheme, headers, block, budgets, options.get("kv_dtype"))
 
 
 def _sizes(
-    facts: ModelFacts, method: str | Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
+    facts: ModelFacts, chosen: Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
     checkpoint: Checkpoint | None, block: int | None, budgets: Budgets, kv_dtype: object,
     borders: Borders | None = None,
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes; those of weights are as stored, if a checkpoint is given that is stored quantised.
+    """Return an engine's sizes with a fitted method; weights' are as stored, if a checkpoint is stored quantised.
 
     If `borders` is None, see `borders_of`.
     """
-    config, chosen = facts.config, fitted(method, facts)
-    family = model_class(config)
+    config, family = facts.config, model_class(facts.config)
     stored = checkpoint.shapes if checkpoint else ()
     schemes = family.schemes(config, scheme, stored) if scheme else {}
     if checkpoint and devices[0].type == "cpu":

@@ -102,7 +102,7 @@ def operations(
     products with weights are counted. Takes tens of microseconds per block and layer.
     """
     n_tokens = count(tokens, "tokens")
-    made = planned(model, method, options)
+    made = planned(model, method, options, n_tokens)
     if n_tokens > LONGEST:
         raise UsageError(f"tokens is {n_tokens:,}; operations are counted block by block, of {LONGEST:,} or fewer")
     block, config = made.layout.block, made.config

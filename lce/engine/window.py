@@ -20,20 +20,9 @@ INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  
 FIRST = ("longheads", "dca", "esa")  # the methods that the warning names first, in this order
 
 
-def reach(window: int, rope: RopeConfig) -> int:
-    """Return how many positions a model can be trusted on with its RoPE scaling.
-
-    As in vLLM, this is the factor of the scaling times the window before scaling: `original_window` if the config has
-    one (YaRN, Llama 3), else `window`. The result is at least `window`: Llama 3.1 announces 131,072 positions, which is
-    more than its factor 8 times 8,192.
-    """
-    scaled = 0 if rope.kind == "none" else int((rope.original_window or window) * rope.factor)
-    return max(window, scaled)
-
-
 def readable(method: Method, config: ModelConfig, window: int, rope: RopeConfig) -> int | None:
     """Return the most tokens that the method can read of a model; None: any number."""
-    return method.limit(reach(window, rope), config.sliding_window)
+    return method.limit(rope.reach(window), config.sliding_window)
 
 
 def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n_tokens: int) -> str | None:
@@ -41,7 +30,7 @@ def beyond(method: Method, config: ModelConfig, window: int, rope: RopeConfig, n
     limit = readable(method, config, window, rope)
     if limit is None or n_tokens <= limit:
         return None
-    others = ", ".join(_unlimited(config, reach(window, rope), rope)) or "none that is installed"
+    others = ", ".join(_unlimited(config, rope.reach(window), rope)) or "none that is installed"
     return (
         f"{n_tokens:,} tokens are more than the {limit:,} that the method {method.label} can read of this model "
         f"(window {window:,}), so answers are probably wrong; methods that read on: {others}"

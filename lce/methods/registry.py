@@ -23,6 +23,7 @@ from lce.files import named, open_regular, path_of
 from lce.methods.base import Method, UserFile
 
 ENTRY_POINTS = "lce.methods"
+AUTO = "auto"  # no method's name: a model is loaded with the method that suits it, see `lce.methods.auto`
 MOST = 1 << 31  # the largest integer that a knob takes: the product of two such numbers fits in int64
 _REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
@@ -32,6 +33,8 @@ def register(name: str) -> Callable[[M], M]:
     """Return a class decorator that registers a method as `name`. Raises `UsageError` if the name is taken."""
 
     def enter(cls: M) -> M:
+        if name == AUTO:
+            raise UsageError(f"{cls.__name__} is registered as {AUTO!r}, a word of lce.load; give another name")
         other = _REGISTRY.get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UsageError(f"two methods are called {name!r}: {other} and {cls}; rename one")
@@ -51,6 +54,11 @@ def find(name: str) -> type[Method]:
     """Return the method class registered as `name`, or raise a `UsageError` that suggests the nearest name."""
     if not isinstance(name, str):
         raise UsageError(f"method is {shown(name)}; expected a name; valid: {', '.join(available())}")
+    if name == AUTO:
+        raise UsageError(
+            "auto stands for a method where one model is loaded or planned: in lce.load, lce.plan, and lce generate, "
+            "chat, prefill and plan, without knobs"
+        )
     for point in () if name in _REGISTRY else entry_points(group=ENTRY_POINTS, name=name):
         what = f"method {name!r} of {point.value}"
         try:

@@ -169,6 +169,16 @@ class RopeConfig:
         """Whether the frequencies depend on the length that is announced for a context."""
         return self.kind in ("dynamic", "longrope")
 
+    def reach(self, window: int) -> int:
+        """Return how many positions a model with this scaling can be trusted on.
+
+        As in vLLM, this is the factor of the scaling times the window before scaling: `original_window` if the config
+        has one (YaRN, Llama 3), else `window`. The result is at least `window`: Llama 3.1 announces 131,072 positions,
+        which is more than its factor 8 times 8,192.
+        """
+        scaled = 0 if self.kind == "none" else int((self.original_window or window) * self.factor)
+        return max(window, scaled)
+
 
 @dataclass(frozen=True)
 class LongRope(RopeConfig):

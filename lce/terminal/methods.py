@@ -12,7 +12,7 @@ from lce.errors import CapacityError, LceError, UsageError, nearest
 from lce.files import named
 from lce.terminal.output import note
 
-ALL = "all"
+ALL, AUTO = "all", "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,26 +23,46 @@ class MethodOption:
     knobs: Mapping[str, str]
 
     def load(
-        self, model: str, context_file: str | None, loading: Mapping[str, Any]
+        self, model: str, context_file: str | None, loading: Mapping[str, Any], text: str | None = None, more: int = 0
     ) -> tuple[lce.Engine, lce.Context | None]:
         """Return an engine, and the context opened from `context_file`; without a file, an engine and None.
 
         With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
-        default method is `full`. Raises an error for options that contradict the file.
+        default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`. Raises an error for
+        options that contradict the file.
         """
         if context_file is None:
             name = "full" if self.method is None else self.method
-            return lce.load(model, lce.methods.make(name, self.knobs), **loading), None
+            length = None if text is None or name != AUTO else _n_tokens(model, text) + more
+            return lce.load(model, named_method(name, self.knobs), length=length, **loading), None
         from lce.engine.info import describe
 
         context = describe(context_file)
         if self.method is None and context.method_file is not None:
             where = f"{context.method} of {context.method_file}, which is code and runs only if you name it"
             raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
-        name = context.method if self.method is None else self.method
+        name = context.method if self.method in (None, AUTO) else self.method
         knobs = {**(context.knobs if name == context.method else {}), **self.knobs}
         engine = lce.load(model, lce.methods.make(name, knobs), **continued(context, loading))
         return engine, engine.open_context(context_file)
+
+
+def named_method(method: str, knobs: Mapping[str, str]) -> str | lce.Method:
+    """Return the method of a command that takes `auto` too: this word, or the method with its knobs."""
+    if method != AUTO:
+        return lce.methods.make(method, knobs)
+    if knobs:
+        raise UsageError(f"-o {next(iter(knobs))} is a knob of one method, and {AUTO} takes one with its own; name it")
+    return method
+
+
+def _n_tokens(model: str, text: str) -> int:
+    """Return the number of a text's tokens. Loads no weights."""
+    from lce.models.registry import read_config
+    from lce.weights.finding import source_of
+
+    source = source_of(model)
+    return len(source.tokenizer(read_config(source).vocab_size).encode(text))
 
 
 def method_name(method: str) -> str:

@@ -23,7 +23,7 @@ from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import MethodOption, method_name, methods_of
+from lce.terminal.methods import MethodOption, method_name, methods_of, named_method
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
@@ -224,8 +224,12 @@ loaded_model_option = flag(*_MODEL, required=True, callback=_note_loading)
 _CONTINUED = "Continue this file of `lce prefill`; it does not change."
 context_option = flag("--context -c FILE", _CONTINUED, dest="context_file")
 _METHOD = flag("--method NAME", "One of `lce methods`, or a file FILE.py.", default="full", callback=parse_name)
+_METHOD_OR_AUTO = flag(
+    "--method NAME", "One of `lce methods`, a file FILE.py, or auto, by the text's length.", "full", callback=parse_name
+)
 _METHOD_OR_CONTEXT = flag(
-    "--method NAME", "One of `lce methods`, or a file FILE.py.  [default: that of --context, without one full]",
+    "--method NAME", "One of `lce methods`, FILE.py, or auto, by the text's length.  [default: that of --context, else "
+    "full]",
     callback=parse_name,
 )  # fmt: skip
 _METHODS = flag(
@@ -322,6 +326,7 @@ named_options = packed(
     "named", lambda method, knobs: (method, knobs), argument("method", callback=parse_name), knobs_option
 )
 method_options = packed("method", lambda method, knobs: lce.methods.make(method, knobs), _METHOD, knobs_option)
+planned_method_options = packed("method", named_method, _METHOD_OR_AUTO, knobs_option)
 method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option)
 methods_options = packed("methods", _methods, _METHODS, knobs_option)
 selecting_options = packed("methods", partial(_methods, selecting=True), _METHODS, knobs_option)

@@ -1,0 +1,66 @@
+"""The method `auto`: a table of the methods that were measured best, by the length of a text in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lce.methods import registry
+from lce.methods.base import Method
+from lce.methods.registry import AUTO
+from lce.methods.step import ModelFacts
+from lce.progress import notice
+
+
+class Choice(NamedTuple):
+    """A method with its knobs, for texts of at most `windows` times the model's window (None: any), and the reason."""
+
+    windows: float | None
+    method: str
+    knobs: Mapping[str, Any]
+    reason: str
+
+    @property
+    def spelled(self) -> str:
+        """The method and its knobs, as a command line has them."""
+        return " ".join((self.method, *(f"-o {key}={registry.spelled(value)}" for key, value in self.knobs.items())))
+
+    def make(self) -> Method:
+        return registry.make(self.method, self.knobs)
+
+
+# What SmolLM2-135M found of facts in essays: docs/findings.md. `lce recommend` measures the same on another model.
+CHOICES = (
+    Choice(1, "full", {}, "within the window it is exact"),
+    Choice(2, "dca", {}, "TODO"),
+    Choice(None, "pages", {}, "TODO"),
+)
+
+
+# What `lce recommend` asks, in this order: other settings than the table has may be better for another model.
+CANDIDATES = (
+    Choice(None, "dca", {}, ""),
+    Choice(None, "self_extend", {}, ""),
+    Choice(None, "pages", {}, ""),
+    Choice(None, "rerope", {}, ""),
+    Choice(None, "longheads", {"preset": "fine"}, ""),
+    Choice(None, "longheads", {}, ""),
+)
+
+
+def choice_for(length: int | None, window: int) -> Choice:
+    """Return the choice for texts of `length` tokens (None: any), and a model trusted on `window` positions."""
+    return next(
+        choice
+        for choice in CHOICES
+        if choice.windows is None or (length is not None and length <= choice.windows * window)
+    )
+
+
+def automatic(model: ModelFacts, length: int | None) -> Method:
+    """Return the method that `auto` stands for. If the model will be run, print it on stderr with the reason."""
+    choice = choice_for(length, model.rope.reach(model.window))
+    texts = "texts of any length" if length is None else f"{length:,} tokens"
+    if not model.plan_only:
+        notice(f"method {AUTO} is {choice.spelled} for {texts} and a window of {model.window:,}: {choice.reason}")
+    return choice.make()
