@@ -43,19 +43,19 @@ class Alone:
     device: torch.device
     tape: Callable[[torch.device], CudaTape] | None
 
-    def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False) -> Lane:
-        """Return a `Lane` (a context's part in a pass) that appends `ids`. With a `driver`, no step is recorded."""
+    def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: bool) -> Lane:
+        """Return a `Lane` that appends `ids`. With a `driver`, no step is recorded. `how`: `Lane.ahead`, `Lane.decoding`."""
         if self.tape is not None and context._graph is None:
             context._graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
         recorder = context._graph if driver is None else None
-        return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, ahead)
+        return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, **how)
 
-    def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None, ahead: bool = False) -> Lane:
+    def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: bool) -> Lane:
         """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
 
         After an error or an interruption the cache has all tokens of the block or none.
         """
-        lane = self.lane(context, ids, driver, ahead=ahead)
+        lane = self.lane(context, ids, driver, **how)
         uses_threads()
         try:
             forward(self.model, [lane])
@@ -107,7 +107,7 @@ class Alone:
                     yield Piece(text)
                 if answer.done:
                     break
-                lane = self.append(context, context._uncached, ahead=answer.ahead)
+                lane = self.append(context, context._uncached, ahead=answer.ahead, decoding=True)
                 logits, likeliest = lane.logits, lane.likeliest
         except BaseException as error:
             if said is not None and keep != "nothing":

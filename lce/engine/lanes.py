@@ -43,6 +43,7 @@ class Lane:
     token_ids: Sequence[int]
     recorder: DecodeGraph | None = None
     ahead: bool = False
+    decoding: bool = False  # whether the lane's token was sampled: see `Step`
     logits: Tensor | None = None
     hidden: Tensor | None = None
     likeliest: int | None = None
@@ -78,7 +79,7 @@ class Lane:
     def begin(self) -> bool:
         """Begin the pass: make space in the cache for the lane's tokens. Return False if the lane has failed."""
         try:
-            self._block = self.driver.begin(self.cache, self.rope, len(self.token_ids))
+            self._block = self.driver.begin(self.cache, self.rope, len(self.token_ids), decoding=self.decoding)
         except Exception as error:
             self.fail(error)
         return self.error is None

@@ -24,6 +24,7 @@ from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.auto import automatic
 from lce.methods.base import Method
+from lce.methods.handover import Handover
 from lce.methods.own_window import access_of
 from lce.methods.registry import AUTO, as_method
 from lce.methods.step import ModelFacts
@@ -49,11 +50,14 @@ def load(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
     weights: str | None = "auto", sharing: Engine | None = None, length: int | str | None = None,
+    prefill_method: str | Method | None = None,
 ) -> Engine:  # fmt: skip
     """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
 
     - `method`: a method's name, or an instance with its knobs. "auto" is the method that was measured best for texts of
       `length` tokens, answers included; without `length`, for texts of any length. Its name is printed on stderr.
+    - `prefill_method`: a method of spans, such as "full", by which prompts are read; `method` then attends generated
+      tokens alone. See `lce.methods.Handover`.
     - `device`, `dtype`: names, or PyTorch's own objects. The `dtype` "auto" is the checkpoint's. "cuda:0,cuda:1", a
       list, or "cuda:all" divides the layers among several GPUs.
     - `block`: the number of tokens prefilled in one step; by default the method's own.
@@ -90,6 +94,8 @@ def load(
     borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
     n_tokens = None if length is None else count(length, "length")
     chosen = fitted(method, facts, n_tokens)
+    if prefill_method is not None:
+        chosen = fitted(Handover(chosen, as_method(prefill_method)), facts)
     made = _sizes(facts, chosen, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
     layout, backend = made.layout, Attention.choose(attention)
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None

@@ -19,6 +19,7 @@ from lce.methods.costs import QueryBlock as QueryBlock
 from lce.methods.dca import DualChunk as DualChunk
 from lce.methods.esa import ESA as ESA
 from lce.methods.full import Full as Full
+from lce.methods.handover import Handover as Handover
 from lce.methods.infllm import InfLLM as InfLLM
 from lce.methods.lm_infinite import LMInfinite as LMInfinite
 from lce.methods.longheads import LongHeads as LongHeads

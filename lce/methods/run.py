@@ -54,14 +54,20 @@ class Driver:
         order = [*self.methods]
         return [order.index(kind) for kind in self.kinds]
 
-    def begin(self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None) -> Block:
-        """Reserve space in a cache for `n_tokens` more tokens, and return the block that appends them."""
+    def begin(
+        self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None, decoding: bool = False
+    ) -> Block:
+        """Reserve space in a cache for `n_tokens` more tokens, and return the block that appends them.
+
+        `decoding` is as in `Step`.
+        """
         cache.begin()
         start, stop = cache.length, cache.length + n_tokens
         cache.reserve(stop)
         if n_tokens == 1:  # decode: a token mostly chooses what the previous token chose
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
+        whole = replace(whole, decoding=decoding)
         firsts, kinds = [part.first_layer for part in cache.layout.by_device], self.methods.items()
         steps = {
             first: [(method, replace(whole, rope=rope.of(kind), memo={})) for kind, method in kinds] for first in firsts
@@ -87,23 +93,27 @@ class Driver:
         return attend
 
     def forward(
-        self, cache: KVCache, rope: Rope, n_tokens: int, call: Callable[[Attend], T], note: Note | None = None
-    ) -> T:
+        self, cache: KVCache, rope: Rope, n_tokens: int, call: Callable[[Attend], T], note: Note | None = None,
+        decoding: bool = False,
+    ) -> T:  # fmt: skip
         """Append a block of `n_tokens` tokens to the cache; return what `call(attend)` returns.
 
         `call` acts as a model: it calls `attend` once for each layer, in order. If `call` raises, the block is dropped.
         """
         try:
-            result = call(self.begin(cache, rope, n_tokens, note))
+            result = call(self.begin(cache, rope, n_tokens, note, decoding))
             cache.commit()
         except BaseException:
             cache.settle()
             raise
         return result
 
-    def attend(self, cache: KVCache, rope: Rope, q: Tensor, k: Tensor, v: Tensor, note: Note | None = None) -> Tensor:
+    def attend(
+        self, cache: KVCache, rope: Rope, q: Tensor, k: Tensor, v: Tensor, note: Note | None = None,
+        decoding: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Append a block of `q [H, T, D]`, `k v [G, T, D]` to a cache of one layer; return the output `[H, T, D]`."""
-        return self.forward(cache, rope, q.shape[1], lambda attend: attend(0, q, k, v), note)
+        return self.forward(cache, rope, q.shape[1], lambda attend: attend(0, q, k, v), note, decoding)
 
 
 @dataclass(frozen=True)
@@ -164,13 +174,14 @@ def spans_alone(method: Method, n_layers: int) -> bool:
 def run(
     method: str | Method, q: Tensor, k: Tensor, v: Tensor, *, window: int,
     blocks: int | str | Sequence[int] | None = None, rope: Rope | None = None, attention: str = "auto",
-    sliding_window: int | None = None, note: Note | None = None,
+    sliding_window: int | None = None, note: Note | None = None, prompt: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Run a method as the first layer of a model does: unrotated `q [H, N, D]`, `k v [G, N, D]` to `[H, N, D]`.
 
     `window` is the number of positions that the model can be trusted on. `blocks` is the size of all blocks, or a
     list of sizes; None: `Method.block`. `rope` is by default RoPE of base 10000 without scaling. `attention` names a
-    backend; `note` is as in `Step`. Raises `UsageError` for shapes that do not fit, and `CapacityError` for knobs that
+    backend; `note` is as in `Step`. Blocks that begin at token `prompt` or later are decode steps (`Step.decoding`),
+    which only `Handover` treats differently; None: no block is one. Raises `UsageError` for shapes that do not fit, and `CapacityError` for knobs that
     need more memory than is free.
 
     Example: queries of zeros weigh all keys alike, so each output is the mean of the values so far.
@@ -192,7 +203,11 @@ def run(
     driver = Driver(method, Attention.choose(attention), window, n_kv_heads, sliding_window)
     parts = zip(q.split(sizes, dim=1), k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True)
     try:
-        return torch.cat([driver.attend(cache, rope, *part, note=note) for part in parts], dim=1)
+        found = []
+        for part in parts:
+            decoding = prompt is not None and cache.length >= prompt
+            found.append(driver.attend(cache, rope, *part, note=note, decoding=decoding))
+        return torch.cat(found, dim=1)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise CapacityError(f"no memory for what {method.label} keeps of a text; give it smaller knobs") from error

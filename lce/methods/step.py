@@ -44,6 +44,7 @@ class Step:
     all_devices: dict[str, Tensor | None] = field(default_factory=dict)
     note_scores: NoteScores | None = None
     at: Tensor | None = field(default=None, kw_only=True)
+    decoding: bool = field(default=False, kw_only=True)  # whether a generation appends a token that it sampled
 
     def part(self, start: int, stop: int) -> Step:
         """Return the step of the block's queries `start..stop-1`, counted from the block's first query."""

@@ -1,0 +1,67 @@
+"""`Handover`: prefill by one method's definition, decode by another's, over one cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lce
+from lce.errors import DataError, UsageError
+from lce.methods.handover import Handover
+from tests import oracle
+from tests.running import vectors
+
+WINDOW, N, PROMPT = 32, 130, 117
+PREFILL = ("full", "dca", "rerope", "self_extend", "streaming", "lm_infinite")
+SCALED = lce.methods.RopeConfig("yarn", factor=4.0)
+
+
+@pytest.mark.parametrize("block", [7, 39, 117])
+@pytest.mark.parametrize("after", ["full", "longheads", "rerope", "self_extend", "dca", "quest"])
+@pytest.mark.parametrize("before", PREFILL)
+def test_each_row_is_that_of_its_own_method(before: str, after: str, block: int) -> None:
+    q, k, v = vectors(3, 4, 2, N, 8)
+    sizes = [min(block, PROMPT - start) for start in range(0, PROMPT, block)] + [1] * (N - PROMPT)
+    method = Handover(lce.methods.make(after), lce.methods.make(before))
+    out = lce.methods.run(method, q, k, v, window=WINDOW, blocks=sizes, prompt=PROMPT)
+    first = getattr(oracle, before)(q, k, v, oracle.Setting(WINDOW))
+    truth = oracle.attention(q, k, v, first, oracle.Setting(WINDOW))
+    decode = lce.methods.run(after, q, k, v, window=WINDOW, blocks=sizes)
+    assert (out[:, :PROMPT] - truth[:, :PROMPT]).abs().max() <= 1e-4
+    assert torch.equal(out[:, PROMPT:], decode[:, PROMPT:])  # which tests/methods/test_matrix.py holds to its oracle
+
+
+@pytest.mark.parametrize("after", ["full", "longheads", "self_extend"])
+@pytest.mark.parametrize("before", PREFILL)
+def test_the_factor_of_yarn_is_neither_lost_nor_doubled(before: str, after: str) -> None:
+    q, k, v = vectors(3, 4, 2, N, 8)
+    rope = lce.methods.Rope(SCALED, 8, WINDOW, N)
+    method = Handover(lce.methods.make(after), lce.methods.make(before))
+    out = lce.methods.run(method, q, k, v, window=WINDOW, blocks=26, rope=rope)
+    assert (out - lce.methods.run(before, q, k, v, window=WINDOW, blocks=26, rope=rope)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("before", ["longheads", "esa", "quest", "infllm"])
+def test_methods_that_choose_are_refused_for_prefill(before: str) -> None:
+    with pytest.raises(UsageError, match="expected full, dca"):
+        lce.load("demo", "full", prefill_method=before)
+
+
+def test_contexts_saved_between_prefill_and_decode_go_on_as_if_never_stopped(tmp_path: Path) -> None:
+    ids = torch.randint(2, 200, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    engine = lce.load("demo", "longheads", prefill_method="full", block=64)
+    whole = engine.generate(ids, max_tokens=12).token_ids
+    assert whole == lce.load("demo", "longheads", prefill_method="full", block=63).generate(ids, max_tokens=12).token_ids
+    context = engine.prefill(ids[:600])
+    context.save(tmp_path / "half.lce")
+    opened = engine.open_context(tmp_path / "half.lce")
+    assert engine.generate(ids[600:], context=opened, max_tokens=12).token_ids == whole
+    with pytest.raises(DataError, match="give --method"):
+        lce.load("demo", "longheads").open_context(tmp_path / "half.lce")
+
+
+def test_a_method_handed_over_to_itself_is_that_method() -> None:
+    ids = list(range(2, 202)) * 3
+    both = [lce.load("demo", "longheads", prefill_method=before) for before in (None, "longheads")]
+    first, second = (engine.generate(ids, max_tokens=8).token_ids for engine in both)
+    assert first == second
