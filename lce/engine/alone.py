@@ -43,12 +43,15 @@ class Alone:
     device: torch.device
     tape: Callable[[torch.device], CudaTape] | None
 
-    def lane(self, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: bool) -> Lane:
-        """Return a `Lane` that appends `ids`. With a `driver`, no step is recorded. `how`: `Lane.ahead`, `Lane.decoding`."""
+    def lane(
+        self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False,
+        decoding: bool = False,
+    ) -> Lane:  # fmt: skip
+        """Return a `Lane` that appends `ids`. With a `driver`, no step is recorded."""
         if self.tape is not None and context._graph is None:
             context._graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
         recorder = context._graph if driver is None else None
-        return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, **how)
+        return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, ahead=ahead, decoding=decoding)
 
     def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: bool) -> Lane:
         """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.

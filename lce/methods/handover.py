@@ -40,8 +40,8 @@ class Handover(Wrapped):
 
     @property
     def label(self) -> str:
-        """The options that select both methods, as error messages and context files have them."""
-        return f"{self.inner.label} --prefill-method {self.prefill.label}"
+        """Both methods, as error messages and context files name them."""
+        return f"{self.inner.label} with prefill_method={self.prefill.label}"
 
     def for_model(self, model: ModelFacts) -> Self:
         return replace(self, inner=self.inner.for_model(model), prefill=self.prefill.for_model(model))
@@ -50,8 +50,9 @@ class Handover(Wrapped):
         made = replace(self, inner=self.inner.resolve(window), prefill=self.prefill.resolve(window))
         if made.prefill != made.inner and not _is_spans(made.prefill):
             raise UsageError(
-                f"prefill_method is {made.prefill.label}, which chooses keys or keeps a state of its own; expected full, "
-                "dca, rerope, self_extend, streaming, lm_infinite without top_k, or the method of decode itself"
+                f"prefill_method is {made.prefill.label}, which chooses keys or keeps a state of its own; "
+                "expected full, dca, rerope, self_extend, streaming, lm_infinite without top_k, or "
+                "the method of decode itself"
             )
         return made
 

@@ -51,7 +51,9 @@ def test_contexts_saved_between_prefill_and_decode_go_on_as_if_never_stopped(tmp
     ids = torch.randint(2, 200, (700,), generator=torch.Generator().manual_seed(1)).tolist()
     engine = lce.load("demo", "longheads", prefill_method="full", block=64)
     whole = engine.generate(ids, max_tokens=12).token_ids
-    assert whole == lce.load("demo", "longheads", prefill_method="full", block=63).generate(ids, max_tokens=12).token_ids
+    assert (
+        whole == lce.load("demo", "longheads", prefill_method="full", block=63).generate(ids, max_tokens=12).token_ids
+    )
     context = engine.prefill(ids[:600])
     context.save(tmp_path / "half.lce")
     opened = engine.open_context(tmp_path / "half.lce")
