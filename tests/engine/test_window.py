@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import lce
-from lce.engine.window import beyond, reach
+from lce.engine.window import beyond
 from lce.methods import DualChunk, Full, LongHeads, Quest, ReRope, RopeConfig, SelfExtend, Streaming
 from lce.models.config import ModelConfig
 from tests.checkpoints import tokens
@@ -34,7 +34,7 @@ def config(sliding_window: int | None = None) -> ModelConfig:
     ],
 )
 def test_a_scaling_stretches_the_window_that_was_trained(window: int, rope: RopeConfig, expected: int) -> None:
-    assert reach(window, rope) == expected
+    assert rope.reach(window) == expected
 
 
 @pytest.mark.parametrize(
