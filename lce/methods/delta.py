@@ -109,14 +109,18 @@ class Delta(Method):
             raise UsageError(f"{self.label}: {which} has {shown(wrong[0])}; expected NAME:KNOB=VALUE:KNOB=VALUE")
         if name == self.name:
             raise UsageError(f"{self.label}: {which} is {name} itself; expected another method")
-        return make(name, dict(pair.split("=", 1) for pair in pairs))  # type: ignore[arg-type]
+        return make(name, dict(pair.split("=", 1) for pair in pairs))
 
     def _spell(self, method: Method) -> str:
         """Return a method as text that `_made` reads, with all knobs that are not None."""
         knobs = {each.name: (getattr(method, each.name), each.default) for each in fields(method)}
         if objects := [name for name, (value, _) in knobs.items() if not isinstance(value, str | int | float | None)]:
-            raise UsageError(f"{self.label}: {objects[0]} of {method.label} is no text; choose knobs without {objects[0]}")
-        said = {key: value for key, (value, usual) in knobs.items() if value is not None or usual not in (None, MISSING)}
+            raise UsageError(
+                f"{self.label}: {objects[0]} of {method.label} is no text; choose knobs without {objects[0]}"
+            )
+        said = {
+            key: value for key, (value, usual) in knobs.items() if value is not None or usual not in (None, MISSING)
+        }
         return ":".join((method.name, *(f"{key}={spelled(value)}" for key, value in said.items())))
 
     @property
@@ -163,7 +167,7 @@ class Delta(Method):
         n, kept = q.shape[1], cache.kept(FirstRow, DIFFERENCE)
         first = -step.start % self.every  # the block's first query that begins a group
         begins, all_dense = first < n, n <= self.dense_up_to
-        if begins or not all_dense:
+        if self._needs_sparse(begins, all_dense):
             sparse = self.sparse_method.attend(q, cache, step).float()
         else:
             self.sparse_method.keep_queries(q, cache, step)
@@ -180,12 +184,22 @@ class Delta(Method):
             return dense
         out = sparse
         if self.correct:
-            group = step.once("groups", lambda: (step.start % self.every + torch.arange(n, device=q.device)) // self.every)
+            group = step.once(
+                "groups", lambda: (step.start % self.every + torch.arange(n, device=q.device)) // self.every
+            )
             out = out + torch.cat(differences, dim=1)[:, group]
         out = out.to(q.dtype)
         if begins:
             out[:, first :: self.every] = dense
         return out
+
+    def _needs_sparse(self, begins: bool, all_dense: bool) -> bool:
+        """Return whether sparse attention is computed in a block, in which a group `begins` or not.
+
+        If all queries are dense, a method whose decode steps can be recorded needs `keep_queries` alone; others, such
+        as `infllm`, keep things while they attend.
+        """
+        return begins or not all_dense or not self.sparse_method.decodes
 
     @property
     def decodes(self) -> bool:
@@ -211,7 +225,7 @@ class Delta(Method):
         begins, all_dense = dense % self.every == 0, len(block) <= self.dense_up_to
         if sparse is None:
             return None
-        if all_dense and not begins.any():
+        if not self._needs_sparse(bool(begins.any()), all_dense):
             sparse = replace(sparse, attention=0, scores=0, rows_read=0, state_read=0)
         return sparse + cost_of_spans(self.dense_method, block, dense if all_dense else dense[begins])
 

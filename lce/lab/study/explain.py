@@ -88,8 +88,8 @@ def explain(
     `window` is None, else its defaults; `knobs` override both. `block` is the number of queries prefilled per step,
     by default that of the example or of the method. Another `seed` makes other vectors, so a method may choose other
     keys. If a query sees all keys at one distance, the output does not depend on that distance; the nearest key's
-    distance in the text is then reported. `Method.explained` is measured. Raises `UsageError` for a method whose weights depend on positions otherwise
-    than through distances in whole tokens.
+    distance in the text is then reported. What is measured is `Method.explained`. Raises `UsageError` for a method
+    whose weights depend on positions otherwise than through distances in whole tokens.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
     tokens, window = count(tokens, "tokens", 1, MOST_TOKENS), count(window, "window", 1, REACH)
