@@ -14,7 +14,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, FirstRow, MethodState, RecentRows
 from lce.errors import UsageError, nearest, shown
-from lce.methods.base import Example, Method, is_like, knob, resolved
+from lce.methods.base import Example, Method, UserFile, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock, cost_of_spans
 from lce.methods.dca import DualChunk
 from lce.methods.full import Full
@@ -114,14 +114,21 @@ class Delta(Method):
     def _spell(self, method: Method) -> str:
         """Return a method as text that `_made` reads, with all knobs that are not None."""
         knobs = {each.name: (getattr(method, each.name), each.default) for each in fields(method)}
-        if objects := [name for name, (value, _) in knobs.items() if not isinstance(value, str | int | float | None)]:
-            raise UsageError(
-                f"{self.label}: {objects[0]} of {method.label} is no text; choose knobs without {objects[0]}"
-            )
-        said = {
-            key: value for key, (value, usual) in knobs.items() if value is not None or usual not in (None, MISSING)
-        }
-        return ":".join((method.name, *(f"{key}={spelled(value)}" for key, value in said.items())))
+        said = []
+        for name, (value, usual) in knobs.items():
+            text = spelled(value)
+            if not isinstance(value, str | int | float | None) or ":" in text:
+                raise UsageError(
+                    f"{self.label}: {name} of {method.label} cannot be spelled; choose knobs without {name}"
+                )
+            if value is not None or usual not in (None, MISSING):
+                said.append(f"{name}={text}")
+        return ":".join((method.name, *said))
+
+    @property
+    def user_file(self) -> UserFile | None:  # type: ignore[override]  # a class variable of other methods
+        """The user's file of the sparse method, if it is from one: part of what identifies this method."""
+        return self.sparse_method.user_file
 
     @property
     def block(self) -> int:

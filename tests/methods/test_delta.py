@@ -11,7 +11,9 @@ from lce.attention import Attention
 from lce.errors import UsageError
 from lce.methods import Delta, make
 from lce.methods.attending import around_core, bounds
+from lce.methods.base import UserFile
 from lce.methods.costs import QueryBlock
+from lce.methods.lowdim import LowDimMap, LowDimMaps
 from lce.methods.parts import Part
 from tests.checkpoints import tokens
 from tests.methods.test_matrix import KNOBS, WINDOW, drawn
@@ -101,6 +103,15 @@ def test_a_method_is_spelled_with_all_its_knobs() -> None:
     assert made == made.resolve(512)
     assert made.sparse_method == make("pages", {"place": "true", "top_p": 0.37, "local": 3}).resolve(512)
     assert Delta().resolve(512).method == "streaming:sinks=4:local=128"
+
+
+def test_what_cannot_be_spelled_and_whose_code_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = LowDimMaps([LowDimMap(**{name: torch.zeros(s) for name, s in LowDimMap.shapes(4, 2, 8, 3).items()})])
+    with pytest.raises(UsageError, match="delta: maps of esa cannot be spelled; choose knobs without maps"):
+        Delta()._spell(lce.methods.ESA(maps=maps))
+    assert Delta().user_file is None
+    monkeypatch.setattr(lce.methods.Streaming, "user_file", (mine := UserFile("mine.py", "0")))
+    assert Delta().user_file is mine
 
 
 def test_limits_are_those_of_both() -> None:
