@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lce.methods.attending import bounds, declared
 from lce.methods.parts import CHOSEN
@@ -108,9 +109,12 @@ def _sum_to(n: int, most: int | None = None) -> int:
     return rising * (rising + 1) // 2 + (n - rising) * (most or 0)
 
 
-def cost_of_spans(method: Method, block: QueryBlock) -> Cost:
-    """Return the cost of attending the spans of a method's parts; each part's keys are read once."""
-    i, cost = torch.arange(block.start, block.stop), Cost(0)
+def cost_of_spans(method: Method, block: QueryBlock, i: Tensor | None = None) -> Cost:
+    """Return the cost of attending the spans of a method's parts; each part's keys are read once.
+
+    `i [n]` are the indices of the queries that attend; None: all queries of the block.
+    """
+    i, cost = torch.arange(block.start, block.stop) if i is None else i, Cost(0)
     for part in declared(method, i, block.layer, block.stop, block.sliding_window):
         if part.keys != CHOSEN:
             start, stop = bounds(part, i)

@@ -24,7 +24,11 @@ CONTEXTUAL = {"lowdim", "oracle", "random"}  # selectors of `pages`
 RECORDED = [
     case
     for case in CASES
-    if case[0] not in ONE_BY_ONE and not {"top_k", "top_p"} & {*case[1]} and case[1].get("select") not in CONTEXTUAL
+    if case[0] not in ONE_BY_ONE
+    and not {"top_k", "top_p"} & {*case[1]}
+    and case[1].get("select") not in CONTEXTUAL
+    and case[1].get("dense_up_to") != 0
+    and not str(case[1].get("method")).startswith("esa")
 ]
 
 
