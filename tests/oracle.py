@@ -200,7 +200,7 @@ def longheads(
     top_p: float | None = None,
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
-    size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
+    size = chunk_size or min(32, setting.window // 32)
     budget = chunks or setting.window // size
     n_heads, n = q.shape[:2]
     scores = longheads_scores(q, k, v, size, setting, placement)
@@ -271,7 +271,7 @@ def oracle(
     keep_last: bool = True,
 ) -> Tables:
     """Define `oracle`: the chunks with most true mass, query by query and head by head."""
-    size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
+    size = chunk_size or min(32, setting.window // 32)
     most = budget // size if budget else chunks or setting.window // size
     mass = true_mass(q, k, setting, judge)
 
@@ -300,7 +300,7 @@ def random(
     keep_last: bool = True,
 ) -> Tables:
     """Define `random`: chunks by a hash of seed, head, query and chunk (of layer 0)."""
-    size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
+    size = chunk_size or min(32, setting.window // 32)
     most = budget // size if budget else chunks or setting.window // size
 
     def choose(h: int, i: int) -> list[int]:

@@ -44,7 +44,6 @@ CANDIDATES = (
     Choice(None, "self_extend", {}, ""),
     Choice(None, "pages", {}, ""),
     Choice(None, "rerope", {}, ""),
-    Choice(None, "longheads", {"preset": "fine"}, ""),
     Choice(None, "longheads", {}, ""),
 )
 

@@ -434,7 +434,7 @@ class SelectiveMethod(ChunkSelection):
     its own, as `log_mass` estimates; chunks that are always attended count first.
     """
 
-    chunk_size: int | None = knob(None, "tokens of a chunk; none is derived from the window", least=1)
+    chunk_size: int | None = knob(None, "tokens of a chunk; none is 32, or 1/32 of a window below 1024", least=1)
     chunks: int | None = knob(None, "chunks that a query attends, its own one too; none is what the window holds")
     placement: Literal["side_by_side", "true", "constant"] = knob(
         "side_by_side", "where chosen chunks are seen: side by side, at true positions, or at one distance"
@@ -443,7 +443,7 @@ class SelectiveMethod(ChunkSelection):
     example: ClassVar = Example({"chunk_size": 2})
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(chunk_size=256 if window >= 4096 else max(1, window // 32))
+        made = self.filled(chunk_size=min(32, max(1, window // 32)))
         made = made.filled(chunks=window // made.size)
         if resolved(made.chunks) < 3:
             raise UsageError(
