@@ -109,7 +109,7 @@ def test_learned_maps(place: str, top_p: float | None) -> None:
         ({"place": "dual", "chunk_size": 9, "page": 2}, "chunk_size is 9; expected a multiple of page, 2, and at most"),
         ({"place": "dual", "chunk_size": 66, "page": 2}, "chunk_size is 66; .* and at most the window, 64"),
         ({"place": "dual", "far": 20}, "far is 20; expected 47 or more, or a smaller chunk_size"),
-        ({"grows_from": 9}, "grows_from is a knob of growth=sqrt and linear alone, and growth is None; drop grows_from"),
+        ({"grows_from": 9}, "grows_from is a knob of growth=sqrt and linear alone, and growth is None; drop"),
         ({"growth": "sqrt", "grows_to": 9, "budget": 16, "page": 2}, "grows_to is 9; expected budget, 16, or more"),
         ({"top_p": 1.5}, "top_p is 1.5; expected a share above 0, at most 1"),
     ],
