@@ -430,6 +430,9 @@ def pages(
     far: int | None = None,
     top_p: float | None = None,
     repr_tokens: int = 4,
+    growth: str | None = None,
+    grows_from: int | None = None,
+    grows_to: int | None = None,
     **knobs: Any,
 ) -> Tables:
     """Define `pages`, query by query and head by head. `knobs` are those of `lowdim`, `oracle` and `random`."""
@@ -441,6 +444,12 @@ def pages(
     reach, size = (last + 1) * page, chunk_size or max(page, 3 * window // 4 // page * page)
     far = (reach if place == "constant" else window - 1) if far is None else far
     repr_tokens, sample = min(repr_tokens, page), budget // page * page
+
+    def budget_at(i: int) -> int:
+        ratio = i / (grows_from or window)
+        if growth is None or ratio < 1:
+            return budget
+        return min(int(budget * (math.sqrt(ratio) if growth == "sqrt" else ratio)), grows_to or max(window, budget))
 
     def seen_from(i: int, j: int) -> int:
         """The position from which query i sees the chosen key j."""
@@ -472,7 +481,7 @@ def pages(
             c: x if select == "oracle" else 1.0 if select == "random" else math.exp(x / scale)
             for c, x in enumerate(total)
         }
-        return sorted(reaching(top_p, fixed, free[: budget // page - 1 - near - len(fixed)], weights))
+        return sorted(reaching(top_p, fixed, free[: budget_at(i) // page - 1 - near - len(fixed)], weights))
 
     mask, distance = torch.zeros(n_heads, n, n, dtype=torch.bool), torch.zeros(n_heads, n, n, dtype=torch.int64)
     for h in range(n_heads):
@@ -486,6 +495,40 @@ def pages(
             mask[h, i, [*seen]] = True
             distance[h, i, [*seen]] = torch.tensor([*seen.values()])
     return Tables(mask, distance)
+
+
+def reattention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    span: int | None = None,
+    top_k: int | None = None,
+    sinks: int | None = None,
+    local: int | None = None,
+    share: str = "head",
+    top_p: float | None = None,
+) -> Tables:
+    """Define ReAttention, query by query and head by head: spans with the best `q · k` without positions."""
+    (n_heads, n, dim), window, rep = q.shape, setting.window, len(q) // len(k)
+    span = span or min(32, max(1, window // 16))
+    first = -(-(span if sinks is None else sinks) // span)
+    last = -(-(local or window // 2) // span) - 1
+    top_k = top_k or window // span - first - last - 1
+    logits = [q[h].double() @ k[h // rep].double().T for h in range(n_heads)]
+    heads = {"head": 1, "group": rep, "layer": n_heads}[share]
+
+    def choose(h: int, i: int) -> list[int]:
+        end, together = i // span, range(h // heads * heads, h // heads * heads + heads)
+        best = {
+            c: sum(float(logits[each][i, c * span : (c + 1) * span].max()) for each in together) for c in range(end)
+        }
+        fixed = [c for c in best if c < first or c >= end - last]
+        free = sorted((c for c in best if c not in fixed), key=lambda c: -best[c])
+        weights = {c: math.exp(x / heads / math.sqrt(dim)) for c, x in best.items()}
+        return sorted(reaching(top_p, fixed, free[: first + top_k + last - len(fixed)], weights))
+
+    return placed(n_heads, n, span, choose, "side_by_side")
 
 
 def page_scores(
@@ -517,6 +560,9 @@ def page_scores(
     for h in range(n_heads):
         for c in range(found.shape[2]):
             rows = slice(c * page, (c + 1) * page)
+            if select == "best_key":
+                found[h, :, c] = dot(as_complex(q[h])[:, None], as_complex(k[h // rep, rows])[None]).amax(1)
+                continue
             if select == "random":
                 found[h, :, c] = torch.tensor([draw(seed, h, i, c) for i in range(n)])
                 continue
@@ -754,6 +800,7 @@ DEFINITIONS: dict[str, Callable[..., Tables]] = {
     "pages": pages,
     "quest": quest,
     "random": random,
+    "reattention": reattention,
     "rerope": rerope,
     "self_extend": self_extend,
     "streaming": streaming,

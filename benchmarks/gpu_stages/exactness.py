@@ -43,10 +43,11 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
         {"chunk_size": 16, "placement": "constant"},
     ],
     "quest": [{"dense_layers": 0, "page": 16, "budget": 64}],
+    "reattention": [{"span": 16, "local": 32, "top_k": 1}],
     "self_extend": [{"local": 24, "group": 4}],
     "streaming": [{"sinks": 4, "local": 40}],
 }
-CHOOSING = {"esa", "infllm", "longheads", "quest", "lm_infinite", "pages"}
+CHOOSING = {"esa", "infllm", "longheads", "quest", "lm_infinite", "pages", "reattention"}
 
 
 def run(setup: Setup) -> None:

@@ -35,6 +35,7 @@ from lce.methods.parts import LayerFacts as LayerFacts
 from lce.methods.parts import Part as Part
 from lce.methods.quest import Quest as Quest
 from lce.methods.random import RandomChunks as RandomChunks
+from lce.methods.reattention import ReAttention as ReAttention
 from lce.methods.registry import available as available
 from lce.methods.registry import find as find
 from lce.methods.registry import from_file as from_file

@@ -93,7 +93,10 @@ class QueryBlock:
         def before(n: int) -> int:
             return size * _sum_to(n // size - 1, most) + n % size * min(most, n // size)
 
-        chosen = before(self.stop) - before(self.start)
+        return self.chosen(size, before(self.stop) - before(self.start), together=together)
+
+    def chosen(self, size: int, chosen: int, *, together: bool = False) -> Cost:
+        """Return what `chunks` returns if the queries of each head attend `chosen` chunks in all."""
         n_lists = 1 if together else self.n_heads // self.n_kv_heads
         return self.seen(size * chosen, size * min(n_lists * chosen, (self.stop - 1) // size))
 

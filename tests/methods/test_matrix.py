@@ -28,7 +28,7 @@ NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
 # Every selector at every placement, with several pages of sinks and local tokens.
 SELECTS: dict[str, dict[str, object]] = {
     "summary": {}, "bounds": {}, "mean": {}, "representatives": {"repr_tokens": 2},
-    "lowdim": {"compress": "pca", "low_dim": 12}, "oracle": {"judge": "true"}, "random": {"seed": 1},
+    "lowdim": {"compress": "pca", "low_dim": 12}, "best_key": {}, "oracle": {"judge": "true"}, "random": {"seed": 1},
 }  # fmt: skip
 PLACES: dict[str, dict[str, object]] = {
     "side_by_side": {}, "true": {}, "constant": {}, "grouped": {"group": 3}, "dual": {"chunk_size": 20},
@@ -110,6 +110,15 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"page": 8, "budget": 50, "select": "mean", "place": "side_by_side"},
         {"page": 4, "budget": 24, "place": "dual", "top_p": 0.6, "share": "group", "far": 40},
         {"page": 2, "budget": 24, "select": "summary", "place": "grouped", "top_p": 0.5, "local": 9, "group": 8},
+        {"page": 2, "budget": 12, "growth": "sqrt"},
+        {"page": 2, "budget": 12, "growth": "linear", "select": "mean", "grows_from": 20, "grows_to": 25},
+        {"page": 4, "budget": 20, "growth": "linear", "place": "constant", "share": "group", "grows_to": 70},
+        {"page": 4, "budget": 16, "growth": "sqrt", "place": "dual", "top_p": 0.7, "select": "best_key"},
+    ],
+    "reattention": [
+        {"span": 4, "top_k": 3, "sinks": 5, "local": 9},
+        {"span": 3, "top_k": 2, "sinks": 0, "local": 1, "share": "group"},
+        {"span": 4, "share": "layer", "local": 8, "top_p": 0.5},
     ],
     "quest": [
         {"dense_layers": 0},
@@ -169,6 +178,9 @@ def exact_length(method: Method) -> int | None:
             page, near = knobs["page"], knobs["place"] in ("constant", "grouped")
             whole = (-(-local // page) + 1 if near else knobs["budget"] // page) * page
             return min(whole, 2 * knobs["chunk_size"], knobs["far"] + 1) if knobs["place"] == "dual" else whole
+        case "reattention" if knobs["top_p"] is None:
+            span = knobs["span"]
+            return (-(-sinks // span) + knobs["top_k"] + -(-local // span)) * span
         case "infllm":
             return local + (1 if knobs["far"] == local else 0)
         case "lm_infinite":

@@ -36,6 +36,7 @@ SETTINGS = {
     "page=2 budget=10 select=mean place=dual chunk_size=6; page=2 budget=8 place=constant select=representatives",
     "quest": "; dense_layers=0 page=2 budget=8",
     "random": "chunk_size=2",
+    "reattention": "; span=3 local=4 sinks=0 top_k=1; span=2 top_k=1 share=group",
     "rerope": "; local=1; log_scale=true",
     "self_extend": "; local=7 group=3",
     "streaming": "; sinks=0; sinks=1 local=1",
