@@ -83,8 +83,7 @@ def generate(
     """
     from lce.engine.saving import check_space
 
-    text = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
-    engine, context = method.load(model, context_file, loading, text, how["max_tokens"])
+    engine, context = method.load(model, context_file, loading, str(prompt), how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):

@@ -2,7 +2,8 @@
 
 Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to explicit tables, for every head:
 which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and for some methods a factor
-on each query's logits (`scale [N]`). `attention` then takes one softmax over each row.
+on each query's logits (`scale [N]`). `attention` then takes one softmax over each row. With a `correction`, other
+tables and a row for each query (-1: none), a query's output also gets that row's output minus its output by the others.
 """
 
 import math
@@ -19,6 +20,7 @@ class Tables(NamedTuple):
     mask: Tensor
     distance: Tensor
     scale: Tensor | None = None
+    correction: "tuple[Tables, Tensor] | None" = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
             scores *= tables.scale[:, None]
         scores[~tables.mask[h]] = -math.inf
         out[h] = scores.softmax(-1) @ v[h // rep].double()
+    if tables.correction is not None:
+        others, rows = tables.correction
+        difference = out - attention(q, k, v, others, setting)
+        out = out + torch.where(rows[:, None] < 0, 0.0, difference[:, rows])
     return out
 
 
@@ -194,7 +200,7 @@ def longheads(
     top_p: float | None = None,
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
-    size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
+    size = chunk_size or min(32, setting.window // 32)
     budget = chunks or setting.window // size
     n_heads, n = q.shape[:2]
     scores = longheads_scores(q, k, v, size, setting, placement)
@@ -265,7 +271,7 @@ def oracle(
     keep_last: bool = True,
 ) -> Tables:
     """Define `oracle`: the chunks with most true mass, query by query and head by head."""
-    size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
+    size = chunk_size or min(32, setting.window // 32)
     most = budget // size if budget else chunks or setting.window // size
     mass = true_mass(q, k, setting, judge)
 
@@ -294,7 +300,7 @@ def random(
     keep_last: bool = True,
 ) -> Tables:
     """Define `random`: chunks by a hash of seed, head, query and chunk (of layer 0)."""
-    size = chunk_size or (256 if setting.window >= 4096 else setting.window // 32)
+    size = chunk_size or min(32, setting.window // 32)
     most = budget // size if budget else chunks or setting.window // size
 
     def choose(h: int, i: int) -> list[int]:
@@ -424,6 +430,9 @@ def pages(
     far: int | None = None,
     top_p: float | None = None,
     repr_tokens: int = 4,
+    growth: str | None = None,
+    grows_from: int | None = None,
+    grows_to: int | None = None,
     **knobs: Any,
 ) -> Tables:
     """Define `pages`, query by query and head by head. `knobs` are those of `lowdim`, `oracle` and `random`."""
@@ -435,6 +444,12 @@ def pages(
     reach, size = (last + 1) * page, chunk_size or max(page, 3 * window // 4 // page * page)
     far = (reach if place == "constant" else window - 1) if far is None else far
     repr_tokens, sample = min(repr_tokens, page), budget // page * page
+
+    def budget_at(i: int) -> int:
+        ratio = i / (grows_from or window)
+        if growth is None or ratio < 1:
+            return budget
+        return min(int(budget * (math.sqrt(ratio) if growth == "sqrt" else ratio)), grows_to or max(window, budget))
 
     def seen_from(i: int, j: int) -> int:
         """The position from which query i sees the chosen key j."""
@@ -466,7 +481,7 @@ def pages(
             c: x if select == "oracle" else 1.0 if select == "random" else math.exp(x / scale)
             for c, x in enumerate(total)
         }
-        return sorted(reaching(top_p, fixed, free[: budget // page - 1 - near - len(fixed)], weights))
+        return sorted(reaching(top_p, fixed, free[: budget_at(i) // page - 1 - near - len(fixed)], weights))
 
     mask, distance = torch.zeros(n_heads, n, n, dtype=torch.bool), torch.zeros(n_heads, n, n, dtype=torch.int64)
     for h in range(n_heads):
@@ -480,6 +495,40 @@ def pages(
             mask[h, i, [*seen]] = True
             distance[h, i, [*seen]] = torch.tensor([*seen.values()])
     return Tables(mask, distance)
+
+
+def reattention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    span: int | None = None,
+    top_k: int | None = None,
+    sinks: int | None = None,
+    local: int | None = None,
+    share: str = "head",
+    top_p: float | None = None,
+) -> Tables:
+    """Define ReAttention, query by query and head by head: spans with the best `q · k` without positions."""
+    (n_heads, n, dim), window, rep = q.shape, setting.window, len(q) // len(k)
+    span = span or min(32, max(1, window // 16))
+    first = -(-(span if sinks is None else sinks) // span)
+    last = -(-(local or window // 2) // span) - 1
+    top_k = top_k or window // span - first - last - 1
+    logits = [q[h].double() @ k[h // rep].double().T for h in range(n_heads)]
+    heads = {"head": 1, "group": rep, "layer": n_heads}[share]
+
+    def choose(h: int, i: int) -> list[int]:
+        end, together = i // span, range(h // heads * heads, h // heads * heads + heads)
+        best = {
+            c: sum(float(logits[each][i, c * span : (c + 1) * span].max()) for each in together) for c in range(end)
+        }
+        fixed = [c for c in best if c < first or c >= end - last]
+        free = sorted((c for c in best if c not in fixed), key=lambda c: -best[c])
+        weights = {c: math.exp(x / heads / math.sqrt(dim)) for c, x in best.items()}
+        return sorted(reaching(top_p, fixed, free[: first + top_k + last - len(fixed)], weights))
+
+    return placed(n_heads, n, span, choose, "side_by_side")
 
 
 def page_scores(
@@ -511,6 +560,9 @@ def page_scores(
     for h in range(n_heads):
         for c in range(found.shape[2]):
             rows = slice(c * page, (c + 1) * page)
+            if select == "best_key":
+                found[h, :, c] = dot(as_complex(q[h])[:, None], as_complex(k[h // rep, rows])[None]).amax(1)
+                continue
             if select == "random":
                 found[h, :, c] = torch.tensor([draw(seed, h, i, c) for i in range(n)])
                 continue
@@ -694,8 +746,51 @@ def directions(k: Tensor, low_dim: int) -> np.ndarray:
     return np.linalg.svd(rows - rows.mean(axis=0))[2][: min(low_dim, len(rows) - 1)].T
 
 
+def delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    method: str = "streaming",
+    every: int = 64,
+    dense: str | None = None,
+    dense_up_to: int = 1,
+    correct: bool = True,
+) -> Tables:
+    """Define delta attention: small blocks and firsts of groups are dense; others get their first's error."""
+    name, knobs = spelled(method)
+    if name in ("streaming", "lm_infinite"):
+        knobs = {"local": setting.window // 4} | knobs
+    sparse = DEFINITIONS[name](q, k, v, setting, **knobs)
+    dense_name, dense_knobs = spelled(dense or {"lm_infinite": "rerope", "esa": "rerope"}.get(name, "full"))
+    whole = DEFINITIONS[dense_name](q, k, v, setting, **dense_knobs)
+    n, is_dense, rows, start = q.shape[1], [], [], 0
+    for size in setting.blocks or [q.shape[1]]:
+        for i in range(start, start + size):
+            is_dense.append(size <= dense_up_to or i % every == 0)
+            rows.append(-1 if is_dense[-1] or not correct else i - i % every)
+        start += size
+    each = torch.tensor(is_dense)
+    one = torch.ones(n, dtype=torch.float64)
+    scales = [one if tables.scale is None else tables.scale for tables in (whole, sparse)]
+    mask, distance = (torch.where(each[:, None], a, b) for a, b in zip(whole[:2], sparse[:2], strict=True))
+    first = Tables(mask, distance, torch.where(each, *scales))
+    return first._replace(correction=(sparse, torch.tensor(rows)))
+
+
+def spelled(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the method and the knobs of a text such as `streaming:sinks=4`."""
+    name, *pairs = text.split(":")
+    words = {"true": True, "false": False, "none": None}
+    knobs: dict[str, Any] = {}
+    for key, _, value in (pair.partition("=") for pair in pairs):
+        knobs[key] = words[value] if value in words else int(value) if value.isdigit() else value
+    return name, knobs
+
+
 DEFINITIONS: dict[str, Callable[..., Tables]] = {
     "dca": dca,
+    "delta": delta,
     "esa": esa,
     "full": full,
     "infllm": infllm,
@@ -705,6 +800,7 @@ DEFINITIONS: dict[str, Callable[..., Tables]] = {
     "pages": pages,
     "quest": quest,
     "random": random,
+    "reattention": reattention,
     "rerope": rerope,
     "self_extend": self_extend,
     "streaming": streaming,

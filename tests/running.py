@@ -15,7 +15,8 @@ from lce.methods import Driver, Method, Rope, RopeConfig
 from lce.methods.step import Note
 from lce.models.layers import Attend
 
-BY_BLOCK = {"esa", "infllm"}  # the queries of a block choose together: other blocks, other choices
+# Other blocks, other outputs: the queries of a block choose together, and in blocks of one query `delta` is dense.
+BY_BLOCK = {"delta", "esa", "infllm"}
 
 
 def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:

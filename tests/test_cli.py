@@ -163,12 +163,12 @@ def test_an_interrupted_prefill_says_how_to_resume(tiny_model: Path, tmp_path: P
     slow = (
         "from lce.methods import Driver\nimport time\n"
         "begin = Driver.begin\n"
-        "def slowly(self, cache, *block):\n"
+        "def slowly(self, cache, *block, **how):\n"
         "    if cache.length == 128:\n"
         "        print('there', file=sys.stderr, flush=True)\n"
         "        for _ in range(600):\n"  # a signal just before a single long sleep would not end the sleep
         "            time.sleep(0.1)\n"
-        "    return begin(self, cache, *block)\n"
+        "    return begin(self, cache, *block, **how)\n"
         "Driver.begin = slowly\n"
     )
     process = spawn(slow, *command)

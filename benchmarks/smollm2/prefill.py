@@ -1,7 +1,7 @@
 """Times prefill of a published model, and decode behind it, by several methods in turn, beside full attention.
 
     python benchmarks/smollm2/prefill.py --lengths 8000,12000
-    python benchmarks/smollm2/prefill.py --lengths 12000 --repeats 1 --methods "dca; longheads; longheads preset=fine"
+    python benchmarks/smollm2/prefill.py --lengths 12000 --repeats 1 --methods "dca; longheads; longheads preset=paper"
 
 Random tokens. Prints, for each length and method, seconds of a prefill (a median of the repeats), their ratio to those
 of `full`, and milliseconds of a token of decode (a median of 23 tokens a repeat).

@@ -181,9 +181,9 @@ class KVCache:
     def nearest(self, n_tokens: int) -> int:
         """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
 
-        Keys, values, summaries and token rows can go back to any length. The rows of an `OpenChunk` can go back to a
-        length within the chunk that is not complete yet, or to the start of a chunk. A tensor that every block replaces
-        can only go back to 0 tokens.
+        Keys, values, summaries and token rows can go back to any length. The rows of an `OpenChunk` and of a `FirstRow`
+        can go back to a length within the chunk that is not complete yet, or to the start of a chunk. A tensor that
+        every block replaces can only go back to 0 tokens.
         """
         self.settle()
         found, before = n_tokens, n_tokens + 1

@@ -389,6 +389,42 @@ class OpenChunk(MethodState):
         return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
 
 
+class FirstRow(MethodState):
+    """A state with one row `[heads, 1, R]` of the open group of `size` tokens. The state's number is the group's index.
+
+    Example: what the first token of a group computed for the others. A pass makes a new tensor, which replaces the old
+    one at the commit, so a reader sees the row of the group that was open when the pass began.
+    """
+
+    def __init__(self, size: int, row_bytes: int) -> None:
+        super().__init__()
+        self.size = size
+        self.row_bytes = row_bytes
+
+    def write(self, row: Tensor, group: int) -> None:
+        """Keep the row `[heads, 1, R]` of a group, from the commit of this pass on."""
+        self._next = (row.clone(memory_format=torch.contiguous_format), group)
+
+    def row(self, group: int) -> Tensor:
+        """Return the row of the group that was open when this pass began."""
+        assert self._held[1] == group, "the row of a group that is not open"
+        return self.buffer
+
+    def committed(self, n_tokens: int) -> Held:
+        return self._held[0], min(self._held[1], n_tokens // self.size)
+
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
+        current, rest = divmod(n_tokens, self.size)
+        return (number == current if rest else number <= current) and _has_rows(tensor, 1, self.row_bytes)
+
+    def nearest(self, n_tokens: int, length: int) -> int:
+        group = n_tokens // self.size
+        return n_tokens if group == length // self.size else group * self.size
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        return 2 * self.row_bytes
+
+
 def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
     """Return whether a tensor has the shape `[heads, n_rows, D]`, with rows of `row_bytes` bytes."""
     return len(tensor.shape) == 3 and tensor.shape[1] == n_rows and tensor.n_bytes == n_rows * row_bytes

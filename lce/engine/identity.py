@@ -156,4 +156,4 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         value = value.get("file") or value.get("digest")
     text = spelled(value) if isinstance(value, str | int | float | None) else ""
-    return text if 0 < len(text) <= 48 and text.isprintable() else shown(value, 24)
+    return text if 0 < len(text) <= 96 and text.isprintable() else shown(value, 24)

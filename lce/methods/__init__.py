@@ -17,6 +17,7 @@ from lce.methods.costs import Cost as Cost
 from lce.methods.costs import PaperFigure as PaperFigure
 from lce.methods.costs import QueryBlock as QueryBlock
 from lce.methods.dca import DualChunk as DualChunk
+from lce.methods.delta import Delta as Delta
 from lce.methods.esa import ESA as ESA
 from lce.methods.full import Full as Full
 from lce.methods.handover import Handover as Handover
@@ -35,6 +36,7 @@ from lce.methods.parts import LayerFacts as LayerFacts
 from lce.methods.parts import Part as Part
 from lce.methods.quest import Quest as Quest
 from lce.methods.random import RandomChunks as RandomChunks
+from lce.methods.reattention import ReAttention as ReAttention
 from lce.methods.registry import available as available
 from lce.methods.registry import find as find
 from lce.methods.registry import from_file as from_file

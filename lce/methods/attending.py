@@ -105,8 +105,21 @@ def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window
 
 def block_parts(method: Method, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
     """Return the indices of the block's queries (`i [T]`, or a new tensor on the host) and the queries' parts."""
-    i = torch.arange(step.start, step.stop) if i is None else i
-    return i, declared(method, i, layer, step.stop, step.sliding_window)
+    i = torch.arange(step.start, step.stop, step.stride) if i is None else i
+    parts = declared(method, i, layer, step.stop, step.sliding_window)
+    return i, parts if step.stride == 1 else [each for part in parts for each in around_core(part, i)]
+
+
+def around_core(part: Part, i: Tensor) -> list[Part]:
+    """Cut a part of spans in three: the tokens that all queries `i [T]` see, and what each sees before and after them.
+
+    The queries of a strided step then attend the common tokens in one call, so that these are read once.
+    """
+    start, stop = bounds(part, i)
+    first = start.amax()
+    last = stop.amin().maximum(first)
+    spans = (start, stop.minimum(first)), (first, last), (start.maximum(last), stop)
+    return [replace(part, keys=keys) for keys in spans]
 
 
 def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:

@@ -276,6 +276,11 @@ class Method:
         agrees = says_for(self, "parts_of", "attend", "keep") and says_for(self, "choice_cost", "attend_chosen")
         return self.declares and agrees
 
+    @property
+    def explained(self) -> Method:
+        """The method that `lce explain` measures: this method, or one whose outputs are weighted means of values."""
+        return self
+
     def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
         """Return the costs that the method's paper states, computed for the model sizes in `block`."""
         return ()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lce.methods.attending import bounds, declared
 from lce.methods.parts import CHOSEN
@@ -92,7 +93,10 @@ class QueryBlock:
         def before(n: int) -> int:
             return size * _sum_to(n // size - 1, most) + n % size * min(most, n // size)
 
-        chosen = before(self.stop) - before(self.start)
+        return self.chosen(size, before(self.stop) - before(self.start), together=together)
+
+    def chosen(self, size: int, chosen: int, *, together: bool = False) -> Cost:
+        """Return what `chunks` returns if the queries of each head attend `chosen` chunks in all."""
         n_lists = 1 if together else self.n_heads // self.n_kv_heads
         return self.seen(size * chosen, size * min(n_lists * chosen, (self.stop - 1) // size))
 
@@ -108,9 +112,12 @@ def _sum_to(n: int, most: int | None = None) -> int:
     return rising * (rising + 1) // 2 + (n - rising) * (most or 0)
 
 
-def cost_of_spans(method: Method, block: QueryBlock) -> Cost:
-    """Return the cost of attending the spans of a method's parts; each part's keys are read once."""
-    i, cost = torch.arange(block.start, block.stop), Cost(0)
+def cost_of_spans(method: Method, block: QueryBlock, i: Tensor | None = None) -> Cost:
+    """Return the cost of attending the spans of a method's parts; each part's keys are read once.
+
+    `i [n]` are the indices of the queries that attend; None: all queries of the block.
+    """
+    i, cost = torch.arange(block.start, block.stop) if i is None else i, Cost(0)
     for part in declared(method, i, block.layer, block.stop, block.sliding_window):
         if part.keys != CHOSEN:
             start, stop = bounds(part, i)

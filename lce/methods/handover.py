@@ -41,7 +41,7 @@ class Handover(Wrapped):
     @property
     def label(self) -> str:
         """Both methods, as error messages and context files name them."""
-        return f"{self.inner.label} with prefill_method={self.prefill.label}"
+        return f"{self.inner.label} --prefill-method {self.prefill.label}"
 
     def for_model(self, model: ModelFacts) -> Self:
         return replace(self, inner=self.inner.for_model(model), prefill=self.prefill.for_model(model))

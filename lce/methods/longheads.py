@@ -35,8 +35,8 @@ class LongHeads(SelectiveMethod):
     or random chunks. With `keep_first=False` chunk 0 is chosen by score alone, with `keep_last=False` the last complete
     chunk; a query still attends `chunks` chunks. With `fix_head` all heads attend the chunks that the first head chose;
     with `fix_layer` all layers attend the first layer's chunks. The paper's `placement` is `side_by_side`. The preset
-    `released` has the values of the authors' code for Llama 2. `fine` has smaller chunks, among as many tokens: a
-    published model finds more facts in them, and reading takes longer.
+    `paper` has the chunks of the paper, and `released` the values of the authors' code for Llama 2. By default chunks
+    are smaller: among as many tokens, a published model finds more facts in more and smaller chunks.
 
     Cost: scoring M chunks takes O(H · M · D) per token, and a token attends at most `chunks · L` keys. A chunk's
     summary is H · D numbers.
@@ -49,7 +49,7 @@ class LongHeads(SelectiveMethod):
     fix_head: bool = knob(False, "all heads take the choice of the first")
     fix_layer: bool = knob(False, "all layers take the choice of the first")
 
-    presets: ClassVar = {"released": {"chunk_size": 256, "chunks": 16}, "fine": {"chunk_size": 32}}
+    presets: ClassVar = {"paper": {"chunk_size": 256}, "released": {"chunk_size": 256, "chunks": 16}}
     keeps_vectors = True
 
     def resolve(self, window: int) -> Self:

@@ -49,7 +49,7 @@ class TrueMass:
 
     def weights(self, q: Tensor, positions: Tensor) -> Tensor:
         """Return the softmax weights `[H, T, N]` of all keys for unrotated queries `q [H, T, D]` at `positions [T]`."""
-        scores = [self._scores(q, positions, a, b) for a, b in self._pieces(0, self.step.stop, 1)]
+        scores = [self._scores(q, positions, a, b) for a, b in pieces(self.cache, 0, self.step.stop, 1)]
         return torch.cat(scores, dim=-1).softmax(-1)
 
     def of_chunks(self, q: Tensor, positions: Tensor, size: int, n_chunks: int) -> Tensor:
@@ -58,10 +58,10 @@ class TrueMass:
         A mass is a share of the query's attention to all keys up to the query's own. Chunks after the query get -inf.
         """
         border = n_chunks * size
-        scores = (self._scores(q, positions, *piece) for piece in self._pieces(0, border, size))
+        scores = (self._scores(q, positions, *piece) for piece in pieces(self.cache, 0, border, size))
         chunks = [some.unflatten(-1, (-1, size)).logsumexp(-1) for some in scores]
-        pieces = self._pieces(border, self.step.stop, 1)
-        rest = [self._scores(q, positions, *piece).logsumexp(-1, keepdim=True) for piece in pieces]
+        after = pieces(self.cache, border, self.step.stop, 1)
+        rest = [self._scores(q, positions, *piece).logsumexp(-1, keepdim=True) for piece in after]
         total = torch.cat([*chunks, *rest], dim=-1).logsumexp(-1, keepdim=True)
         return torch.cat(chunks, dim=-1) - total
 
@@ -82,12 +82,6 @@ class TrueMass:
             outs.append(grouped.view(len(q), -1, q.shape[-1]))
         return torch.cat(outs, dim=1).to(q.dtype)
 
-    def _pieces(self, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield spans that cover tokens `start..stop-1`, each of whole chunks of `size` tokens."""
-        length = max(1, min(self.cache.layout.segment, PIECE) // size) * size
-        for first in range(start, stop, length):
-            yield first, min(first + length, stop)
-
     def _scores(self, q: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
         """Return the logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
         q, k = q.float(), unrotated(self.method, self.cache, self.step, start, stop)
@@ -107,6 +101,13 @@ class TrueMass:
         """Return the logits of unrotated queries and keys at the distance `cap`."""
         distance = torch.full((1,), resolved(self.cap), device=q.device)
         return _products(rotate(q, self.step.far_turn(distance, q)), k)
+
+
+def pieces(cache: LayerCache, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield spans that cover tokens `start..stop-1`, each of whole chunks of `size` tokens."""
+    length = max(1, min(cache.layout.segment, PIECE) // size) * size
+    for first in range(start, stop, length):
+        yield first, min(first + length, stop)
 
 
 def unrotated(method: Method, cache: LayerCache, step: Step, start: int, stop: int) -> Tensor:

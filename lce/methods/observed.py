@@ -44,7 +44,8 @@ for _name in (
 ):  # fmt: skip
     setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
 for _name in (
-    "access", "block", "choices", "counted", "declares", "label", "n_recent", "notes_choices", "unrotated", "user_file",
+    "access", "block", "choices", "counted", "declares", "explained", "label", "n_recent", "notes_choices", "unrotated",
+    "user_file",
 ):  # fmt: skip
     setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))
 

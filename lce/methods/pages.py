@@ -22,6 +22,7 @@ from lce.methods.placement import PLACEMENTS, ConstantDistance, DualPositions, G
 from lce.methods.registry import register
 from lce.methods.selective import ChunkSelection
 from lce.methods.selectors import (
+    BEST_KEY,
     SELECTORS,
     ContextSelector,
     Mass,
@@ -35,7 +36,7 @@ from lce.methods.selectors import (
 from lce.methods.step import ModelFacts, Step
 from lce.methods.top_p import top_p_knob
 
-Select = Literal["summary", "bounds", "mean", "representatives", "lowdim", "oracle", "random"]
+Select = Literal["summary", "bounds", "mean", "representatives", "lowdim", "best_key", "oracle", "random"]
 Place = Literal["side_by_side", "true", "constant", "grouped", "dual"]
 OTHERWISE = "-o compress=pca"
 # The knobs that mean something beside some values of another knob alone: the other knob, and these values.
@@ -43,6 +44,7 @@ KNOBS_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "repr_tokens": ("select", ("representatives",)), "judge": ("select", ("oracle",)), "seed": ("select", ("random",)),
     "compress": ("select", ("lowdim",)), "low_dim": ("select", ("lowdim",)), "maps": ("select", ("lowdim",)),
     "group": ("place", ("grouped",)), "chunk_size": ("place", ("dual",)), "far": ("place", ("constant", "dual")),
+    "grows_from": ("growth", ("sqrt", "linear")), "grows_to": ("growth", ("sqrt", "linear")),
 }  # fmt: skip
 DEFAULTS: Mapping[str, Any] = {
     "repr_tokens": 4, "judge": "constant", "seed": 0, "compress": "calibrated", "low_dim": 128, "group": 8,
@@ -61,14 +63,19 @@ class Pages(ChunkSelection):
     `select` says what is kept of a page and how a page is scored; keys and queries are rotated as `place` says.
     `summary` is the summary of LongHeads, `bounds` are Quest's bounds of keys, `mean` is the mean of the page's keys,
     `representatives` is the sum of the `repr_tokens` keys that received most attention from the page's own queries, an
-    idea of InfLLM. `lowdim` takes the page's best token by ESA's low-dim scores, all heads together. For analysis,
-    `oracle` chooses by true attention mass (`judge`), and `random` by `seed`.
+    idea of InfLLM. `lowdim` takes the page's best token by ESA's low-dim scores, all heads together, and `best_key` by
+    `q · k` without positions, as ReAttention does. For analysis, `oracle` chooses by true attention mass (`judge`), and
+    `random` by `seed`.
 
     `place` says where chosen pages are seen. `side_by_side`: in their order right before the own page, from position 0.
     `true`: at their true distances. `constant`: at the distance `far`, by default the least that no local token has.
     `grouped`: at the distances of Self-Extend, whose tokens far away share a position with `group - 1` neighbours.
     `dual`: at the distances of Dual Chunk Attention, by large chunks of `chunk_size` tokens. Local tokens are seen at
     true distances, under `dual` in the own large chunk and across its border.
+
+    With `growth` the budget grows with the text: from index `grows_from` on, W, the query i attends `budget` times
+    `sqrt(i / W)` or `i / W` tokens, and `grows_to` at most, by default W. The Sparse Frontier (Nawrot et al., 2025,
+    arXiv:2504.17768) finds fixed budgets to lose with length. The budget is a function of i alone.
 
     Published methods are points of this plane: `select=summary place=side_by_side` with `page`, `sinks` and `local` all
     L is `longheads`, `select=bounds place=true` without sinks and local tokens is `quest` without dense layers.
@@ -96,6 +103,9 @@ class Pages(ChunkSelection):
     far: int | None = knob(
         None, "distance of pages: constant, none is the least beyond local; dual, none is W - 1", least=1
     )  # fmt: skip
+    growth: Literal["sqrt", "linear"] | None = knob(None, "how the budget grows with the text; none is not at all")
+    grows_from: int | None = knob(None, "with growth: index from which the budget grows; none is the window", least=1)
+    grows_to: int | None = knob(None, "with growth: largest budget in tokens; none is the window", least=1)
     top_p: float | None = top_p_knob()
     example: ClassVar = Example({"page": 2, "budget": 10, "sinks": 2, "local": 2})
 
@@ -118,6 +128,10 @@ class Pages(ChunkSelection):
                 f"{self.label}: budget is {made.budget}; expected {n_least * made.size} or more, {n_least} pages of "
                 f"{made.size} tokens: lower page, sinks or local"
             )
+        if made.growth is not None:
+            made = made.filled(grows_from=window, grows_to=max(window, resolved(made.budget)))
+            if resolved(made.grows_to) < resolved(made.budget):
+                raise UsageError(f"{self.label}: grows_to is {made.grows_to}; expected budget, {made.budget}, or more")
         given = {
             each: value for each, value in DEFAULTS.items() if getattr(made, KNOBS_OF[each][0]) in KNOBS_OF[each][1]
         }
@@ -163,7 +177,16 @@ class Pages(ChunkSelection):
 
     @property
     def n_choices(self) -> int:
-        return resolved(self.budget) // self.size - 1 - self.n_near
+        most = resolved(self.budget if self.growth is None else self.grows_to)
+        return most // self.size - 1 - self.n_near
+
+    def n_chosen(self, i: Tensor) -> Tensor | None:
+        if self.growth is None:
+            return None
+        ratio = i.double() / resolved(self.grows_from)
+        ratio = (ratio.sqrt() if self.growth == "sqrt" else ratio).clamp(min=1)
+        n_pages = (resolved(self.budget) * ratio).long() // self.size
+        return (n_pages - 1 - self.n_near).clamp(max=self.n_choices)
 
     @property
     def n_first(self) -> int:
@@ -236,6 +259,8 @@ class Pages(ChunkSelection):
                 sample = resolved(self.budget) // self.size * self.size
                 maps = self.maps if isinstance(self.maps, LowDimMaps) else None
                 return LowDim(resolved(self.low_dim), self.size, sample, maps)
+            case "best_key":
+                return BEST_KEY
             case "oracle":
                 return Mass(resolved(self.judge))
             case "random":
@@ -291,7 +316,7 @@ class Pages(ChunkSelection):
 
     @property
     def decodes(self) -> bool:
-        """Whether decode steps can be recorded as CUDA graphs: where pages have summaries of a fixed shape."""
+        """Whether decode steps can be recorded as CUDA graphs: with summaries of a fixed shape, without `growth`."""
         return isinstance(self.selector, SummarySelector) and super().decodes
 
     @property

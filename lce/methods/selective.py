@@ -34,7 +34,7 @@ from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, band_of, slot_shift
-from lce.methods.base import Example, Method, is_like, knob, resolved, says_for
+from lce.methods.base import NO_TOKENS, Example, Method, is_like, knob, resolved, says_for
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.hooks import SELECTION_CHECKS
@@ -42,7 +42,7 @@ from lce.methods.parts import LayerFacts, Part
 from lce.methods.placement import PLACEMENTS, Placement
 from lce.methods.selectors import Scorer, Sizes
 from lce.methods.step import DeviceStep, Step
-from lce.methods.top_p import prune, top_p_knob
+from lce.methods.top_p import keep_best, prune, top_p_knob
 
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
 
@@ -75,6 +75,18 @@ class ChunkSelection(Method, ABC):
     @abstractmethod
     def n_choices(self) -> int:
         """The largest number of complete chunks that a query attends besides its own chunk."""
+
+    def n_chosen(self, i: Tensor) -> Tensor | None:
+        """Return how many complete chunks queries `i [T]` attend at most, `[T]`, no less for a later query.
+
+        None: `n_choices` for all. A number is `n_choices` at most, and the number of `forced` chunks at least.
+        """
+        return None
+
+    @property
+    def varies(self) -> bool:
+        """Whether queries with as many candidates may attend different numbers of chunks."""
+        return self.top_p is not None or self.n_chosen(NO_TOKENS) is not None
 
     @property
     def placed(self) -> Placement:
@@ -276,18 +288,26 @@ class ChunkSelection(Method, ABC):
             some = step if rows >= n_queries else step.part(here.start, here.stop)
             scores = score(here, some)
             chosen = self.pick(scores, some)
-            if self.top_p is not None or step.note_scores:
-                chunk_ids = torch.arange(scores.shape[-1], device=q.device)
-                ends = self.ends(some, q.device)
-                later = chunk_ids >= ends
-                if self.top_p is not None:
-                    mass = self.log_mass(scores, len(q), q.shape[-1]).masked_fill(later, -torch.inf)
-                    chosen = prune(chosen, scores, mass, self.forced(chunk_ids, ends).expand_as(later), self.top_p)
-                if step.note_scores:
-                    step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
+            if self.varies:
+                chosen = self.fewer(chosen, scores, q, some)
+            if step.note_scores:
+                later = torch.arange(scores.shape[-1], device=q.device) >= self.ends(some, q.device)
+                step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
             parts.append(chosen)
         chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return chosen.repeat_interleave(len(q) // len(chosen), 0) if len(chosen) < len(q) else chosen
+
+    def fewer(self, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) -> Tensor:
+        """Return those of `chosen [C, T, K]` that `n_chosen` and `top_p` leave: ids ascending, then -1."""
+        chunk_ids, ends = torch.arange(scores.shape[-1], device=q.device), self.ends(step, q.device)
+        later = chunk_ids >= ends
+        forced = self.forced(chunk_ids, ends).expand_as(later)
+        if (n := self.n_chosen(step.positions(q.device))) is not None:
+            chosen = keep_best(chosen, scores, forced, n)
+        if self.top_p is None:
+            return chosen
+        mass = self.log_mass(scores, len(q), q.shape[-1]).masked_fill(later, -torch.inf)
+        return prune(chosen, scores, mass, forced, self.top_p)
 
     def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         chosen = self.choose(q, cache, step)
@@ -295,7 +315,7 @@ class ChunkSelection(Method, ABC):
             return None
         if step.note:
             step.note(cache.index, chosen)
-        if self.top_p is not None and placed.part.n_slots is not None:
+        if self.varies and placed.part.n_slots is not None:
             number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
             chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
         return self.attend_pages(q, chosen, placed, cache, step)
@@ -327,6 +347,10 @@ class ChunkSelection(Method, ABC):
         """Return the cost of attending the chosen chunks; with `together` the query heads of a KV head choose alike."""
         near = self.n_near * self.size
         candidates = replace(block, start=max(0, block.start - near), stop=max(0, block.stop - near))
+        i = torch.arange(block.start, block.stop)
+        if (n := self.n_chosen(i)) is not None:
+            chosen = int(torch.minimum(n, (i // self.size - self.n_near).clamp(min=0)).sum())
+            return candidates.chosen(self.size, chosen, together=together)
         return candidates.chunks(self.size, self.n_choices, together=together)
 
     @property
@@ -346,8 +370,8 @@ class ChunkSelection(Method, ABC):
 
     @property
     def decodes(self) -> bool:
-        """Whether decode steps can be recorded as CUDA graphs: not with `top_p`, where the number of chunks varies."""
-        return self.top_p is None and super().decodes
+        """Whether decode steps can be recorded as CUDA graphs: not where the number of chunks varies."""
+        return not self.varies and super().decodes
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
@@ -434,7 +458,7 @@ class SelectiveMethod(ChunkSelection):
     its own, as `log_mass` estimates; chunks that are always attended count first.
     """
 
-    chunk_size: int | None = knob(None, "tokens of a chunk; none is derived from the window", least=1)
+    chunk_size: int | None = knob(None, "tokens of a chunk; none is 32, or 1/32 of a window below 1024", least=1)
     chunks: int | None = knob(None, "chunks that a query attends, its own one too; none is what the window holds")
     placement: Literal["side_by_side", "true", "constant"] = knob(
         "side_by_side", "where chosen chunks are seen: side by side, at true positions, or at one distance"
@@ -443,7 +467,7 @@ class SelectiveMethod(ChunkSelection):
     example: ClassVar = Example({"chunk_size": 2})
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(chunk_size=256 if window >= 4096 else max(1, window // 32))
+        made = self.filled(chunk_size=min(32, max(1, window // 32)))
         made = made.filled(chunks=window // made.size)
         if resolved(made.chunks) < 3:
             raise UsageError(

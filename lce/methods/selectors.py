@@ -20,7 +20,7 @@ from lce.cache.layer import LayerCache
 from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.mass import Judge, TrueMass
+from lce.methods.mass import Judge, TrueMass, pieces, unrotated
 from lce.methods.step import Step
 
 Scorer = Callable[[slice, Step], Tensor]  # takes a slice of t queries and the slice's step; returns scores `[C, t, M]`
@@ -214,6 +214,26 @@ class Mass(ContextSelector):
         return Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
 
 
+class BestKey(ContextSelector):
+    """ReAttention's score of a chunk: the largest `q · k` of its keys, query and keys without positions.
+
+    Keys are rotated back from where they are cached, so the score is the same in every placement. Products are float32.
+    """
+
+    def scores(self, method: Method, q: Tensor, n_chunks: int, size: int, cache: LayerCache, step: Step) -> Tensor:
+        queries, found = q.float().reshape(step.n_kv_heads, -1, q.shape[-1]), list[Tensor]()
+        for start, stop in pieces(cache, 0, n_chunks * size, size):
+            keys = unrotated(method, cache, step, start, stop)
+            found.append(products(queries, keys.mT).unflatten(-1, (-1, size)).amax(-1))
+        return torch.cat(found, dim=-1).view(*q.shape[:2], -1)
+
+    def cost(self, block: QueryBlock, size: int) -> Cost:
+        """Return the cost of choosing, which reads and multiplies all keys of complete chunks."""
+        n_tokens = block.stop // size * size if block.stop > size else 0
+        scores = block.n_heads * len(block) * n_tokens * block.head_dim
+        return Cost(0, scores, state_read=n_tokens * block.n_kv_heads * block.head_dim)
+
+
 @dataclass(frozen=True)
 class Random(ContextSelector):
     """For analysis: random scores. A score depends on seed, layer, head, query index and chunk alone."""
@@ -249,5 +269,5 @@ def _mix(x: Tensor, y: Tensor) -> Tensor:
     return ((bits ^ (bits >> 16)) >> 8).float() / 2**24
 
 
-SUMMARY, BOUNDS = Summary(), Bounds()
+SUMMARY, BOUNDS, BEST_KEY = Summary(), Bounds(), BestKey()
 SELECTORS: dict[str, SummarySelector] = {"summary": SUMMARY, "bounds": BOUNDS, "mean": MeanKey()}

@@ -30,6 +30,8 @@ class Step:
     own memo; `all_devices` is one memo for all devices. In each layer a method calls `note`, if given, with the chunks
     or tokens that queries chose, and before that `note_scores`, if given, with the scores of all candidates, -inf for
     those that a query cannot choose: once for the whole block, or once for each `part` of the block.
+
+    With a `stride` above 1 the queries are every `stride`-th token from `start` on: see `strided`.
     """
 
     start: int
@@ -45,10 +47,18 @@ class Step:
     note_scores: NoteScores | None = None
     at: Tensor | None = field(default=None, kw_only=True)
     decoding: bool = field(default=False, kw_only=True)  # whether a generation appends a token that it sampled
+    stride: int = field(default=1, kw_only=True)
 
     def part(self, start: int, stop: int) -> Step:
         """Return the step of the block's queries `start..stop-1`, counted from the block's first query."""
         return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
+
+    def strided(self, first: int, stride: int) -> Step:
+        """Return the step of every `stride`-th query of the block from query `first` on, 0 being the block's first.
+
+        Only for methods whose parts are all spans.
+        """
+        return replace(self, start=self.start + first, stride=stride, memo={}, all_devices={})
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return `make()`, called once for each pass, device and `name`; later calls return the first result."""
@@ -66,7 +76,7 @@ class Step:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the indices of the block's tokens, `[T]`."""
-        return torch.arange(self.start, self.stop, device=device) if self.at is None else self.at
+        return torch.arange(self.start, self.stop, self.stride, device=device) if self.at is None else self.at
 
     def key_turn(self, key_positions: Callable[[Tensor], Tensor | None], like: Tensor) -> Turn | None:
         """Return the rotation of the block's keys to the positions where they are cached; None: keys stay unrotated."""

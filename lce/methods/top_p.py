@@ -50,6 +50,24 @@ def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: f
     sorted_mass = mass.gather(-1, order)
     reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # whether better chunks reach p already; False for NaN
     stays |= ~torch.empty_like(taken).scatter_(-1, order, reached)
+    return _only(chosen, stays & taken)
+
+
+def keep_best(chosen: Tensor, scores: Tensor, forced: Tensor, n: Tensor) -> Tensor:
+    """Return the best `n [T]` of each query's chosen chunks: ascending, then -1. Arguments are those of `prune`.
+
+    The chunks `forced [T, M]` count first, so n is at least their number. Time: O(C · T · K log K).
+    """
+    taken, index = chosen >= 0, chosen.clamp(min=0)
+    first = forced.expand(len(chosen), -1, -1).gather(-1, index)
+    rank = scores.float().gather(-1, index).masked_fill(first, torch.inf).masked_fill(~taken, -torch.inf)
+    order = rank.argsort(dim=-1, descending=True, stable=True)
+    within = (torch.arange(chosen.shape[-1], device=chosen.device) < n[:, None]).expand_as(order)
+    return _only(chosen, torch.empty_like(taken).scatter_(-1, order, within) & taken)
+
+
+def _only(chosen: Tensor, kept: Tensor) -> Tensor:
+    """Return the ids of `chosen [C, T, K]` that are `kept`: ascending, then -1."""
     none = torch.iinfo(torch.int64).max
-    kept = chosen.masked_fill(~(stays & taken), none).sort(dim=-1).values
-    return kept.masked_fill(kept == none, -1)
+    ids = chosen.masked_fill(~kept, none).sort(dim=-1).values
+    return ids.masked_fill(ids == none, -1)

@@ -13,14 +13,16 @@ from lce.files import named
 from lce.terminal.output import note
 
 ALL, AUTO = "all", "auto"
+PREFILL = " --prefill-method "  # between the names of two methods, in a context file
 
 
 @dataclasses.dataclass(frozen=True)
 class MethodOption:
-    """The method and the knobs of a command line. `method` is None if the command line names no method."""
+    """The method and the knobs of a command line, and the method that reads prompts; None if it names none."""
 
     method: str | None
     knobs: Mapping[str, str]
+    prefill_method: str | None = None
 
     def load(
         self, model: str, context_file: str | None, loading: Mapping[str, Any], text: str | None = None, more: int = 0
@@ -34,16 +36,19 @@ class MethodOption:
         if context_file is None:
             name = "full" if self.method is None else self.method
             length = None if text is None or name != AUTO else _n_tokens(model, text) + more
-            return lce.load(model, named_method(name, self.knobs), length=length, **loading), None
+            how: Any = {"length": length, "prefill_method": self.prefill_method, **loading}
+            return lce.load(model, named_method(name, self.knobs), **how), None
         from lce.engine.info import describe
 
         context = describe(context_file)
         if self.method is None and context.method_file is not None:
             where = f"{context.method} of {context.method_file}, which is code and runs only if you name it"
             raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
-        name = context.method if self.method in (None, AUTO) else self.method
+        own, _, prefill = context.method.partition(PREFILL)
+        name = own if self.method is None or self.method == AUTO else self.method
         knobs = {**(context.knobs if name == context.method else {}), **self.knobs}
-        engine = lce.load(model, lce.methods.make(name, knobs), **continued(context, loading))
+        how = {"prefill_method": self.prefill_method or prefill or None, **continued(context, loading)}
+        engine = lce.load(model, lce.methods.make(name, knobs), **how)
         return engine, engine.open_context(context_file)
 
 

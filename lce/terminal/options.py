@@ -232,6 +232,9 @@ _METHOD_OR_CONTEXT = flag(
     "full]",
     callback=parse_name,
 )  # fmt: skip
+_PREFILL_METHOD = flag(
+    "--prefill-method NAME", "Read prompts by this method, such as full, and generate by --method.", callback=parse_name
+)
 _METHODS = flag(
     "--method NAME", "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas.",
     dest="names", multiple=True, default=["full"], callback=parse_names,
@@ -327,7 +330,7 @@ named_options = packed(
 )
 method_options = packed("method", lambda method, knobs: lce.methods.make(method, knobs), _METHOD, knobs_option)
 planned_method_options = packed("method", named_method, _METHOD_OR_AUTO, knobs_option)
-method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option)
+method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
 methods_options = packed("methods", _methods, _METHODS, knobs_option)
 selecting_options = packed("methods", partial(_methods, selecting=True), _METHODS, knobs_option)
 suite_options = packed("suite", _suite, *_SUITE)

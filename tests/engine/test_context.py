@@ -128,6 +128,7 @@ EVERY: dict[str, Method] = {
     "full": Full(),
     "streaming": lce.methods.Streaming(local=20),
     "self_extend": lce.methods.SelfExtend(local=8),
+    "delta": lce.methods.Delta(method="streaming:local=20", every=8, dense_up_to=0),
     "longheads": LongHeads(chunk_size=8, chunks=4),
     "constant": LongHeads(chunk_size=8, chunks=4, placement="constant"),
     "quest": lce.methods.Quest(page=4, budget=16, dense_layers=0),

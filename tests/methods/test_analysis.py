@@ -87,7 +87,7 @@ def test_a_selector_of_ones_own_is_replaced() -> None:
 
 def test_what_selects_nothing_is_refused() -> None:
     assert [name for name in lce.methods.available() if selects(make(name))] == [
-        "esa", "infllm", "longheads", "oracle", "pages", "quest", "random"
+        "esa", "infllm", "longheads", "oracle", "pages", "quest", "random", "reattention"
     ]  # fmt: skip
     with pytest.raises(UsageError, match="dca selects nothing"):
         cheating(make("dca"))

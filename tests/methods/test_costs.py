@@ -109,6 +109,9 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "dca": own.DualChunk(chunk_size=30),
         "dca intra": own.DualChunk(chunk_size=30, parts="intra"),
         "dca intra+inter": own.DualChunk(chunk_size=30, parts="intra+inter"),
+        "delta": own.Delta(method="streaming:sinks=3:local=17", every=9),
+        "delta unrotated": own.Delta(method="infllm:block_size=8:repr_tokens=2:top_k=3:sinks=3:local=20", every=9),
+        "delta of chunks": own.Delta(method="longheads:chunk_size=8:chunks=4", every=6, dense_up_to=16),
         "longheads": own.LongHeads(chunk_size=8, chunks=4),
         "longheads layer": own.LongHeads(chunk_size=8, chunks=4, share="layer", rank="last", keep_last=False),
         "longheads fixed": own.LongHeads(chunk_size=8, chunks=4, fix_head=True, placement="constant"),
@@ -119,6 +122,9 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "pages dual": own.Pages(select="mean", place="dual", page=8, budget=40, chunk_size=24, share="group"),
         "pages grouped": own.Pages(select="representatives", place="grouped", page=8, budget=40, repr_tokens=2),
         "pages lowdim": own.Pages(select="lowdim", page=8, budget=24, low_dim=3, maps=maps(n_heads, n_kv_heads)),
+        "pages growing": own.Pages(page=4, budget=16, growth="linear", place="constant", share="group"),
+        "pages growing side by side": own.Pages(page=4, budget=16, growth="sqrt"),
+        "reattention": own.ReAttention(span=4, top_k=3, local=9),
         "infllm": own.InfLLM(block_size=8, repr_tokens=2, top_k=3, sinks=3, local=20),
         "esa": own.ESA(**some, low_dim=3, maps=maps(n_heads, n_kv_heads)),
         "esa exact": own.ESA(**some, compress="none"),
@@ -190,8 +196,8 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_block_is_the_sum_of_its_queries() -> None:
     for method in methods(4, 2).values():
-        if isinstance(method, lce.methods.ESA | lce.methods.InfLLM):
-            continue  # their queries choose together
+        if isinstance(method, lce.methods.ESA | lce.methods.InfLLM | lce.methods.Delta):
+            continue  # their queries choose together; a block of one is dense
         resolved = method.resolve(WINDOW)
         whole = resolved.cost(QueryBlock(0, 90, 4, 2, D))
         each = [resolved.cost(QueryBlock(i, i + 1, 4, 2, D)) for i in range(90)]

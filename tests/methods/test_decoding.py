@@ -19,12 +19,16 @@ from lce.methods.step import OnDevice, Step
 from tests.methods.test_matrix import CASES, NEEDS, WINDOW
 from tests.running import layout_for, vectors
 
-ONE_BY_ONE = {"esa", "infllm", "oracle", "random"}
-CONTEXTUAL = {"lowdim", "oracle", "random"}  # selectors of `pages`
+ONE_BY_ONE = {"esa", "infllm", "oracle", "random", "reattention"}
+CONTEXTUAL = {"lowdim", "best_key", "oracle", "random"}  # selectors of `pages`
 RECORDED = [
     case
     for case in CASES
-    if case[0] not in ONE_BY_ONE and not {"top_k", "top_p"} & {*case[1]} and case[1].get("select") not in CONTEXTUAL
+    if case[0] not in ONE_BY_ONE
+    and not {"top_k", "top_p", "growth"} & {*case[1]}
+    and case[1].get("select") not in CONTEXTUAL
+    and case[1].get("dense_up_to") != 0
+    and not str(case[1].get("method")).startswith("esa")
 ]
 
 

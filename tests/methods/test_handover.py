@@ -9,6 +9,8 @@ import lce
 from lce.errors import DataError, UsageError
 from lce.methods.handover import Handover
 from tests import oracle
+from tests.command import assert_error
+from tests.command import run as run_command
 from tests.running import vectors
 
 WINDOW, N, PROMPT = 32, 130, 117
@@ -67,3 +69,20 @@ def test_a_method_handed_over_to_itself_is_that_method() -> None:
     both = [lce.load("demo", "longheads", prefill_method=before) for before in (None, "longheads")]
     first, second = (engine.generate(ids, max_tokens=8).token_ids for engine in both)
     assert first == second
+
+
+def test_on_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
+    prompt, saved = "The old miller took the bread to the village. " * 10, str(tmp_path / "text.lce")
+    model = ("--model", str(tiny_model), "--quiet", "-n", "8")
+    both = ("--method", "longheads", "--prefill-method", "rerope")
+    expected = lce.load(tiny_model, "longheads", prefill_method="rerope").generate(prompt, max_tokens=8).text
+    result = run_command("generate", *model, *both, "--prompt", prompt, "--save", saved)
+    assert result.stdout == expected + "\n", result.stderr
+    again = run_command("generate", *model, "--context", saved, "--prompt", "And then")
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout == run_command("generate", *model, *both, "--context", saved, "--prompt", "And then").stdout
+    refused = run_command("generate", *model, "--context", saved, "--prefill-method", "full", "--prompt", "And then")
+    assert_error(refused, 3, "give --method longheads --prefill-method rerope")
+    assert_error(
+        run_command("generate", *model, "--prefill-method", "quest", "--prompt", "A"), 2, "prefill_method is quest"
+    )

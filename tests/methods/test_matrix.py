@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lce.cache.layout import Budgets
-from lce.methods import Method, available, distances, find, make
+from lce.methods import Delta, Method, available, distances, find, make
 from lce.models.config import RopeConfig
 from tests import oracle
 from tests.pretended import Gpus
@@ -28,7 +28,7 @@ NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
 # Every selector at every placement, with several pages of sinks and local tokens.
 SELECTS: dict[str, dict[str, object]] = {
     "summary": {}, "bounds": {}, "mean": {}, "representatives": {"repr_tokens": 2},
-    "lowdim": {"compress": "pca", "low_dim": 12}, "oracle": {"judge": "true"}, "random": {"seed": 1},
+    "lowdim": {"compress": "pca", "low_dim": 12}, "best_key": {}, "oracle": {"judge": "true"}, "random": {"seed": 1},
 }  # fmt: skip
 PLACES: dict[str, dict[str, object]] = {
     "side_by_side": {}, "true": {}, "constant": {}, "grouped": {"group": 3}, "dual": {"chunk_size": 20},
@@ -47,6 +47,15 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"chunk_size": 10, "parts": "intra"},
         {"chunk_size": 10, "parts": "intra+inter", "temperature": True},
         {"chunk_size": 20, "far": 32},
+    ],
+    "delta": [
+        {"method": "streaming:sinks=2:local=9", "every": 5},
+        {"method": "lm_infinite:sinks=2:local=9", "dense": "rerope:local=12:log_scale=true", "every": 7},
+        {"method": "quest:dense_layers=0:page=4:budget=16", "every": 8, "dense_up_to": 7},
+        {"method": "longheads:chunk_size=4", "dense": "dca:chunk_size=4", "every": 16},
+        {"method": "pages:place=grouped:group=3:page=4:budget=32", "dense": "self_extend:group=3", "every": 9},
+        {"method": "dca:chunk_size=20:parts=intra", "dense": "dca:chunk_size=20", "every": 6, "dense_up_to": 0},
+        {"method": "esa:compress=none:sinks=4:top_k=9", "dense": "rerope", "every": 11, "correct": False},
     ],
     "esa": [
         {"sinks": 4, "top_k": 9},
@@ -101,6 +110,15 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"page": 8, "budget": 50, "select": "mean", "place": "side_by_side"},
         {"page": 4, "budget": 24, "place": "dual", "top_p": 0.6, "share": "group", "far": 40},
         {"page": 2, "budget": 24, "select": "summary", "place": "grouped", "top_p": 0.5, "local": 9, "group": 8},
+        {"page": 2, "budget": 12, "growth": "sqrt"},
+        {"page": 2, "budget": 12, "growth": "linear", "select": "mean", "grows_from": 20, "grows_to": 25},
+        {"page": 4, "budget": 20, "growth": "linear", "place": "constant", "share": "group", "grows_to": 70},
+        {"page": 4, "budget": 16, "growth": "sqrt", "place": "dual", "top_p": 0.7, "select": "best_key"},
+    ],
+    "reattention": [
+        {"span": 4, "top_k": 3, "sinks": 5, "local": 9},
+        {"span": 3, "top_k": 2, "sinks": 0, "local": 1, "share": "group"},
+        {"span": 4, "share": "layer", "local": 8, "top_p": 0.5},
     ],
     "quest": [
         {"dense_layers": 0},
@@ -148,6 +166,10 @@ def exact_length(method: Method) -> int | None:
         case "dca":
             size, far = knobs["chunk_size"], knobs["far"]
             return min(2 * size, far + 1) if knobs["parts"] == "all" else size
+        case "delta":
+            assert isinstance(method, Delta)
+            pair = exact_length(method.sparse_method), exact_length(method.dense_method)
+            return min((n for n in pair if n is not None), default=None)
         case "longheads" | "oracle" | "random" if knobs["top_p"] is None:
             return knobs["chunk_size"] * (1 if knobs["placement"] == "constant" else knobs["chunks"])
         case "quest" if knobs["top_p"] is None:
@@ -156,6 +178,9 @@ def exact_length(method: Method) -> int | None:
             page, near = knobs["page"], knobs["place"] in ("constant", "grouped")
             whole = (-(-local // page) + 1 if near else knobs["budget"] // page) * page
             return min(whole, 2 * knobs["chunk_size"], knobs["far"] + 1) if knobs["place"] == "dual" else whole
+        case "reattention" if knobs["top_p"] is None:
+            span = knobs["span"]
+            return (-(-sinks // span) + knobs["top_k"] + -(-local // span)) * span
         case "infllm":
             return local + (1 if knobs["far"] == local else 0)
         case "lm_infinite":

@@ -36,6 +36,9 @@ SAME = {"page": L, "budget": 6 * L, "sinks": L, "local": L}
                                                                              "sinks": 0}),
         ("random", {"chunks": 6, "seed": 3}, {"select": "random", "seed": 3}),
         ("quest", {}, {"select": "bounds", "place": "true", "sinks": 0, "local": 0}),
+        ("reattention", {"span": L, "top_k": 3, "local": 2 * L}, {"select": "best_key"}),
+        ("reattention", {"span": L, "top_k": 3, "local": 2 * L, "share": "group"}, {"select": "best_key",
+                                                                                    "share": "group"}),
         ("quest", {"top_p": 0.6}, {"select": "bounds", "place": "true", "sinks": 0, "local": 0, "top_p": 0.6}),
     ],
     ids=str,
@@ -44,6 +47,7 @@ def test_a_published_method_is_a_point_of_the_plane(name: str, theirs: dict[str,
     """To the bit."""
     q, k, v = vectors(3, 8, 2, N, 16)
     sizes = {"page": L, "budget": 6 * L, "dense_layers": 0} if name == "quest" else {"chunk_size": L}
+    sizes = {} if name == "reattention" else sizes
     methods = make(name, sizes | theirs), make("pages", {**SAME, **ours})
     published, point = (run(method, q, k, v, BLOCKS, window=WINDOW) for method in methods)
     assert torch.equal(published, point)
@@ -105,6 +109,8 @@ def test_learned_maps(place: str, top_p: float | None) -> None:
         ({"place": "dual", "chunk_size": 9, "page": 2}, "chunk_size is 9; expected a multiple of page, 2, and at most"),
         ({"place": "dual", "chunk_size": 66, "page": 2}, "chunk_size is 66; .* and at most the window, 64"),
         ({"place": "dual", "far": 20}, "far is 20; expected 47 or more, or a smaller chunk_size"),
+        ({"grows_from": 9}, "grows_from is a knob of growth=sqrt and linear alone, and growth is None; drop"),
+        ({"growth": "sqrt", "grows_to": 9, "budget": 16, "page": 2}, "grows_to is 9; expected budget, 16, or more"),
         ({"top_p": 1.5}, "top_p is 1.5; expected a share above 0, at most 1"),
     ],
     ids=str,
@@ -120,6 +126,8 @@ def test_what_means_nothing_is_refused(knobs: dict[str, Any], words: str) -> Non
     [
         ({}, {"page": 16, "budget": 2048, "sinks": 16, "local": 16, "share": "head", "group": None, "far": None}, None),
         ({"budget": 4112}, {"budget": 4112}, 4096),
+        ({"growth": "sqrt"}, {"budget": 2048, "grows_from": 4096, "grows_to": 4096}, None),
+        ({"growth": "sqrt", "grows_to": 8192}, {"grows_from": 4096}, 4096),
         ({"place": "true"}, {"page": 16}, 4096),
         ({"place": "constant", "local": 100}, {"far": 128}, None),
         ({"place": "constant", "far": 4096}, {"local": 16}, 4096),

@@ -65,8 +65,8 @@ def test_knobs_that_cannot_work(name: str, knobs: dict[str, object], words: str)
         ("esa", ESA, 512, {"block": 128}),
         ("esa", {**ESA, "preset": "paper"}, 8192, {"far": 4096, "top_k": 2048}),
         ("longheads", {}, 512, {"chunk_size": 16, "chunks": 32}),
-        ("longheads", {}, 4096, {"chunk_size": 256, "chunks": 16}),
-        ("longheads", {"preset": "fine"}, 4096, {"chunk_size": 32, "chunks": 128}),
+        ("longheads", {}, 4096, {"chunk_size": 32, "chunks": 128}),
+        ("longheads", {"preset": "paper"}, 4096, {"chunk_size": 256, "chunks": 16}),
         ("longheads", {"preset": "released"}, 4096, {"chunk_size": 256, "chunks": 16}),
         ("quest", {}, 4096, {"page": 16, "budget": 1024, "dense_layers": 2}),
         ("quest", {}, 32, {"budget": 32}),  # two pages at least

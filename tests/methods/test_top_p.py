@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lce.methods import make
-from lce.methods.top_p import enough, prune
+from lce.methods.top_p import enough, keep_best, prune
 from tests.running import run, vectors
 
 INF = math.inf
@@ -47,6 +47,16 @@ def test_a_choice_is_cut_to_its_best(p: float, forced: list[int], expected: list
 def test_nothing_to_choose_from_stays_nothing() -> None:
     none, scores = torch.tensor([[[-1, -1]]]), torch.full((1, 1, 2), -INF)
     assert prune(none, scores, scores, torch.zeros(1, 2, dtype=torch.bool), 0.5).tolist() == none.tolist()
+
+
+def test_the_best_of_a_choice_are_kept() -> None:
+    """Two queries keep two and three of four chunks; the chunk that is forced counts first."""
+    scores = torch.tensor([[[0.1, 0.5, 0.2, 0.4], [0.1, 0.5, 0.2, 0.4]]])
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    mask[:, 0] = True
+    chosen = torch.tensor([[[0, 1, 3], [0, 1, 2]]])
+    found = keep_best(chosen, scores, mask, torch.tensor([2, 3]))
+    assert found.tolist() == [[[0, 1, -1], [0, 1, 2]]]
 
 
 SELECTORS = {

@@ -11,6 +11,7 @@ from tests.running import cut, run, vectors
 WINDOW = 32
 KNOBS: dict[str, dict[str, object]] = {  # small enough that every method leaves something out
     "dca": {"chunk_size": 10},
+    "delta": {"method": "streaming:sinks=2:local=9", "every": 8},
     "esa": {"sinks": 4, "top_k": 9, "compress": "none"},
     "infllm": {"block_size": 8, "sinks": 4, "top_k": 3, "repr_tokens": 2},
     "lm_infinite": {"sinks": 3, "local": 16, "top_k": 5},

@@ -43,7 +43,7 @@ def test_all_are_those_that_serve_the_model(tiny_model: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith("lce: note: --method all leaves esa out: esa: this model has no calibrat")
     assert names_of(methods_of(["all", "oracle"], {}, {"model": "demo"})) == [*names_of(demo), "oracle"]
     selecting = methods_of(["all"], {}, {"model": "demo"}, suits=lce.methods.selects)
-    assert set(names_of(selecting)) == {"esa", "infllm", "longheads", "pages", "quest"}
+    assert set(names_of(selecting)) == {"esa", "infllm", "longheads", "pages", "quest", "reattention"}
 
 
 def test_knobs_with_all_are_for_those_that_have_them(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

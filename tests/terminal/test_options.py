@@ -49,7 +49,7 @@ def test_each_group_packs_what_the_library_takes() -> None:
     several = received(["--method", "full,streaming", "-o", "streaming.sinks=2"], options.methods_options)["methods"]
     assert several == [lce.methods.Full(), lce.methods.Streaming(sinks=2)]
     loading = received(["--rope", "ntk", "--rope-factor", "2"], options.loading_options)["loading"]
-    assert set(loading) == set(inspect.signature(lce.load).parameters) - {"model", "method", "sharing"}
+    assert set(loading) == set(inspect.signature(lce.load).parameters) - {"model", "method", "sharing", "length", "prefill_method"}
     planning = received(["--block", "7"], options.planning_options)["planning"]
     assert set(planning) == set(SizeOptions.__annotations__)
     assert received(["--quiet"], options.output_options)["output"] == Output(json=False, quiet=True)
@@ -124,7 +124,7 @@ def test_a_seed_that_changes_nothing_is_said() -> None:
 
 def test_defaults_are_those_of_the_library() -> None:
     defaults = {parameter.name: parameter.default for parameter in cli.generate.params}
-    without = "model prompt stop block window rope rope_factor seed method threads tokens".split()
+    without = "model prompt stop block window rope rope_factor seed method threads tokens prefill_method".split()
     without += "kv_device_budget kv_host_budget spill_dir".split()
     for function in (lce.load, lce.Engine.stream, lce.Sampling):
         for name, parameter in inspect.signature(function).parameters.items():

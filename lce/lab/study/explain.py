@@ -88,8 +88,8 @@ def explain(
     `window` is None, else its defaults; `knobs` override both. `block` is the number of queries prefilled per step,
     by default that of the example or of the method. Another `seed` makes other vectors, so a method may choose other
     keys. If a query sees all keys at one distance, the output does not depend on that distance; the nearest key's
-    distance in the text is then reported. Raises `UsageError` for a method whose weights depend on positions otherwise
-    than through distances in whole tokens.
+    distance in the text is then reported. What is measured is `Method.explained`. Raises `UsageError` for a method
+    whose weights depend on positions otherwise than through distances in whole tokens.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
     tokens, window = count(tokens, "tokens", 1, MOST_TOKENS), count(window, "window", 1, REACH)
@@ -97,7 +97,7 @@ def explain(
     block = None if block is None else count(block, "block")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
-    probe = _Probe(method, *vectors(tokens, seed), window, block, head)
+    probe = _Probe(method.explained, *vectors(tokens, seed), window, block, head)
     factor = probe.factor()
     return Explanation(method, window, tokens, block, head, seed, probe.attended, _distances(probe, factor), factor)
 

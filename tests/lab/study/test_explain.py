@@ -23,6 +23,8 @@ from tests.running import cut
 WINDOW, TOKENS = 16, 40
 SETTINGS = {
     "dca": "; chunk_size=5; chunk_size=16; temperature=true",
+    "delta": "; every=5; method=lm_infinite:sinks=2:local=5 dense=rerope:local=6 every=4 dense_up_to=0; "
+    "method=pages:place=dual:page=2:budget=8:chunk_size=6 dense=dca:chunk_size=6 every=3 dense_up_to=5",
     "esa": "compress=none sinks=4 top_k=5; compress=none sinks=0 local=3 top_k=4 eps=0 far=500",
     "full": "",
     "infllm": "block_size=4 sinks=3 top_k=2 repr_tokens=2; block_size=3 sinks=0 top_k=1 far=13",
@@ -34,6 +36,7 @@ SETTINGS = {
     "page=2 budget=10 select=mean place=dual chunk_size=6; page=2 budget=8 place=constant select=representatives",
     "quest": "; dense_layers=0 page=2 budget=8",
     "random": "chunk_size=2",
+    "reattention": "; span=3 local=4 sinks=0 top_k=1; span=2 top_k=1 share=group",
     "rerope": "; local=1; log_scale=true",
     "self_extend": "; local=7 group=3",
     "streaming": "; sinks=0; sinks=1 local=1",
@@ -41,7 +44,7 @@ SETTINGS = {
 
 
 def knobs_of(name: str, text: str) -> dict[str, object]:
-    given = dict(knob.split("=") for knob in text.split())
+    given = dict(knob.split("=", 1) for knob in text.split())
     return {knob: getattr(make(name, given), knob) for knob in given}
 
 
