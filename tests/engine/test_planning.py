@@ -36,6 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pages", {"select": "summary", "place": "dual"}),
     ("pages", {"select": "lowdim", "compress": "pca", "low_dim": 16, "place": "grouped"}),
     ("pages", {"select": "oracle", "place": "constant"}),
+    ("reattention", {}),
 ]
 SMALL = {"longheads": {"chunk_size": 8}, "infllm": {"block_size": 8, "top_k": 3, "sinks": 4}, "esa": {"sinks": 4}}
 
@@ -110,7 +111,7 @@ def test_one_token_more_than_the_longest_does_not_fit(
     assert f"the longest that fits is {longest:,} tokens" in (ask(tokens=longest + 1).refusal or "")
 
 
-def no_work(*_: object) -> Any:
+def no_work(*_: object, **__: object) -> Any:
     raise AssertionError("work was begun")
 
 

@@ -18,7 +18,9 @@ PREFILL = ("full", "dca", "rerope", "self_extend", "streaming", "lm_infinite")
 SCALED = lce.methods.RopeConfig("yarn", factor=4.0)
 
 
-@pytest.mark.parametrize("block", [7, 39, 117])
+@pytest.mark.parametrize(
+    "block", [pytest.param(7, marks=pytest.mark.slow), 39, pytest.param(117, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("after", ["full", "longheads", "rerope", "self_extend", "dca", "quest"])
 @pytest.mark.parametrize("before", PREFILL)
 def test_each_row_is_that_of_its_own_method(before: str, after: str, block: int) -> None:

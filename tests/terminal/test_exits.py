@@ -47,7 +47,7 @@ def test_every_failure_has_its_exit_code(
 READING = """
 import time
 from lce.methods import Driver
-def begin(*_): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.01)
+def begin(*_, **__): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.01)
 Driver.begin = begin
 """
 WRITING = """

@@ -49,7 +49,13 @@ def test_each_group_packs_what_the_library_takes() -> None:
     several = received(["--method", "full,streaming", "-o", "streaming.sinks=2"], options.methods_options)["methods"]
     assert several == [lce.methods.Full(), lce.methods.Streaming(sinks=2)]
     loading = received(["--rope", "ntk", "--rope-factor", "2"], options.loading_options)["loading"]
-    assert set(loading) == set(inspect.signature(lce.load).parameters) - {"model", "method", "sharing", "length", "prefill_method"}
+    assert set(loading) == set(inspect.signature(lce.load).parameters) - {
+        "model",
+        "method",
+        "sharing",
+        "length",
+        "prefill_method",
+    }
     planning = received(["--block", "7"], options.planning_options)["planning"]
     assert set(planning) == set(SizeOptions.__annotations__)
     assert received(["--quiet"], options.output_options)["output"] == Output(json=False, quiet=True)
