@@ -222,7 +222,7 @@ def bench(**what: Any) -> None:
 @flag("--length TOKENS", "Of the texts.  [default: one and a half windows]", type=options.COUNT)
 @flag("--seconds N", "Ask for about so long.", type=click.FloatRange(min=0), default=120.0)
 @flag("--task NAME", "One of `lce eval tasks`.", default="several_facts")
-@flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="prose")
+@flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="noise")
 @flag("--seed", "The same seed makes the same texts.", type=int, default=0)
 @options.loading_options
 @options.output_options

@@ -16,6 +16,7 @@ from lce.lab.eval.suite import MadeSuite, make_tasks
 from lce.methods.auto import CANDIDATES, Choice
 
 DOCUMENTS = 12  # of each method, at most
+NEARLY = 15  # sixteenths of the window, the ceiling's length: small models are weak at the window's end
 FULL = Choice(None, "full", {}, "")
 
 Advance = Callable[[int, int], None]  # called with the seconds spent and all seconds
@@ -46,13 +47,13 @@ class Recommendation:
 
 def recommend(
     model: str, *, length: int | None = None, seconds: float = 120.0, task: str = "several_facts",
-    filler: str = "prose", seed: int = 0, candidates: Sequence[Choice] = CANDIDATES, progress: Advance | None = None,
+    filler: str = "noise", seed: int = 0, candidates: Sequence[Choice] = CANDIDATES, progress: Advance | None = None,
     **loading: Any,
 ) -> Recommendation:  # fmt: skip
     """Ask a model about facts in texts of `length` tokens, with each method in turn, for about `seconds`.
 
     `length` is by default one and a half windows. `task` is one of `lce eval tasks`, up to eight questions a text, and
-    `filler` as in `MadeSuite`. Methods take turns, a text each. A turn that would end too late is not begun, but the
+    `filler` as in `MadeSuite`: `noise`, since its words are in no fact. Methods take turns, a text each. A turn that would end too late is not begun, but the
     ceiling and one method are always asked. `loading` are options of `lce.load`. Raises what `lce.load` and `MadeSuite`
     raise.
     """
@@ -60,7 +61,7 @@ def recommend(
     (asked,), began = make_tasks([task]), time.monotonic()
     engine = lce.load(model, **loading)
     length = length or 3 * engine.window // 2
-    within = suite.ceiling_lengths(engine, asked, [max(length, engine.window)])[-1]
+    within = suite.ceiling_lengths(engine, asked, [max(1, NEARLY * engine.window // 16)])[-1]
     made = {each: suite.make(engine, asked, each) for each in (within, length)}
     engines = [engine, *(lce.load(model, choice.make(), sharing=engine, **loading) for choice in candidates)]
     places = [(FULL, within), *((choice, length) for choice in candidates)]
