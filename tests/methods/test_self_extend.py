@@ -54,10 +54,10 @@ def test_half_precision_is_as_close_as_with_a_fixed_group() -> None:
     assert errors[0] <= 1.25 * errors[1]
 
 
-def reader(budgets: Budgets = Budgets(), kv_dtype: str = "auto", block: int = 40) -> tuple[Driver, KVCache, Rope]:
+def reader(budgets: Budgets | None = None, kv_dtype: str = "auto", block: int = 40) -> tuple[Driver, KVCache, Rope]:
     method = AUTO.resolve(WINDOW)
     layout = CacheLayout(
-        1, 4, 2, 16, torch.float32, torch.device("cpu"), method.access, budgets, block, make_state=method.state,
+        1, 4, 2, 16, torch.float32, torch.device("cpu"), method.access, budgets or Budgets(), block, make_state=method.state,
         kv_dtype=kv_dtype,
     )  # fmt: skip
     driver = Driver(method, Attention.choose("torch"), WINDOW, 2)
