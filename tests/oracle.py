@@ -154,11 +154,30 @@ def rerope(
     )
 
 
-def self_extend(q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, group: int = 8) -> Tables:
-    """Define Self-Extend: true distances below `local`, distances of groups beyond."""
+def self_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    local: int | None = None,
+    group: int | str = 8,
+    far: int | None = None,
+) -> Tables:
+    """Define Self-Extend: true distances below `local`, distances of groups beyond.
+
+    With `group="auto"` each query has the smallest group for which no distance exceeds `far`.
+    """
     local = local or setting.window // 4
     i, j, everyone = indices(q)
-    grouped = i // group - j // group + local - local // group
+    far = setting.window - 1 if far is None else far
+    sizes = [group] * len(i)
+    if group == "auto":
+        for row in range(len(i)):
+            sizes[row] = 1
+            while row // sizes[row] + local - local // sizes[row] > far:
+                sizes[row] += 1
+    size = torch.tensor(sizes)[:, None]
+    grouped = i // size - j // size + local - local // size
     return Tables(everyone(j <= i), everyone(torch.where(i - j < local, i - j, grouped)))
 
 

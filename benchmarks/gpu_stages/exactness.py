@@ -44,7 +44,7 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
     ],
     "quest": [{"dense_layers": 0, "page": 16, "budget": 64}],
     "reattention": [{"span": 16, "local": 32, "top_k": 1}],
-    "self_extend": [{"local": 24, "group": 4}],
+    "self_extend": [{"local": 24, "group": 4}, {"local": 24, "group": "auto"}],
     "streaming": [{"sinks": 4, "local": 40}],
 }
 CHOOSING = {"esa", "infllm", "longheads", "quest", "lm_infinite", "pages", "reattention"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from lce.attention import Attended, Turn, combine, join, merge, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
+from lce.methods.grouped_keys import grouped
 from lce.methods.parts import CHOSEN, RECENT, Index, LayerFacts, Part
 from lce.methods.step import Step
 
@@ -202,9 +204,12 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
     start, stop, dense, turn = call.start, call.stop, step.attention.dense, placed.turn
     if call.last - call.first < q.shape[1]:
         q, turn = q[:, call.first : call.last], turn.at(slice(call.first, call.last))
+    group, stored = placed.part.group, cache.stored
+    if group is not None:
+        stored = partial(grouped, cache, group, step)
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
     if call.n_chunks > 1 or recent is not None or call.window is not None:
-        k, v = cache.stored(start, stop) if recent is None else (recent.span(start, stop), cache.span(start, stop)[1])
+        k, v = stored(start, stop) if recent is None else (recent.span(start, stop), cache.span(start, stop)[1])
         if call.n_chunks == 1:
             return dense(q, k, v, causal=call.causal, window=call.window, turn=turn)
         n_kv_heads = len(k)
@@ -217,7 +222,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))
         cuts[-1] = (cuts[-1][0], stop)
-    return combine([dense(q, *cache.stored(a, b), causal=call.causal and b == stop, turn=turn) for a, b in cuts])
+    return combine([dense(q, *stored(a, b), causal=call.causal and b == stop, turn=turn) for a, b in cuts])
 
 
 def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:

@@ -121,7 +121,7 @@ class Method:
         made = replace(self, **{knob: value for knob, value in defaults.items() if getattr(self, knob) is None})
         for each in fields(made):
             value, least = getattr(made, each.name), each.metadata.get("least")
-            if value is not None and least is not None and value < least:
+            if isinstance(value, int | float) and least is not None and value < least:
                 raise UsageError(f"{self.label}: {each.name} is {value}; expected {least} or more")
             if value is not None and each.metadata.get("is_share") and not 0 < value <= 1:
                 raise UsageError(f"{self.label}: {each.name} is {value}; expected a share above 0, at most 1")

@@ -89,5 +89,7 @@ def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> T
 
 def _key_at(method: Method, part: Part, token: Tensor) -> Tensor:
     """Return the positions at which a part's keys of tokens `[…]` are seen; 0 for unrotated keys."""
+    if part.group is not None:
+        return token // part.group
     found = token if part.exact else method.key_positions(token.flatten())
     return torch.zeros_like(token) if found is None else found.view(token.shape)

@@ -29,7 +29,8 @@ class Part:
     `bands[t]` are c or less.
 
     Keys are seen at the positions where the method caches them (`Method.key_positions`), or with `exact` at their own
-    index. Unrotated keys are at position 0, so that `query_at` is the distance.
+    index. Unrotated keys are at position 0, so that `query_at` is the distance. If the method caches keys at their own
+    index, a span with a `group` is seen at `index // group`.
 
     Example: ReRoPE with `local = 3` has `Part((i - 2, i + 1), i, exact=True)` and `Part((0, i - 2), 3)`.
     """
@@ -39,6 +40,7 @@ class Part:
     exact: bool = False
     n_slots: Tensor | None = None
     bands: Tensor | None = None
+    group: int | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -186,17 +186,15 @@ def spelled(value: Any) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or `… | None`. Raises `ValueError`."""
+    """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or a union. Raises `ValueError`."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        inner = [arm for arm in typing.get_args(kind) if arm is not type(None)]
-        is_none = value is None or (isinstance(value, str) and value == "none")
-        return None if is_none else convert(value, inner[0])
+        return _convert_to_any(value, typing.get_args(kind))
     is_small = isinstance(value, int) and abs(value) <= MOST
     word = str(value) if is_small or isinstance(value, str) else ""
     if typing.get_origin(kind) is Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
         if word not in choices:
-            raise ValueError("one of " + ", ".join(choices))
+            raise ValueError("one of " + ", ".join(choices) if len(choices) > 1 else next(iter(choices)))
         return choices[word]
     if kind is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -216,3 +214,17 @@ def convert(value: Any, kind: Any) -> Any:
     if kind is str and isinstance(value, str):
         return value
     raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")
+
+
+def _convert_to_any(value: Any, kinds: Sequence[Any]) -> Any:
+    """Convert `value` to the first of these types that takes the value; the word `none` is None."""
+    if type(None) in kinds and (value is None or (isinstance(value, str) and value == "none")):
+        return None
+    expected = []
+    for kind in kinds:
+        if kind is not type(None):
+            try:
+                return convert(value, kind)
+            except ValueError as error:
+                expected.append(str(error))
+    raise ValueError(" or ".join(expected))

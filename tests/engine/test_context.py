@@ -128,6 +128,7 @@ EVERY: dict[str, Method] = {
     "full": Full(),
     "streaming": lce.methods.Streaming(local=20),
     "self_extend": lce.methods.SelfExtend(local=8),
+    "self_extend, auto": lce.methods.SelfExtend(local=8, group="auto"),
     "delta": lce.methods.Delta(method="streaming:local=20", every=8, dense_up_to=0),
     "longheads": LongHeads(chunk_size=8, chunks=4),
     "constant": LongHeads(chunk_size=8, chunks=4, placement="constant"),
@@ -322,7 +323,7 @@ def test_a_truncated_context_goes_on(tiny_model: Path, tmp_path: Path, name: str
     assert engine.prefill(ids, context=context).token_ids == ids
 
 
-@pytest.mark.parametrize("name", ["full", "longheads", "quest"])
+@pytest.mark.parametrize("name", ["full", "longheads", "quest", "self_extend, auto"])
 def test_a_truncated_context_of_8_bits_is_the_same_in_any_budget(tiny_model: Path, tmp_path: Path, name: str) -> None:
     """What was rounded stays so: near to a context that read no more, and to the bit alike whatever the budget."""
     roomy = lce.load(tiny_model, EVERY[name], block=BLOCK, kv_dtype="int8")

@@ -25,6 +25,7 @@ TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of keys and values in the tiny model
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("dca", "full", "infllm", "longheads", "quest", "rerope", "self_extend", "streaming")),
     ("lm_infinite", {"top_k": 3}),
+    ("self_extend", {"group": "auto"}),
     ("delta", {}),
     ("delta", {"method": "infllm:block_size=8:top_k=3:sinks=4", "every": 16}),
     ("longheads", {"placement": "constant"}),

@@ -49,6 +49,7 @@ def test_a_scaling_stretches_the_window_that_was_trained(window: int, rope: Rope
         (LongHeads(chunk_size=4, placement="constant"), None, None),
         (SelfExtend(local=16, group=8), None, (64 - 16 + 2) * 8),
         (SelfExtend(local=16, group=1), None, W),
+        (SelfExtend(group="auto"), None, None),
         (Streaming(), None, None),
         (DualChunk(), None, None),
         (ReRope(), None, None),

@@ -106,6 +106,7 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "lm_infinite": own.LMInfinite(sinks=3, local=17),
         "rerope": own.ReRope(local=17),
         "self_extend": own.SelfExtend(local=17, group=8),
+        "self_extend auto": own.SelfExtend(local=7, group="auto"),
         "dca": own.DualChunk(chunk_size=30),
         "dca intra": own.DualChunk(chunk_size=30, parts="intra"),
         "dca intra+inter": own.DualChunk(chunk_size=30, parts="intra+inter"),

@@ -56,6 +56,7 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"method": "pages:place=grouped:group=3:page=4:budget=32", "dense": "self_extend:group=3", "every": 9},
         {"method": "dca:chunk_size=20:parts=intra", "dense": "dca:chunk_size=20", "every": 6, "dense_up_to": 0},
         {"method": "esa:compress=none:sinks=4:top_k=9", "dense": "rerope", "every": 11, "correct": False},
+        {"method": "quest:dense_layers=0:page=4:budget=16", "dense": "self_extend:group=auto", "every": 6},
     ],
     "esa": [
         {"sinks": 4, "top_k": 9},
@@ -128,7 +129,10 @@ KNOBS: dict[str, list[dict[str, object]]] = {
     ],
     "random": [{"chunk_size": 4, "seed": 1, "placement": "constant", "top_p": 0.37}],
     "rerope": [{"local": 1}, {"local": 100}, {"log_scale": True}],
-    "self_extend": [{"local": 10, "group": 3}, {"local": 1, "group": 16}, {"local": 64}, {"group": 1}],
+    "self_extend": [
+        *({"local": 10, "group": 3}, {"local": 1, "group": 16}, {"local": 64}, {"group": 1}),
+        *({"group": "auto"}, {"group": "auto", "local": 1, "far": 40}, {"group": "auto", "local": 30}),
+    ],
     "streaming": [{"sinks": 0}, {"sinks": 9, "local": 5}, {"sinks": 1, "local": 1}],
 }
 CASES = [(name, {**NEEDS.get(name, {}), **knobs}) for name in available() for knobs in [{}, *KNOBS.get(name, [])]]
@@ -192,7 +196,7 @@ def exact_length(method: Method) -> int | None:
         case "rerope":
             return local + 1
         case "self_extend":
-            return local
+            return local if knobs["group"] != "auto" else knobs["far"] + 1
     return 1
 
 

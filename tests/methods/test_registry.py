@@ -13,7 +13,7 @@ import torch
 
 import lce
 from lce.errors import USER_MODULE
-from lce.methods import ESA, Full, LongHeads, Method, available, find, from_file, make, register, registry
+from lce.methods import ESA, Full, LongHeads, Method, SelfExtend, available, find, from_file, make, register, registry
 from lce.methods.registry import as_method
 from tests.methods.user_file import TEXT, mine
 
@@ -83,6 +83,14 @@ def test_wrong_knobs_are_explained(knobs: dict[str, Any], message: str) -> None:
         make("longheads", knobs)
 
 
+def test_a_knob_may_be_a_number_or_a_word() -> None:
+    assert make("self_extend", {"group": "auto"}) == SelfExtend(group="auto") == as_method(SelfExtend(group="auto"))
+    assert make("self_extend", {"group": "4"}) == make("self_extend", {"group": 4}) == SelfExtend(group=4)
+    for value in ("fewest", "none", None, 2.5, True):
+        with pytest.raises(lce.UsageError, match=r"group=.* is not a .* or auto; default group=8"):
+            make("self_extend", {"group": value})
+
+
 @pytest.mark.parametrize("name", [name for name in available() if find(name).presets])
 def test_a_preset_sets_knobs_that_others_override(name: str) -> None:
     cls = find(name)
@@ -140,6 +148,9 @@ def test_a_number_that_is_none_is_refused(offered: Any, value: object) -> None:
         (LongHeads(chunk_size=16.0), "chunk_size is 16.0; expected a value of type int"),  # type: ignore[arg-type]
         (LongHeads(chunk_size="16"), "chunk_size is the text '16'; expected int"),  # type: ignore[arg-type]
         (LongHeads(chunk_size=True), "chunk_size is True; expected a value of type int"),
+        (SelfExtend(group="fewest"), "group is 'fewest'; expected a whole number or auto"),  # type: ignore[arg-type]
+        (SelfExtend(group="8"), "group is the text '8'; expected int"),  # type: ignore[arg-type]
+        (SelfExtend(group=None), "group is None; expected a value of type int or auto"),  # type: ignore[arg-type]
     ],
     ids=str,
 )

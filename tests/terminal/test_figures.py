@@ -97,7 +97,7 @@ def test_a_model(tiny_model: Path) -> None:
     assert "lce calibrate" in found["refused"]["esa"]
     text = rows(tiny_model)
     assert text["heads"] == "4 over 2 of keys and values, dimension 16"
-    assert text["self_extend"] == "local=16 group=8"
+    assert text["self_extend"] == "local=16 group=8 far=none"
     assert text["esa"] == found["refused"]["esa"]
 
 
