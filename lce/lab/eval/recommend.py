@@ -53,9 +53,9 @@ def recommend(
     """Ask a model about facts in texts of `length` tokens, with each method in turn, for about `seconds`.
 
     `length` is by default one and a half windows. `task` is one of `lce eval tasks`, up to eight questions a text, and
-    `filler` as in `MadeSuite`: `noise`, since its words are in no fact. Methods take turns, a text each. A turn that would end too late is not begun, but the
-    ceiling and one method are always asked. `loading` are options of `lce.load`. Raises what `lce.load` and `MadeSuite`
-    raise.
+    `filler` as in `MadeSuite`: `noise`, since its words are in no fact. Methods take turns, a text each. A turn that
+    would end too late is not begun, but the ceiling and one method are always asked. `loading` are options of
+    `lce.load`. Raises what `lce.load` and `MadeSuite` raise.
     """
     suite = MadeSuite(samples=DOCUMENTS, questions=8, seed=seed, filler=filler, asking=Asking("shared"))
     (asked,), began = make_tasks([task]), time.monotonic()
