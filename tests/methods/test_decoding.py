@@ -28,6 +28,8 @@ RECORDED = [
     and not {"top_k", "top_p", "growth"} & {*case[1]}
     and case[1].get("select") not in CONTEXTUAL
     and case[1].get("dense_up_to") != 0
+    and case[1].get("group") != "auto"
+    and "group=auto" not in str(case[1].get("dense"))
     and not str(case[1].get("method")).startswith("esa")
 ]
 
