@@ -40,10 +40,10 @@ CHOICES = (
 
 # What `lce recommend` asks, in this order: other settings than the table has may be better for another model.
 CANDIDATES = (
-    Choice(None, "dca", {}, ""),
     Choice(None, "self_extend", {}, ""),
-    Choice(None, "pages", {}, ""),
     Choice(None, "rerope", {}, ""),
+    Choice(None, "pages", {}, ""),
+    Choice(None, "dca", {}, ""),
     Choice(None, "longheads", {}, ""),
 )
 
