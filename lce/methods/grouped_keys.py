@@ -23,9 +23,9 @@ GROUPED: Final = "grouped keys"  # the name of the state `GroupedKeys`
 class GroupedKeys(GrowingRows):
     """A state with the keys `[G, n, D]` of the first n tokens, rotated to `index // group` in the model's dtype.
 
-    The rows are made from the cache when they are read, so they are in no file, and a fork or a truncated text makes
-    the rows that it lacks. The text of at most `window` tokens needs none. If the cache has a memory budget that it
-    exceeds, or keys of 8 bits, nothing is kept: all keys are rotated each time they are read.
+    The rows are made from the cache when they are read, so they are in no file, and a truncated text makes the rows
+    that it lacks. A text of at most `window` tokens needs none. If keys and values exceed a memory budget, or are in 8
+    bits on the device, nothing is kept: all keys are rotated each time they are read.
     """
 
     axis = 1
@@ -48,7 +48,7 @@ class GroupedKeys(GrowingRows):
         self._final = cache.rounded if self.layout.format.rounds else cache.length
         for first, last in cache.segments(self._n_rows, stop):
             self.write(moved(cache.span(first, last)[0], first, group, step), first)
-        return self.span(start, stop)
+        return self.buffer[:, start:stop]  # not `span`, which counts what is compared to choose keys
 
     def drop(self) -> None:
         """Free the rows."""

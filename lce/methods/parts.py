@@ -30,7 +30,7 @@ class Part:
 
     Keys are seen at the positions where the method caches them (`Method.key_positions`), or with `exact` at their own
     index. Unrotated keys are at position 0, so that `query_at` is the distance. If the method caches keys at their own
-    index, a span with a `group` is seen at `index // group`.
+    index, those of a span with a `group` are seen at `index // group`.
 
     Example: ReRoPE with `local = 3` has `Part((i - 2, i + 1), i, exact=True)` and `Part((0, i - 2), 3)`.
     """

@@ -13,6 +13,7 @@ import lce
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets, CacheLayout
+from lce.lab.eval.running import decode_bytes
 from lce.methods import Driver, Full, Rope, RopeConfig, SelfExtend, grouped_keys
 from tests import oracle
 from tests.checkpoints import tokens
@@ -126,6 +127,14 @@ def test_a_saved_context_goes_on_as_if_it_had_never_stopped(tiny_model: Path, tm
     for logits, answer in ends[1:]:
         assert torch.equal(logits, ends[0][0])
         assert answer == ends[0][1]
+
+
+def test_a_decode_step_reads_as_much_as_with_a_fixed_group(tiny_model: Path) -> None:
+    found = []
+    for method in (AUTO, SelfExtend(group=8)):
+        engine = lce.load(tiny_model, method, block=32)
+        found.append(decode_bytes(engine, engine.prefill(tokens(300))))
+    assert found[0] == found[1] > 0
 
 
 def test_a_text_that_grows_token_by_token_is_as_one_read_at_once(tiny_model: Path) -> None:
