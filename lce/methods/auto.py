@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lce.methods import registry
@@ -15,10 +16,10 @@ from lce.progress import notice
 class Choice(NamedTuple):
     """A method with its knobs, for texts of at most `windows` times the model's window (None: any), and the reason."""
 
-    windows: float | None
     method: str
-    knobs: Mapping[str, Any]
-    reason: str
+    knobs: Mapping[str, Any] = MappingProxyType({})
+    windows: float | None = None
+    reason: str = ""
 
     @property
     def spelled(self) -> str:
@@ -31,21 +32,13 @@ class Choice(NamedTuple):
 
 # What SmolLM2-135M found of facts in essays: docs/findings.md. `lce recommend` measures the same on another model.
 CHOICES = (
-    Choice(1, "full", {}, "within the window it is exact"),
-    Choice(1.5, "rerope", {}, "it found most facts in 1.5 windows of a small published model"),
-    Choice(6, "self_extend", {}, "it found most facts in two and three windows of a small published model"),
-    Choice(None, "pages", {}, "it finds facts in any length, and reads as much of each text as half of the window"),
+    Choice("full", windows=1, reason="within the window it is exact"),
+    Choice("rerope", windows=1.5, reason="it found most facts in 1.5 windows of a small published model"),
+    Choice("self_extend", windows=6, reason="it found most facts in two and three windows of a small published model"),
+    Choice("pages", reason="a token reads no more however long the text is; what it finds there was not measured"),
 )
-
-
-# What `lce recommend` asks, in this order: other settings than the table has may be better for another model.
-CANDIDATES = (
-    Choice(None, "self_extend", {}, ""),
-    Choice(None, "rerope", {}, ""),
-    Choice(None, "pages", {}, ""),
-    Choice(None, "dca", {}, ""),
-    Choice(None, "longheads", {}, ""),
-)
+# What `lce recommend` asks, in this order.
+CANDIDATES = tuple(map(Choice, ("self_extend", "rerope", "pages", "dca", "longheads")))
 
 
 def choice_for(length: int | None, window: int) -> Choice:

@@ -19,6 +19,7 @@ from lce.methods.observed import Wrapped
 from lce.methods.parts import CHOSEN, Part
 from lce.methods.step import ModelFacts, Step
 
+BETWEEN = " --prefill-method "  # between the names of both methods, as a command line has them
 MOST_LAYERS = 1024  # layers in which `resolve` looks for parts of chosen keys
 
 
@@ -41,7 +42,7 @@ class Handover(Wrapped):
     @property
     def label(self) -> str:
         """Both methods, as error messages and context files name them."""
-        return f"{self.inner.label} --prefill-method {self.prefill.label}"
+        return f"{self.inner.label}{BETWEEN}{self.prefill.label}"
 
     def for_model(self, model: ModelFacts) -> Self:
         return replace(self, inner=self.inner.for_model(model), prefill=self.prefill.for_model(model))

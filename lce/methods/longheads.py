@@ -14,7 +14,7 @@ from lce.errors import UsageError
 from lce.methods.base import knob
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.registry import register
-from lce.methods.selective import SelectiveMethod
+from lce.methods.selective import SelectiveMethod, choosers
 from lce.methods.selectors import SUMMARY, random_scores
 from lce.methods.step import Step
 
@@ -67,7 +67,7 @@ class LongHeads(SelectiveMethod):
         return AccessPattern(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        return 1 if self.fix_head else {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
+        return 1 if self.fix_head else choosers(self.share, n_heads, n_kv_heads)
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         return SUMMARY.summarise(q, k, v, step)

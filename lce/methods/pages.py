@@ -20,7 +20,7 @@ from lce.methods.map_file import check_maps, maps_for
 from lce.methods.mass import Judge
 from lce.methods.placement import PLACEMENTS, ConstantDistance, DualPositions, GroupedPositions, Placement
 from lce.methods.registry import register
-from lce.methods.selective import ChunkSelection
+from lce.methods.selective import ChunkSelection, block_of, choosers
 from lce.methods.selectors import (
     BEST_KEY,
     SELECTORS,
@@ -210,12 +210,11 @@ class Pages(ChunkSelection):
         return -(-resolved(self.local) // self.size)
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        return {"head": n_heads, "group": n_kv_heads, "layer": 1}[resolved(self.share)]
+        return choosers(resolved(self.share), n_heads, n_kv_heads)
 
     @property
     def block(self) -> int:
-        """The queries that choose 65,536 pages in all, 128 to 2,048: each choice has a partial result in memory."""
-        return max(128, min(2048, 65536 // self.n_choices))
+        return block_of(self.n_choices)
 
     @property
     def access(self) -> AccessPattern:

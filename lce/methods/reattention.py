@@ -11,6 +11,7 @@ from lce.methods.base import Example, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.oracle import WithoutSummaries
 from lce.methods.registry import register
+from lce.methods.selective import block_of, choosers
 from lce.methods.selectors import BEST_KEY, ContextSelector
 from lce.methods.top_p import top_p_knob
 
@@ -69,8 +70,7 @@ class ReAttention(WithoutSummaries):
 
     @property
     def block(self) -> int:
-        """The queries that choose 65,536 spans in all, 128 to 2,048."""
-        return max(128, min(2048, 65536 // self.n_choices))
+        return block_of(self.n_choices)
 
     @property
     def access(self) -> AccessPattern:
@@ -86,7 +86,7 @@ class ReAttention(WithoutSummaries):
         return BEST_KEY
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        return {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
+        return choosers(self.share, n_heads, n_kv_heads)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         return self.seen_cost(block, together=self.share != "head") + self.selector.cost(block, self.size)

@@ -47,6 +47,16 @@ from lce.methods.top_p import keep_best, prune, top_p_knob
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
 
 
+def choosers(share: str, n_heads: int, n_kv_heads: int) -> int:
+    """Return how many groups of heads choose together: `share` is `head`, `group` (a KV head's), or `layer` (all)."""
+    return {"head": n_heads, "group": n_kv_heads, "layer": 1}[share]
+
+
+def block_of(n_choices: int) -> int:
+    """Return a block whose queries choose 65,536 chunks in all, of 128 to 2,048 queries: choices take memory."""
+    return max(128, min(2048, 65536 // n_choices))
+
+
 class ChunkSelection(Method, ABC):
     """A method whose queries choose chunks. `SelectiveMethod` derives from this class and adds the usual knobs.
 

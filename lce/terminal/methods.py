@@ -12,8 +12,7 @@ from lce.errors import CapacityError, LceError, UsageError, nearest
 from lce.files import named
 from lce.terminal.output import note
 
-ALL, AUTO = "all", "auto"
-PREFILL = " --prefill-method "  # between the names of two methods, in a context file
+ALL = "all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +32,21 @@ class MethodOption:
         default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`. Raises an error for
         options that contradict the file.
         """
+        auto = lce.methods.registry.AUTO
         if context_file is None:
             name = "full" if self.method is None else self.method
-            length = None if text is None or name != AUTO else _n_tokens(model, text) + more
+            length = None if text is None or name != auto else _n_tokens(model, text) + more
             how: Any = {"length": length, "prefill_method": self.prefill_method, **loading}
             return lce.load(model, named_method(name, self.knobs), **how), None
         from lce.engine.info import describe
+        from lce.methods.handover import BETWEEN
 
         context = describe(context_file)
         if self.method is None and context.method_file is not None:
             where = f"{context.method} of {context.method_file}, which is code and runs only if you name it"
             raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
-        own, _, prefill = context.method.partition(PREFILL)
-        name = own if self.method is None or self.method == AUTO else self.method
+        own, _, prefill = context.method.partition(BETWEEN)
+        name = own if self.method is None or self.method == auto else self.method
         knobs = {**(context.knobs if name == context.method else {}), **self.knobs}
         how = {"prefill_method": self.prefill_method or prefill or None, **continued(context, loading)}
         engine = lce.load(model, lce.methods.make(name, knobs), **how)
@@ -54,10 +55,12 @@ class MethodOption:
 
 def named_method(method: str, knobs: Mapping[str, str]) -> str | lce.Method:
     """Return the method of a command that takes `auto` too: this word, or the method with its knobs."""
-    if method != AUTO:
+    if method != lce.methods.registry.AUTO:
         return lce.methods.make(method, knobs)
     if knobs:
-        raise UsageError(f"-o {next(iter(knobs))} is a knob of one method, and {AUTO} takes one with its own; name it")
+        raise UsageError(
+            f"-o {next(iter(knobs))} is a knob of one method, and {method} takes one with its own; name it"
+        )
     return method
 
 

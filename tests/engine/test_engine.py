@@ -235,7 +235,7 @@ lce.load(sys.argv[1], "longheads", dtype="bfloat16").generate([5] * 300, max_tok
 gc.collect()
 before = rss()
 engine = lce.load(sys.argv[1], "longheads", dtype="bfloat16")
-engine.generate([5] * 2000, max_tokens=2)
+engine.generate([5] * 6000, max_tokens=2)
 held = rss()
 del engine
 print(before, held, rss())
@@ -246,7 +246,7 @@ print(before, held, rss())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_memory_is_given_back_when_an_engine_ends() -> None:
     before, held, after = map(float, output(RSS, "demo").split())
-    assert held - before > 15, "a model and activations"
+    assert held - before > 25, "a model and activations"
     assert after - before < 0.35 * (held - before)
 
 

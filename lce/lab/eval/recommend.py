@@ -16,8 +16,8 @@ from lce.lab.eval.suite import MadeSuite, make_tasks
 from lce.methods.auto import CANDIDATES, Choice
 
 DOCUMENTS = 12  # of each method, at most
-NEARLY = 15  # sixteenths of the window, the ceiling's length: small models are weak at the window's end
-FULL = Choice(None, "full", {}, "")
+CEILING = 15 / 16  # length of the ceiling's texts, in windows: small models are weak at the window's end
+FULL = Choice("full")
 
 Advance = Callable[[int, int], None]  # called with the seconds spent and all seconds
 
@@ -61,7 +61,7 @@ def recommend(
     (asked,), began = make_tasks([task]), time.monotonic()
     engine = lce.load(model, **loading)
     length = length or 3 * engine.window // 2
-    within = suite.ceiling_lengths(engine, asked, [max(1, NEARLY * engine.window // 16)])[-1]
+    within = suite.ceiling_lengths(engine, asked, [int(CEILING * engine.window)])[-1]
     made = {each: suite.make(engine, asked, each) for each in (within, length)}
     engines = [engine, *(lce.load(model, choice.make(), sharing=engine, **loading) for choice in candidates)]
     places = [(FULL, within), *((choice, length) for choice in candidates)]

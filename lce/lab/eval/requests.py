@@ -19,7 +19,9 @@ from lce.lab.eval.prefixes import read_all
 from lce.sizes import count
 
 LONGEST = 1 << 31  # a method that can read this many tokens counts as one without a limit
-LOADING = tuple(name for name in inspect.signature(lce.load).parameters if name not in ("model", "method", "sharing"))
+LOADING = tuple(
+    name for name in inspect.signature(lce.load).parameters if name not in ("model", "method", "sharing", "length")
+)
 # Generation arguments that lce does not have, with the values at which they have no effect and are accepted.
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
