@@ -235,7 +235,7 @@ lce.load(sys.argv[1], "longheads", dtype="bfloat16").generate([5] * 300, max_tok
 gc.collect()
 before = rss()
 engine = lce.load(sys.argv[1], "longheads", dtype="bfloat16")
-engine.generate([5] * 6000, max_tokens=2)
+engine.generate([5] * 7000, max_tokens=2)
 held = rss()
 del engine
 print(before, held, rss())
