@@ -192,6 +192,7 @@ def run(
     _check_shapes(q, k, v, rope)
     window = count(window, "window")
     sliding_window = None if sliding_window is None else count(sliding_window, "sliding_window")
+    prompt = None if prompt is None else count(prompt, "prompt", least=0)
     if note is not None and not callable(note):
         raise UsageError(f"note is {shown(note)}; expected a function of a layer and its choice")
     method = as_method(method).resolve(window)
