@@ -1,8 +1,11 @@
-"""Cases that show nothing new are slow."""
+"""Cases that show nothing new are slow, or are none."""
+
+from itertools import combinations, product
+from math import prod
 
 import pytest
 
-from tests.depth import values
+from tests.depth import pairs, values
 
 
 def test_what_a_case_has() -> None:
@@ -18,3 +21,18 @@ def test_a_case_with_something_new_is_tried_every_day(
 ) -> None:
     new = knobs != {"a": 2} if heads == 8 else name == "n" or not knobs
     assert bool(request.node.get_closest_marker("slow")) == (not new)
+
+
+def test_all_pairs_are_in_few_cases() -> None:
+    sizes, heads = [pytest.param(1, 70), pytest.param(5, 70, marks=pytest.mark.cuda)], [(3, 3), (8, 2)]
+    found = pairs(sizes, heads, "ab")
+    assert [case.values for case in found] == [
+        *((1, 70, (3, 3), "a"), (1, 70, (8, 2), "b")),
+        *((5, 70, (3, 3), "b"), (5, 70, (8, 2), "a")),
+    ]
+    assert [len(case.marks) for case in found] == [0, 0, 1, 1]
+    for dimensions in ([range(3)] * 4, [range(5), range(2), range(4)]):
+        cases = [case.values for case in pairs(*dimensions)]
+        assert len(cases) < prod(map(len, dimensions)) / 1.5
+        for (i, some), (j, others) in combinations(enumerate(dimensions), 2):
+            assert {(case[i], case[j]) for case in cases} == {*product(some, others)}

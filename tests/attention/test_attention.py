@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import pytest
 import torch
@@ -23,19 +23,25 @@ from tests.attention.truth import (
     turns_of,
     vectors,
 )
+from tests.depth import pairs
 
 HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
 ON_CUDA = ("torch", "reference", "triton", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-EVERYWHERE = [(name, "cpu", torch.float32) for name in BACKENDS] + [
+EVERYWHERE = [pytest.param(name, "cpu", torch.float32) for name in BACKENDS] + [
     pytest.param(name, "cuda", dtype, marks=CUDA) for name in ON_CUDA for dtype in (torch.float32, *HALF)
 ]
 
 
-@pytest.mark.parametrize(("name", "device", "dtype"), EVERYWHERE, ids=str)
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 70), (5, 70), (33, 70), (70, 70)])
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 7), (True, 69)])
+SIZES = starmap(pytest.param, [(1, 1), (1, 70), (5, 70), (33, 70), (70, 70)])
+SEEN = starmap(pytest.param, [(False, None), (True, None), (True, 1), (True, 7), (True, 69)])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "heads", "n_queries", "n_keys", "causal", "window"),
+    pairs(EVERYWHERE, HEADS.values(), SIZES, SEEN),
+    ids=str,
+)
 @pytest.mark.covering
 def test_dense(
     name: str, device: str, dtype: torch.dtype, heads: tuple[int, int], n_queries: int, n_keys: int, causal: bool,
@@ -121,11 +127,11 @@ def choices(kind: str, n_heads: int, n_queries: int, n_choices: int, n_chunks: i
 CHOICES = ("all different", "some none", "all none", "all the first", "nearly all the last")
 
 
-@pytest.mark.parametrize(("name", "device", "dtype"), EVERYWHERE, ids=str)
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize("per_slot", [False, True], ids=["one turn", "one turn a slot"])
-@pytest.mark.parametrize("n_queries", [3, 37])
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "heads", "kind", "per_slot", "n_queries"),
+    pairs(EVERYWHERE, HEADS.values(), CHOICES, [False, True], [3, 37]),
+    ids=str,
+)
 @pytest.mark.covering
 def test_routed(
     name: str, device: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int

@@ -21,6 +21,7 @@ from tests.attention.truth import (
     turns_of,
     vectors,
 )
+from tests.depth import pairs
 from tests.pretended import Gpus, flash
 
 TORCH = Attention.choose("torch")
@@ -67,15 +68,17 @@ def test_dense_over_more_heads_than_a_grid_has(calls: Calls, monkeypatch: pytest
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize(("n_queries", "n_chunks"), [(3, 40), (37, 6)], ids=["more tiles than rows", "fewer"])
-@pytest.mark.parametrize("most_blocks", [65_535, 5])
+@pytest.mark.parametrize(
+    ("most_blocks", "n_queries", "n_chunks", "kind", "heads"),
+    pairs([65_535, 5], [pytest.param(3, 40), pytest.param(37, 6)], CHOICES, [(8, 2), (3, 3)]),
+    ids=str,
+)
 @pytest.mark.covering
 def test_routed_never_waits(
-    calls: Calls, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], kind: str, n_queries: int,
-    n_chunks: int, most_blocks: int,
+    calls: Calls, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, most_blocks: int, n_queries: int, n_chunks: int,
+    kind: str, heads: tuple[int, int],
 ) -> None:  # fmt: skip
+    """More tiles than rows, and fewer."""
     q, k, v = (x.half() for x in routed_vectors(*heads, n_queries, n_chunks, 5))
     turns, chosen = turns_of(n_queries, 3, torch.float16), choices(kind, heads[0], n_queries, 3, n_chunks)
     unchosen = torch.ones(heads[1], n_chunks, dtype=torch.bool)
