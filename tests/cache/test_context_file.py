@@ -19,6 +19,7 @@ from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.manifest import FORMAT, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.errors import CapacityError, DataError
+from tests.depth import pairs
 from tests.late import disks_of
 from tests.running import rounded
 
@@ -161,13 +162,12 @@ def test_a_header_has_ample_space() -> None:
 # What is opened is what was saved
 
 
-@pytest.mark.parametrize("budgeted", [False, True])
-@pytest.mark.parametrize("n", [1, 8, 9, 17, 72, N])
-@pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
+@pytest.mark.parametrize(
+    ("called", "n", "budgeted"), pairs(LAYOUTS | PACKED, [1, 8, 9, 17, 72, N], [False, True]), ids=str
+)
 @pytest.mark.covering
-def test_a_restored_cache_goes_on_like_the_original(
-    layout: CacheLayout, n: int, budgeted: bool, tmp_path: Path
-) -> None:
+def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budgeted: bool, tmp_path: Path) -> None:
+    layout = (LAYOUTS | PACKED)[called]
     path = saved(cache_of(n, layout), tmp_path / "c.lce")
     if budgeted:
         layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path / "spill"))

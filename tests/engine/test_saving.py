@@ -31,6 +31,7 @@ from lce.methods.run import Block
 from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
 from tests.command import start, until
+from tests.depth import pairs
 from tests.interrupts import interrupted, places
 from tests.late import LateDevice, disks_of, no_gpu
 
@@ -96,10 +97,7 @@ def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
 # What is opened is what was saved
 
 
-@KV_DTYPES
-@pytest.mark.parametrize("budget", [None, SMALL])
-@pytest.mark.parametrize("name", SERVING)
-@pytest.mark.covering
+@pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(SERVING, [None, SMALL], ["auto", "int8"]), ids=str)
 def test_saving_opening_and_going_on_equals_never_having_stopped(
     name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -417,9 +415,7 @@ def stop_at(n_tokens: int) -> Callable[[int, int], None]:
     return progress
 
 
-@KV_DTYPES
-@pytest.mark.parametrize("budget", [None, SMALL])
-@pytest.mark.parametrize("name", SERVING)
+@pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(SERVING, [None, SMALL], ["auto", "int8"]), ids=str)
 @pytest.mark.covering("name")
 @pytest.mark.usefixtures("one_id")
 def test_an_interrupted_prefill(name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:

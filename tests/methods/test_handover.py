@@ -11,18 +11,16 @@ from lce.methods.handover import Handover
 from tests import oracle
 from tests.command import assert_error
 from tests.command import run as run_command
+from tests.depth import pairs
 from tests.running import vectors
 
 WINDOW, N, PROMPT = 32, 130, 117
 PREFILL = ("full", "dca", "rerope", "self_extend", "streaming", "lm_infinite")
+AFTER = ("full", "longheads", "rerope", "self_extend", "dca", "quest")
 SCALED = lce.methods.RopeConfig("yarn", factor=4.0)
 
 
-@pytest.mark.parametrize(
-    "block", [pytest.param(7, marks=pytest.mark.slow), 39, pytest.param(117, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("after", ["full", "longheads", "rerope", "self_extend", "dca", "quest"])
-@pytest.mark.parametrize("before", PREFILL)
+@pytest.mark.parametrize(("before", "after", "block"), pairs(PREFILL, AFTER, [39, 7, 117]), ids=str)
 def test_each_row_is_that_of_its_own_method(before: str, after: str, block: int) -> None:
     q, k, v = vectors(3, 4, 2, N, 8)
     sizes = [min(block, PROMPT - start) for start in range(0, PROMPT, block)] + [1] * (N - PROMPT)

@@ -15,6 +15,7 @@ from lce.models.registry import families, read_config
 from lce.weights.source import Source
 from tests.checkpoints import TINY, save_tiny
 from tests.command import output
+from tests.depth import pairs
 from tests.parity import assert_equals_the_oracle, difference
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +148,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(set(families()) - NESTED))
+FAMILIES = sorted(set(families()) - NESTED)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each family that has layers of its own."""
     cls = families()[request.param]
@@ -162,8 +166,12 @@ def test_the_plan_counts_the_weights_as_stored(folder: Path) -> None:
     assert lce.plan(folder, tokens=10).tiers["device"].weights == stored
 
 
-@pytest.mark.parametrize("block", [7, 40])
-@pytest.mark.parametrize("method", ["full", "longheads", "dca", "lm_infinite", "rerope"])
+@pytest.mark.parametrize(
+    ("folder", "method", "block"),
+    pairs(FAMILIES, ["full", "longheads", "dca", "lm_infinite", "rerope"], [7, 40]),
+    indirect=["folder"],
+    ids=str,
+)
 @pytest.mark.covering("folder", "method")
 def test_methods_equal_the_oracle_on_every_family(folder: Path, method: str, block: int) -> None:
     ids = [(7 * i) % 290 + 5 for i in range(150)]
