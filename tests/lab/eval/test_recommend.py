@@ -20,6 +20,7 @@ def test_without_time_the_ceiling_and_one_method_are_asked(tiny_model: Path) -> 
     assert found.ceiling.length < found.probes[0].length
 
 
+@pytest.mark.slow
 def test_with_time_every_method_reads_the_same_texts() -> None:
     told: list[tuple[int, int]] = []
     found = recommend("demo", seconds=8.0, task="passkey", candidates=SOME, progress=lambda *done: told.append(done))
