@@ -22,10 +22,12 @@ from lce.errors import UsageError
 from lce.methods.grouped_keys import grouped
 from lce.methods.parts import CHOSEN, RECENT, Index, LayerFacts, Part
 from lce.methods.step import Step
+from lce.methods.turned_keys import TurnedKeys
 
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
+TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
 
 
@@ -74,6 +76,10 @@ class PlacedPart:
 
 def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output `[H, T, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, T, D]`."""
+    if q.shape[1] >= TURNED_ROWS and method.sees_all(step):
+        if step.note or step.note_scores:
+            method.note_choice(q, cache, step)
+        return _attend_all(method, q, cache, step)
     found = []
     for placed in placed_parts(method, q, cache, step):
         attend = method.attend_chosen if placed.part.keys == CHOSEN else method.attend_spans
@@ -81,6 +87,13 @@ def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Te
         if attended is not None:
             found.append(attended)
     return merge(found)
+
+
+def _attend_all(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+    """Return the output of causal attention to all tokens at true distances. Keys are turned, a copy at a time."""
+    n = q.shape[1]
+    placed = PlacedPart(Part((0, n), 0, exact=True), step.true_turn(q), [DenseCall(0, n, 0, step.stop, causal=True)])
+    return attend_spans(q, placed, TurnedKeys(method.key_positions, None, cache, step), step)[0]  # type: ignore[arg-type]
 
 
 def scaled(method: Method, q: Tensor, step: Step) -> Tensor:

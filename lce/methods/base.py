@@ -225,6 +225,14 @@ class Method:
         """Choose keys for unrotated queries `[H, T, D]`; return the attention to these keys (None: no candidates)."""
         raise NotImplementedError(f"{self.label} has a part of chosen keys; define attend_chosen")
 
+    def sees_all(self, step: Step) -> bool:
+        """Return whether all queries of a pass attend all tokens up to their own at the true distances."""
+        return False
+
+    def note_choice(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+        """Pass what unrotated queries `[H, T, D]` choose to `Step.note`, and return it; None: there is no choice."""
+        return None
+
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Do what `attend` does for one token whose index only the device knows: `q [H, 1, D]` to output `[H, 1, D]`.
 

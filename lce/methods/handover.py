@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from lce.attention import Turn, merge, rotate
+from lce.attention import merge
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout
 from lce.errors import UsageError
 from lce.methods.attending import attend_spans, declared, placed_parts, scaled
 from lce.methods.base import Method
 from lce.methods.observed import Wrapped
-from lce.methods.parts import CHOSEN, Part
+from lce.methods.parts import CHOSEN
 from lce.methods.step import ModelFacts, Step
+from lce.methods.turned_keys import TurnedKeys
 
 BETWEEN = " --prefill-method "  # between the names of both methods, as a command line has them
 MOST_LAYERS = 1024  # layers in which `resolve` looks for parts of chosen keys
@@ -74,50 +73,10 @@ class Handover(Wrapped):
         own = step.once("prefill step", lambda: replace(step, memo={}))
         q, found = scaled(self.prefill, q, own), []
         for placed in placed_parts(self.prefill, q, cache, own):
-            turned = TurnedKeys(self, placed.part, cache, own)
+            at = None if placed.part.exact else self.prefill.key_positions
+            turned = TurnedKeys(self.inner.key_positions, at, cache, own)
             found.append(attend_spans(q, placed, turned, own))  # type: ignore[arg-type]
         return merge(found)
-
-
-@dataclass(frozen=True)
-class TurnedKeys:
-    """A layer's cache as `attend_spans` reads it, with keys turned to where the method of prefill sees them."""
-
-    method: Handover
-    part: Part
-    cache: LayerCache
-    step: Step
-    state = ()  # recent keys are turned like all others
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self.cache.layout
-
-    def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        return self.cache.segments(start, stop)
-
-    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return tokens `start..stop-1`: keys at the positions of the part, and values, `[G, stop - start, D]`."""
-        k, v = self.cache.span(start, stop)
-        turn = self.step.once(f"turn {self.part.exact} {start} {stop}", lambda: self._turn(start, stop, k))
-        return (k if turn is None else rotate(k, turn)), v
-
-    stored = span
-
-    def _turn(self, start: int, stop: int, like: Tensor) -> Turn | None:
-        """Return the rotation from the cached positions of tokens `start..stop-1` to the part's; None: no rotation.
-
-        Rotated keys carry YaRN's factor, and unrotated keys do not.
-        """
-        i = torch.arange(start, stop, device=like.device)
-        held = self.method.inner.key_positions(i)
-        seen = i if self.part.exact else self.method.prefill.key_positions(i)
-        if held is seen or (held is not None and seen is not None and torch.equal(held, seen)):
-            return None
-        zero, rope = torch.zeros_like(i), self.step.rope
-        turn = rope.turn((zero if seen is None else seen) - (zero if held is None else held), torch.float64)
-        factor = rope.scale ** ((seen is not None) - (held is not None) - 1)
-        return Turn(*((x * factor).to(like.dtype) for x in turn))
 
 
 def _is_spans(method: Method) -> bool:

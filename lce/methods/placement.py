@@ -17,6 +17,7 @@ from lce.methods.step import Step
 class Placement(ABC):
     """A rule for the positions at which a query sees its chosen chunks and its own chunk."""
 
+    true_within: ClassVar[bool] = False  # whether distances are true if a query attends all chunks before its own
     exact: ClassVar[bool] = False  # whether the own chunk is seen by recent keys, although keys are cached rotated
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
@@ -39,6 +40,8 @@ class Placement(ABC):
 class SideBySide(Placement):
     """The placement of LongHeads: chosen chunks side by side from position 0, then the own chunk, within the window."""
 
+    true_within: ClassVar[bool] = True
+
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices % size
 
@@ -54,6 +57,8 @@ class SideBySide(Placement):
 
 class TruePositions(Placement):
     """The placement of chosen chunks at their true positions, for speed with models whose window is long."""
+
+    true_within: ClassVar[bool] = True
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices

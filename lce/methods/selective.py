@@ -57,6 +57,12 @@ def block_of(n_choices: int) -> int:
     return max(128, min(2048, 65536 // n_choices))
 
 
+def _is_ours(method: Method, *hooks: str) -> bool:
+    """Return whether all these hooks of a method are defined in lce."""
+    authors = (next(cls for cls in type(method).__mro__ if hook in vars(cls)).__module__ for hook in hooks)
+    return all(author.startswith("lce.") for author in authors)
+
+
 class ChunkSelection(Method, ABC):
     """A method whose queries choose chunks. `SelectiveMethod` derives from this class and adds the usual knobs.
 
@@ -319,12 +325,27 @@ class ChunkSelection(Method, ABC):
         mass = self.log_mass(scores, len(q), q.shape[-1]).masked_fill(later, -torch.inf)
         return prune(chosen, scores, mass, forced, self.top_p)
 
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+    def sees_all(self, step: Step) -> bool:
+        """Return whether the text has no more chunks than a query attends, each at true distances from the query.
+
+        Attention is then dense, which takes less time than attending chunk by chunk. False for a class from outside of
+        lce that chooses or attends in its own way.
+        """
+        few = step.stop <= (self.n_choices + 1) * self.size and not self.varies and not self.n_near
+        if not few or step.stride > 1 or not self.placed.true_within:
+            return False
+        return _is_ours(self, "select", "pick", "choose", "attend_chosen", "attend_pages", "parts_of", "key_positions")
+
+    def note_choice(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         chosen = self.choose(q, cache, step)
+        if chosen is not None and step.note:
+            step.note(cache.index, chosen)
+        return chosen
+
+    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        chosen = self.note_choice(q, cache, step)
         if chosen is None:
             return None
-        if step.note:
-            step.note(cache.index, chosen)
         if self.varies and placed.part.n_slots is not None:
             number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
             chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
@@ -418,9 +439,7 @@ class ChunkSelection(Method, ABC):
         """
         if stop <= self.size or not stop % self.size:
             return None
-        hooks, parents = {"score", "select", "forced"}, type(self).__mro__
-        authors = (next(cls for cls in parents if hook in vars(cls)).__module__ for hook in hooks)
-        ours = all(author.startswith("lce.") for author in authors)
+        ours = _is_ours(self, "score", "select", "forced")
         return super().bound(stop) if ours else (stop // self.size + 1) * self.size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:

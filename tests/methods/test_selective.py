@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
 from lce.kernels.cuda import launching
-from lce.methods import Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, Step
+from lce.methods import Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, Step, attending, make
 from lce.methods.selective import ChunkSelection
 from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
@@ -54,6 +55,47 @@ def test_a_summary_is_enough(heads: tuple[int, int]) -> None:
     truth = run(ByMeanKeyInFull(chunk_size=SIZE), q, k, v, [n], window=WINDOW)
     for blocks in ([n], cut(n, 7)):
         assert (run(ByMeanKey(chunk_size=SIZE), q, k, v, blocks, window=WINDOW) - truth).abs().max() <= 1e-4
+
+
+@dataclass(frozen=True)
+class Fewest(ByMeanKey):
+    """Takes the first chunk alone."""
+
+    def select(self, scores: Tensor, step: Step) -> Tensor:
+        found = super().select(scores, step)
+        return found.masked_fill(torch.arange(found.shape[-1]) > 0, -1)
+
+
+@pytest.mark.parametrize("knobs", [
+    {"name": "longheads", "chunk_size": 16}, {"name": "longheads", "chunk_size": 16, "share": "group"},
+    {"name": "longheads", "chunk_size": 16, "placement": "true"}, {"name": "reattention"},
+    {"name": "pages", "page": 16, "budget": 320}, {"name": "pages", "page": 16, "budget": 320, "place": "true"},
+], ids=str)  # fmt: skip
+def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
+    knobs: dict[str, str | int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense attention in place of attention to every chunk, with positions stretched by YaRN, and beyond the window."""
+    method, window = make(str(knobs["name"]), {k: v for k, v in knobs.items() if k != "name"}), 320
+    (q, k, v), found = vectors(8, 4, 2, 3 * 128 + 100, 16), []
+    yarn = RopeConfig(kind="yarn", factor=2.0)
+    for rows, budgets in ((64, None), (10_000, None), (64, Budgets(100 << 10, 0, tmp_path))):
+        monkeypatch.setattr(attending, "TURNED_ROWS", rows)
+        chosen: list[Tensor] = []
+        blocks, note = [128, 128, 64, 64, 100], lambda _, x, chosen=chosen: chosen.append(x)
+        out = run(method, q, k, v, blocks, window=window, scaling=yarn, note=note, budgets=budgets)
+        found.append((out, chosen))
+    (dense, choices), (routed, same), (tiered, _) = found
+    assert all(torch.equal(a, b) for a, b in zip(choices, same, strict=True))
+    assert (dense - tiered).abs().max() <= 1e-5
+    assert (dense - routed).abs().max() <= 1e-5
+    assert not torch.equal(dense[:, :320], routed[:, :320])  # it was another computation
+    assert torch.equal(dense[:, 320:], routed[:, 320:])
+
+
+def test_a_selection_of_ones_own_is_not_taken_for_all_chunks() -> None:
+    q, k, v = vectors(9, 4, 2, 256, 16)
+    out = run(Fewest(chunk_size=16), q, k, v, [128, 128], window=512)
+    assert (out - run(make("full"), q, k, v, [128, 128], window=512)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, -math.inf, math.nan])
