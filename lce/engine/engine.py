@@ -347,7 +347,7 @@ class Engine(Unique):
         """Return a new context with the share `keep` of the keys and values of `context`, which stays as it is.
 
         The model repeats the text, and each KV head keeps the keys that it attends most (KVzip; `lce.engine.eviction`
-        has the details). This takes about as long as prefill. The text's later tokens are cached as usual. With `keep`
+        has the details). This takes longer than prefill did. The text's later tokens are cached as usual. With `keep`
         1 the new context is a fork. Raises `UsageError` for a method other than `full`, for a model with a sliding
         window, and for a context of which keys were evicted before.
         """
