@@ -144,6 +144,7 @@ def chat(
 @options.target_options("out", "Where the context goes, for example document.lce.")
 @flag("--checkpoint-every TOKENS", "Save now and then, to resume from.", type=options.COUNT)
 @flag("--length TOKENS", "Final length of the context; for --rope dynamic.", type=options.COUNT)
+@flag("--keep SHARE", "Keep this share of keys and values, chosen by repeating the text (KVzip).", type=float)
 @options.method_or_context_options
 @options.loading_options
 @options.output_options
@@ -156,6 +157,8 @@ def prefill(
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
     prefill resumes when the same command is run again. With --context, the new file is that context and the text behind
     it. --method auto leaves room for questions and answers of 1,024 tokens.
+
+    --keep 0.5 makes a file of half the size: the model repeats the text, and each head keeps what it attends most.
     """
     if context_file is not None and how["checkpoint_every"] is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")

@@ -11,7 +11,7 @@ import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ from lce.errors import UsageError
 from lce.profiling import timed
 
 UNROUNDED = "unrounded"  # tensors in a file: "unrounded/0" has layer 0's recent tokens, which are not quantised yet
+
+
+class Eviction(NamedTuple):
+    """An eviction: of the text's first `n_tokens` tokens, each KV head has keys and values of only `n_rows` tokens."""
+
+    n_tokens: int = 0
+    n_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,16 @@ class KVCache:
     Each device has a stack of tiers for its own layers. `stacks` lists the stacks in the order of devices; it is empty
     while everything is in buffers. Tokens beyond the budgets go to `file` or, if it is None, to a spill file in the
     layout's folder, if the layout has one.
+
+    Lengths count rows. A row has one token's keys and values, the same token in all KV heads, except in the first
+    `evicted.n_rows` rows: there each KV head has tokens of its own, in their order, and `n_evicted` tokens have no row.
     """
 
     layout: CacheLayout
     layers: list[LayerCache]
     stacks: list[TierStack] = field(default_factory=list)
     file: RowFile | None = None
+    evicted: Eviction = field(default_factory=Eviction)
     _pass: Literal["none", "writing", "committing"] = "none"
 
     @classmethod
@@ -75,8 +86,18 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """The number of committed tokens."""
+        """The number of committed rows."""
         return self.layers[0].length
+
+    @property
+    def n_evicted(self) -> int:
+        """The number of tokens that have no row: later tokens are in the row of their index minus this number."""
+        return self.evicted.n_tokens - self.evicted.n_rows
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of committed tokens of the text, with or without a row."""
+        return self.length + self.n_evicted
 
     @property
     def tiers(self) -> list[Tier]:
@@ -183,9 +204,14 @@ class KVCache:
 
         Keys, values, summaries and token rows can go back to any length. The rows of an `OpenChunk` and of a `FirstRow`
         can go back to a length within the chunk that is not complete yet, or to the start of a chunk. A tensor that
-        every block replaces can only go back to 0 tokens.
+        every block replaces can only go back to 0 tokens. Raises `UsageError` for a length within evicted tokens.
         """
         self.settle()
+        if n_tokens < self.evicted.n_rows:
+            raise UsageError(
+                f"this context cannot go back into its first {self.evicted.n_tokens:,} tokens, of which keys were "
+                "evicted; prefill the text again"
+            )
         found, before = n_tokens, n_tokens + 1
         while found != before:  # until all states agree: one state's answer may be impossible for another
             before = found
@@ -234,7 +260,7 @@ class KVCache:
         )
         stacks = [stack.fork(buffer_tokens) for stack in self.stacks]
         layers = [layer.fork(stacks[self._device_of(layer)] if stacks else None, for_fork) for layer in self.layers]
-        return KVCache(self.layout, layers, stacks)
+        return KVCache(self.layout, layers, stacks, evicted=self.evicted)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to save beside the rows of keys and values: the method's committed state in every layer.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.cache.kv import UNROUNDED
+from lce.cache.kv import UNROUNDED, Eviction
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes, read_all
@@ -32,6 +32,7 @@ from lce.sizes import size_text
 from lce.system import free_memory
 
 FORMAT = "lce context 6"
+EVICTED = "lce context 7"  # the format of a context with evicted tokens: readers of the other would misplace its rows
 REMEDY = "prefill the text again"
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
@@ -50,8 +51,9 @@ class Manifest:
     """The manifest of a context file: the JSON object `raw`, and its fields.
 
     `file_id` is random, and the checksums of the file's rows depend on it. `identity` names the model and the method,
-    `pages` the shape and format of a page, `text` is a hash of the tokens. `read` tokens are in the cache, and the file
-    has space for `capacity` tokens. `announced` is the length to which the user said that the context would grow.
+    `pages` the shape and format of a page, `text` is a hash of the tokens. `read` rows are in the cache, and the file
+    has space for `capacity` rows. `announced` is the length to which the user said that the context would grow. A row
+    is a token, unless tokens were `evicted`.
     """
 
     raw: Mapping[str, Any]
@@ -63,6 +65,7 @@ class Manifest:
     capacity: int
     read: int
     announced: int
+    evicted: Eviction
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
@@ -76,7 +79,20 @@ class Manifest:
         if not (isinstance(file_id, str) and _FILE_ID.fullmatch(file_id)):
             raise contradiction(path)
         version = version if isinstance(version, str) else ""
-        return cls(raw, file_id, identity, pages, text, version, capacity, read, announced)
+        evicted = _eviction_of(raw)
+        if evicted is None or evicted.n_rows > read:
+            raise contradiction(path)
+        return cls(raw, file_id, identity, pages, text, version, capacity, read, announced, evicted)
+
+
+def _eviction_of(raw: Mapping[str, Any]) -> Eviction | None:
+    """Return the eviction that a manifest states, which only its own format may; None if it cannot be."""
+    found = raw.get("evicted")
+    if raw["format"] == FORMAT:
+        return Eviction() if found is None else None
+    if not isinstance(found, list) or len(found) != 2 or any(type(x) is not int for x in found):
+        return None
+    return Eviction(*found) if 0 < found[1] < found[0] <= MOST_TOKENS else None
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,7 @@ def read_header(descriptor: int, path: Path) -> Header:
         raise strange from None
     if "format" not in manifest:
         raise strange
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, EVICTED):
         found = shown(manifest["format"], 40)
         raise DataError(f"{named(path)} has the format {found}; this lce reads {FORMAT!r}; {REMEDY}")
     return Header(descriptor, path, entries, Manifest.of(manifest, path), 8 + length, file_bytes)

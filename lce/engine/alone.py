@@ -72,7 +72,7 @@ class Alone:
 
     def read(self, context: Context, progress: Progress | None = None) -> None:
         """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again."""
-        if context.logits is None and len(context) == context.cache.length > 0:
+        if context.logits is None and len(context) == context.cache.n_tokens > 0:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         for ids in blocks(context._uncached, self.block, progress):
             self.append(context, ids)
@@ -116,7 +116,7 @@ class Alone:
             if said is not None and keep != "nothing":
                 context.token_ids[said:] = result.token_ids
             elif keep == "blocks":
-                del context.token_ids[max(mark.n_tokens, context.cache.length) :]
+                del context.token_ids[max(mark.n_tokens, context.cache.n_tokens) :]
             else:
                 context._go_back(mark)
             if not isinstance(error, _Cancelled):

@@ -19,7 +19,8 @@ class Stats:
     """The token counts, times and memory of one call that generates or prefills.
 
     `prompt_tokens` counts the tokens of the call's prompt, `read_before` those that the context had before the call.
-    `first_token_s` is the time from the beginning of the call to the first token, `decode_s` the time after that token.
+    `first_token_s` is the time from the beginning of the call to the first token, `decode_s` the time after that token,
+    `evict_s` the time of `Engine.evict`.
     `memory` has the cache's bytes by tier (device, host, disk), `traffic` each tier's hits, misses and copied bytes.
     """
 
@@ -29,6 +30,7 @@ class Stats:
     prefill_s: float = 0.0
     first_token_s: float = 0.0
     decode_s: float = 0.0
+    evict_s: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
 

@@ -98,7 +98,7 @@ class Context(Unique):
     @property
     def _uncached(self) -> list[int]:
         """The ids of the tokens that are not in the cache yet."""
-        return self.token_ids[self.cache.length :]
+        return self.token_ids[self.cache.n_tokens :]
 
     @property
     def _data(self) -> ContextData:
@@ -126,13 +126,18 @@ class Context(Unique):
         The next call prefills the last remaining token again, because the logits after it were not kept. More tokens
         are prefilled again if the method's state cannot go back to exactly `n_tokens`: at most those of an incomplete
         chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. The new blocks may begin at other tokens.
+
+        Raises `UsageError`, too, for fewer tokens than `Engine.evict` had before it. At exactly that many nothing is
+        prefilled again, and the next call must have a prompt.
         """
         with self._hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
-            if n_tokens < self.cache.length:
-                self.cache.truncate(self.cache.nearest(max(0, n_tokens - 1)))
+            if n_tokens < self.cache.n_tokens:
+                n_rows = n_tokens - self.cache.n_evicted
+                least = min(n_rows, self.cache.evicted.n_rows)
+                self.cache.truncate(self.cache.nearest(max(0, n_rows - 1, least)))
             del self.token_ids[n_tokens:]  # last: if interrupted before this, the next call prefills again
 
     def close(self) -> None:
@@ -169,5 +174,5 @@ class Context(Unique):
             self.cache.go_back(cache)
             self._last = (cache.length, logits)
         finally:
-            del self.token_ids[max(n_tokens, self.cache.length) :]
-            ALLOWANCE.give_back(self.cache, max(self.announced, len(self)))
+            del self.token_ids[max(n_tokens, self.cache.n_tokens) :]
+            ALLOWANCE.give_back(self.cache, max(self.announced, len(self)) - self.cache.n_evicted)

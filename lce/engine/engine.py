@@ -21,14 +21,15 @@ from lce.engine.answer import Generation, Piece, Stats
 from lce.engine.arguments import GenerationOptions, Options, Prompt, Prompts, are_many, generation_options, ids_of
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
+from lce.engine.eviction import attention_peaks, best_rows, check_evictable, checked_keep, copy_rows, repetitions
 from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
 from lce.engine.planning import ALLOWANCE
 from lce.engine.sampling import Sampling, Scorer, TokenScores, check_logits, recommended
-from lce.engine.saving import ContextData, PrefillJob, Target, open_saved
+from lce.engine.saving import ContextData, PrefillJob, Target, open_saved, save
 from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver
-from lce.engine.window import beyond, warn
+from lce.engine.window import beyond, readable, warn
 from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.methods.base import Method
@@ -241,7 +242,7 @@ class Engine(Unique):
             held.token_ids.extend(ids)
             with reported(progress, "score") as tell:
                 for part in blocks(held._uncached, self.block, tell):
-                    start = held.cache.length - before
+                    start = held.cache.n_tokens - before
                     scorer.add(self._hidden(held, part), start, before)
             return scorer.scores()
 
@@ -267,6 +268,7 @@ class Engine(Unique):
     def prefill_file(
         self, document: Prompt, path: str | Path, *, context: Context | None = None, length: int | str | None = None,
         checkpoint_every: int | str | None = None, force: bool = False, progress: Progress | bool | None = None,
+        keep: float | None = None,
     ) -> Stats:  # fmt: skip
         """Prefill a document into the context file `path`, after a copy of `context` if given; return `Stats`.
 
@@ -276,11 +278,20 @@ class Engine(Unique):
         `context` counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Any
         other file is replaced only with `force`. Raises `UsageError` if `path` is such a file, `DataError` if it is the
         unfinished prefill of another text or engine, and `CapacityError` if space is short.
+
+        With `keep`, the file has that share of the keys and values: see `evict`. The text is then prefilled in memory,
+        or within the budgets, as it is after a `context` of which keys were evicted; `checkpoint_every` is refused.
         """
         every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
         path, ids = path_of(path), self._ids(document, self._own(context))
         wanted = 0 if length is None else count(length, "length", least=0)
         check_progress(progress)
+        if keep is not None or (context is not None and context.cache.n_evicted):
+            if every is not None:
+                raise UsageError("checkpoint_every is for a prefill that keeps all keys; leave it out")
+            return self._evicted_file(
+                ids, Target(path, force, context._saves if context else ()), context, wanted, keep, progress
+            )
         with nullcontext() if context is None else context._hold():
             before = None if context is None else context._data
             ids = ids if before is None else [*before.token_ids, *ids]
@@ -307,6 +318,58 @@ class Engine(Unique):
         stats.memory, stats.traffic = held.cache.bytes_by_tier, held.cache.traffic
         return stats
 
+    def _evicted_file(
+        self, ids: Sequence[int], target: Target, context: Context | None, length: int, keep: float | None,
+        progress: Progress | bool | None,
+    ) -> Stats:  # fmt: skip
+        """Prefill a document in memory, evict all keys but the share `keep`, if given, and write the context's file."""
+        if keep is not None:
+            checked_keep(keep)
+            check_evictable(self.method, self.model.config, context)
+        target.check()
+        n = len(ids)
+        stats, whole = Stats(prompt_tokens=n, read_before=len(context or ())), n if keep is None else 2 * n
+        with reported(progress, "prefill") as tell:
+            started, held = time.perf_counter(), None if context is None else context.fork()
+            held = self.prefill(ids, context=held, length=length, progress=lambda done, _: tell(done, whole))
+            stats.prefill_s = time.perf_counter() - started
+            with held:
+                kept = held
+                if keep is not None:
+                    kept = self.evict(held, keep, progress=lambda done, total: tell(n + done * n // total, whole))
+                    stats.evict_s = time.perf_counter() - started - stats.prefill_s
+                with kept:
+                    save(target, kept._data, self.identity)
+                    stats.memory, stats.traffic = kept.cache.bytes_by_tier, kept.cache.traffic
+        return stats
+
+    def evict(self, context: Context, keep: float, *, progress: Progress | bool | None = None) -> Context:
+        """Return a new context with the share `keep` of the keys and values of `context`, which stays as it is.
+
+        The model repeats the text, and each KV head keeps the keys that it attends most (KVzip; `lce.engine.eviction`
+        has the details). This takes longer than prefill did. The text's later tokens are cached as usual. With `keep`
+        1 the new context is a fork. Raises `UsageError` for a method other than `full`, for a model with a sliding
+        window, and for a context of which keys were evicted before.
+        """
+        self._own(context)
+        checked_keep(keep)
+        check_evictable(self.method, self.model.config, context)
+        n_rows = max(1, round(keep * len(context)))
+        if n_rows >= len(context):
+            return context.fork()
+        longest = readable(self.method, self.model.config, self.window, self.rope)
+        passes = repetitions(context.token_ids, self.tokenizer, longest)
+        with context._hold(), reported(progress, "repeat") as tell:
+            needed = len(context) + max(len(each.ids) for each in passes)
+            self._warn(needed)
+            self.alone.read(context)
+            self._reserve(context.cache, needed)
+            rows = [best_rows(peaks, n_rows) for peaks in attention_peaks(self.alone, context, passes, tell)]
+            cache = KVCache.empty(self.layout)
+            self._reserve(cache, n_rows)
+            copy_rows(context.cache, rows, cache)
+            return self._context(replace(context._data, cache=cache, source=None, saves=set()))
+
     def open_context(self, path: str | Path) -> Context:
         """Open a file that `Context.save` or `prefill_file` wrote. Keys and values are read when needed.
 
@@ -325,10 +388,10 @@ class Engine(Unique):
 
     def _reserve(self, cache: KVCache, length: int) -> None:
         """Reserve memory for `length` tokens of a cache, if `ALLOWANCE` has enough. Raises `CapacityError` if not."""
-        before = ALLOWANCE.promised(cache)
-        ALLOWANCE.promise(cache, length)
+        before, n_rows = ALLOWANCE.promised(cache), length - cache.n_evicted
+        ALLOWANCE.promise(cache, n_rows)
         try:
-            cache.reserve(length)
+            cache.reserve(n_rows)
         except BaseException:
             ALLOWANCE.give_back(cache, before)
             raise

@@ -68,7 +68,8 @@ class ContextInfo:
     `lce.methods.make(method, knobs)` gives the method. `kv_dtype` is the format of keys and values in the file:
     "int8", "int8-device", or "auto" for `dtype`. `weights` is the quantisation scheme of the model, if any. A file that
     is not `complete` is an unfinished prefill with `cached` tokens so far. `method_file` names the user's file of code
-    that registered the method, if any; lce runs it only if a user names it.
+    that registered the method, if any; lce runs it only if a user names it. Each KV head lacks the keys of `evicted`
+    of the tokens.
     """
 
     path: Path
@@ -89,6 +90,7 @@ class ContextInfo:
     file_bytes: int
     format: str = FORMAT
     method_file: str | None = None
+    evicted: int = 0
 
 
 def info(path: str | Path, check: bool = False, *, progress: bool | Progress | None = None) -> ModelInfo | ContextInfo:
@@ -166,6 +168,7 @@ def describe(path: str | Path) -> ContextInfo:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise contradiction(file) from None
+    n_evicted = header.manifest.evicted.n_tokens - header.manifest.evicted.n_rows
     return ContextInfo(
         path=path,
         complete=complete,
@@ -175,8 +178,10 @@ def describe(path: str | Path) -> ContextInfo:
         rope=rope["kind"],
         rope_factor=rope["factor"],
         tokens=n_tokens,
-        cached=header.manifest.read,
+        cached=header.manifest.read + n_evicted,
         announced=header.manifest.announced,
+        evicted=n_evicted,
+        format=header.manifest.raw["format"],
         file_bytes=header.file_bytes if complete else part.stat().st_size if part.exists() else 0,
         method_file=file_of(facts),
     )

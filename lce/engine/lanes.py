@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Lane:
-    """The T tokens that one context adds in a pass. `start` tokens of the context precede them.
+    """The T tokens that one context adds in a pass. `start` rows of the context's cache precede them.
 
     After a `forward` that succeeds the cache has the tokens, `logits [vocab]` (float32) follow the last token, and
     `hidden [T, hidden]` are the last layer's states. After a failure the cache is as before, and `error` says why.
@@ -56,8 +56,13 @@ class Lane:
 
     @property
     def stop(self) -> int:
-        """The number of the context's tokens after the pass."""
+        """The number of rows of the context's cache after the pass."""
         return self.start + len(self.token_ids)
+
+    @property
+    def indices(self) -> tuple[int, int]:
+        """The index of the lane's first token in the text, and the index after the last."""
+        return self.start + self.cache.n_evicted, self.stop + self.cache.n_evicted
 
     def check(self) -> None:
         """Raise the lane's error, if any, and forget it."""
@@ -97,7 +102,7 @@ class Lane:
         """Commit the lane's tokens to the cache, unless the lane has failed or its logits are not finite."""
         try:
             if self.error is None:
-                check_logits(logits[None], self.stop - 1)
+                check_logits(logits[None], self.indices[1] - 1)
                 self.hidden, self.logits = hidden, logits
                 self.cache.commit()
         except Exception as error:
@@ -123,7 +128,7 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
                 if begun:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
-                    indices = torch.cat([torch.arange(lane.start, lane.stop, device=device) for lane in begun])
+                    indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
                     attend = begun[0]._block if len(begun) == 1 else partial(_attend, begun)
                     hidden = model(ids, indices, attend)
                     last = model.logits(hidden[-1:] if len(begun) == 1 else hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,14 +67,14 @@ class Driver:
         if n_tokens == 1:  # decode: a token mostly chooses what the previous token chose
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
-        whole = replace(whole, decoding=decoding)
+        whole = replace(whole, decoding=decoding, n_evicted=cache.n_evicted)
         firsts, kinds = [part.first_layer for part in cache.layout.by_device], self.methods.items()
         steps = {
             first: [(method, replace(whole, rope=rope.of(kind), memo={})) for kind, method in kinds] for first in firsts
         }
         return Block(cache, steps, self.numbers)
 
-    def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
+    def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int, n_evicted: int = 0) -> Attend:
         """Return a function that computes a layer's attention for one token, whose index `at [1]` is on the device.
 
         The method's `decodes` must be true, and the cache must have space for the token. The caller begins and commits
@@ -82,7 +82,8 @@ class Driver:
         of at most `bound` tokens.
         """
         facts = self.attention, self.window, self.n_kv_heads, self.sliding_window
-        steps = [DeviceStep(rope.of(kind), *facts, at=at, bound=bound) for kind in self.methods]
+        how: Any = {"at": at, "bound": bound, "n_evicted": n_evicted}
+        steps = [DeviceStep(rope.of(kind), *facts, **how) for kind in self.methods]
         methods, numbers = [*self.methods.values()], self.numbers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

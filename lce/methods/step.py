@@ -32,6 +32,8 @@ class Step:
     those that a query cannot choose: once for the whole block, or once for each `part` of the block.
 
     With a `stride` above 1 the queries are every `stride`-th token from `start` on: see `strided`.
+
+    If tokens were evicted, indices count rows of the cache, and the token in row i is at position `i + n_evicted`.
     """
 
     start: int
@@ -48,6 +50,7 @@ class Step:
     at: Tensor | None = field(default=None, kw_only=True)
     decoding: bool = field(default=False, kw_only=True)  # whether a generation appends a token that it sampled
     stride: int = field(default=1, kw_only=True)
+    n_evicted: int = field(default=0, kw_only=True)  # above 0 under `full` alone: see `lce.engine.eviction`
 
     def part(self, start: int, stop: int) -> Step:
         """Return the step of the block's queries `start..stop-1`, counted from the block's first query."""
@@ -92,7 +95,12 @@ class Step:
 
     def true_turn(self, like: Tensor) -> Turn:
         """Return the rotation of the block's queries or keys to their absolute positions, `[T, D/2]`."""
-        return self.once("true turn", lambda: self.rope.turn(self.positions(like.device), like.dtype))
+
+        def make() -> Turn:
+            indices = self.positions(like.device)
+            return self.rope.turn(indices + self.n_evicted if self.n_evicted else indices, like.dtype)
+
+        return self.once("true turn", make)
 
     def far_turn(self, distance: int | Tensor, like: Tensor) -> Turn:
         """Return the rotation of queries that see unrotated keys at `distance`: `[1, D/2]`, or `[T, D/2]` for a tensor.

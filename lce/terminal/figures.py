@@ -35,7 +35,8 @@ def prefill_line(stats: Stats, decode: str = "") -> str:
     """Return the line of speeds and sizes printed after a prefill; `decode` is a text with a generation's speeds."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
-    return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {decode}{memory_text(stats)}"
+    evict = f"evict {stats.evict_s:.2f} s | " if stats.evict_s else ""
+    return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {evict}{decode}{memory_text(stats)}"
 
 
 def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
@@ -236,6 +237,8 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
     }
     if context.method_file is not None:
         rows["method file"] = context.method_file
+    if context.evicted:
+        rows["evicted"] = f"{context.evicted:,} tokens in each KV head"
     if context.announced > context.tokens:
         rows["announced"] = f"{context.announced:,} tokens in the end"
     if ends is not None:

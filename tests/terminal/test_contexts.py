@@ -96,3 +96,19 @@ def test_a_context_may_be_replaced_by_its_continuation(tiny_model: Path, tmp_pat
     assert run("generate", "-m", tiny_model, "-c", out, " dog", "-n", "3", "--save", out).exit_code == 0
     assert run("generate", "-m", tiny_model, "-c", out, " dog", "-n", "3", "--save", other, "--force").exit_code == 0
     assert describe(other).tokens > describe(out).tokens > before
+
+
+def test_a_share_of_the_keys_is_kept(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.lce"
+    command = ("prefill", "-m", tiny_model, "-p", PROMPT, "--window", "1k", "--out", out)
+    found = last_json(*command, "--keep", "0.5")
+    assert found["stats"]["evict_s"] > 0
+    info = run("info", out)
+    evicted = describe(out).evicted
+    assert abs(evicted - describe(out).tokens / 2) <= 0.5
+    assert f"evicted     {evicted} tokens in each KV head" in info.stdout
+    assert len(last_json("generate", "-m", tiny_model, "-c", out, " dog", "-n", "5")["token_ids"]) <= 5
+    assert "| evict " in run(*command, "--force", "--keep", "0.5").stderr
+    out.unlink()  # with --force a note tells of the file that is replaced
+    assert_error(run(*command, "--keep", "2"), 2, "keep is 2.0; expected a share above 0, at most 1")
+    assert_error(run(*command, "--keep", "0.5", "--method", "dca"), 2, "full alone")

@@ -1,0 +1,165 @@
+"""KVzip (Kim et al., 2025, arXiv:2505.23416): evicts the keys that the model needs least to repeat its context.
+
+After prefill the model is made to repeat the text, chunk by chunk: a pass appends a prompt and the chunk's own tokens,
+and is then dropped. The score of a key is the largest attention weight that the pass of its chunk gives it, over all
+queries of the pass and the query heads that share the key. The softmax is over the chunk's keys, the first `SINKS` keys
+of the text, and the keys of the pass itself, as in the authors' code. Each KV head of each layer keeps the keys with
+the best scores, all heads the same number: the paper's uniform variant. Its main form shares one number among all
+heads, which a cache with the same number of rows in all heads and layers cannot hold. Keys stay at their positions.
+
+Example: of 8 tokens, `keep=0.5` keeps 4 rows in each head, maybe those of tokens 0, 1, 3, 6 in one and 0, 1, 2, 7 in
+another. Token 8 then comes into row 4, at position 8.
+
+Full attention reads such rows as any others, because it sees every row. Methods that need to know which token a row
+has cannot read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lce.attention import SCORES_AT_ONCE, rotate
+from lce.cache.kv import Eviction, KVCache
+from lce.cache.layer import LayerCache
+from lce.engine.alone import Alone, blocks
+from lce.engine.context import Context
+from lce.errors import UsageError, shown
+from lce.methods.base import Method
+from lce.methods.full import Full
+from lce.methods.observed import Observation, Observed
+from lce.methods.step import Step
+from lce.models.config import ModelConfig
+from lce.progress import Progress
+from lce.tokenizer.tokenizer import Tokenizer
+
+CHUNK = 2048  # the most tokens that a pass repeats
+LEAST = 256  # the fewest, where the window has no space for more
+LEAD = 8  # the tokens before a later chunk that its prompt ends with
+SINKS = 4  # first tokens, which are never evicted and in every softmax, as the system prompt is in the authors' code
+FIRST = "\n\nRepeat the previous context exactly.\n\n"
+LATER = "\n\nRepeat the part of the previous context exactly, starting with "
+
+
+def checked_keep(keep: object) -> float:
+    """Return the share of the keys to keep. Raises `UsageError` unless the share is above 0 and at most 1."""
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise UsageError(f"keep is {shown(keep)}; expected a share above 0, at most 1")
+    return keep
+
+
+def check_evictable(method: Method, config: ModelConfig, context: Context | None) -> None:
+    """Raise `UsageError` if no keys of such contexts, or of this one, can be evicted."""
+    if type(method) is not Full:
+        raise UsageError(f"keys are evicted under the method full alone, and this engine has {method.label}; load full")
+    if config.sliding_window is not None or any(kind.sliding_window is not None for kind in config.kinds):
+        raise UsageError("keys are not evicted of a model with a sliding window, which must know each key's position")
+    if context is not None and context.cache.n_evicted:
+        raise UsageError("keys of this context were evicted before, which is done once; prefill its text again")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A pass in which the model repeats tokens `start..stop-1` of its text, by `ids`: a prompt, then these tokens."""
+
+    start: int
+    stop: int
+    ids: Sequence[int]
+
+
+def repetitions(text: Sequence[int], tokenizer: Tokenizer, longest: int | None) -> list[Repetition]:
+    """Return the passes that repeat a text, each short enough for a text of `longest` tokens, if any."""
+    first, later = (tokenizer.encode(prompt, bos=False) for prompt in (FIRST, LATER))
+    space = CHUNK if longest is None else longest - len(text) - max(len(first), len(later) + LEAD)
+    size, found = max(LEAST, min(CHUNK, space)), []
+    for start in range(0, len(text), size):
+        prompt, own = ([*later, *text[start - LEAD : start]], start) if start else (first, 0)
+        if start == 0 and text[0] == tokenizer.bos_id:
+            own = 1  # a second beginning of the text would draw attention from the first
+        stop = min(start + size, len(text))
+        found.append(Repetition(start, stop, [*prompt, *text[own:stop]]))
+    return found
+
+
+class AttentionPeaks:
+    """Observes passes after a text of `n_tokens` tokens: the largest attention weight of each key of a `span`.
+
+    `peaks` has a tensor `[G, n_tokens]` for each layer.
+    """
+
+    def __init__(self, n_tokens: int) -> None:
+        self.n_tokens = n_tokens
+        self.span = 0, n_tokens
+        self.peaks: dict[int, Tensor] = {}
+
+    def rows(self, step: Step) -> Tensor:
+        """Return no rows: choices are not observed."""
+        return torch.zeros(0, dtype=torch.int64)
+
+    def observe(self, seen: Observation, out: Tensor) -> Tensor:
+        """Update the peaks of the layer's keys by the queries of a block."""
+        (start, stop), step, cache = self.span, seen.step, seen.cache
+        n_sinks, turn = min(SINKS, start), step.true_turn(seen.q)
+        spans = (0, n_sinks), (start, stop), (self.n_tokens, step.stop)
+        k = torch.cat([cache.span(*span)[0] for span in spans], dim=1)
+        lse = step.attention.dense(seen.q, k, k, causal=True, turn=turn)[1].reshape(len(k), -1, 1)
+        q = (rotate(seen.q, turn).float() / math.sqrt(k.shape[2])).reshape(len(k), -1, k.shape[2])  # [G, H/G · T, D]
+        k = k[:, n_sinks : n_sinks + stop - start].float().mT
+        if seen.layer not in self.peaks:
+            self.peaks[seen.layer] = q.new_zeros(len(k), self.n_tokens)
+        peaks = self.peaks[seen.layer][:, start:stop]
+        at_once = max(1, SCORES_AT_ONCE // (len(k) * k.shape[2]))
+        for some, total in zip(q.split(at_once, 1), lse.split(at_once, 1), strict=True):
+            weights = (
+                torch.baddbmm(-total, some, k).amax(dim=1).exp_()
+            )  # the chunk comes before all queries of its pass
+            torch.maximum(peaks, weights, out=peaks)
+        return out
+
+
+@torch.inference_mode()
+def attention_peaks(alone: Alone, context: Context, passes: Sequence[Repetition], progress: Progress) -> list[Tensor]:
+    """Run the passes after a context, which stays as it is. Return the peaks of its keys, `[G, N]` for each layer."""
+    observer, mark, done = AttentionPeaks(len(context)), context._mark(), 0
+    driver = replace(alone.driver, method=Observed(alone.driver.method, observer))
+    try:
+        for each in passes:
+            context.cache.go_back(mark.cache)
+            observer.span = each.start, each.stop
+            for part in blocks(each.ids, alone.block):
+                alone.append(context, part, driver)
+                progress(done := done + len(part), sum(len(each.ids) for each in passes))
+    finally:
+        context._go_back(mark)
+    return [observer.peaks[layer.index] for layer in context.cache.layers]
+
+
+def best_rows(peaks: Tensor, n_rows: int) -> Tensor:
+    """Return the `n_rows` tokens with the largest peaks in each KV head, and the sinks: `[G, N]` to `[G, n_rows]`."""
+    peaks = peaks.index_fill(1, torch.arange(min(SINKS, peaks.shape[1]), device=peaks.device), torch.inf)
+    return peaks.topk(n_rows, dim=1).indices.sort(dim=1).values
+
+
+@torch.inference_mode()
+def copy_rows(cache: KVCache, rows: Sequence[Tensor], into: KVCache) -> None:
+    """Fill an empty cache with the tokens `rows [G, n]` of each layer of `cache`, ascending in each KV head."""
+    n_rows = rows[0].shape[1]
+    into.evicted = Eviction(cache.length, n_rows)
+    for some in zip(*(x.split(cache.layout.block, dim=1) for x in rows), strict=True):
+        into.begin()
+        into.reserve(into.length + some[0].shape[1])
+        for layer, made, index in zip(cache.layers, into.layers, some, strict=True):
+            made.write(*_gathered(layer, index))
+        into.commit()
+
+
+def _gathered(layer: LayerCache, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy keys and values `[G, n, D]` of tokens `index [G, n]`: each KV head has its own tokens."""
+    first, last = (int(x) for x in index.aminmax())
+    k, v = layer.span(first, last + 1)
+    index = (index - first)[..., None].expand(-1, -1, k.shape[-1])
+    return k.gather(1, index), v.gather(1, index)

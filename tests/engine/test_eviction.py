@@ -1,0 +1,386 @@
+"""Contexts of which keys were evicted: as a plain, slow model with masks says, in memory and in files."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import lce
+from lce.cache.kv import Eviction
+from lce.cache.manifest import EVICTED, FORMAT
+from lce.engine import eviction
+from lce.engine.eviction import attention_peaks, best_rows, copy_rows, repetitions
+from lce.errors import DataError, UsageError, WindowWarning
+from lce.methods import Full
+from lce.weights.safetensors_file import read_header
+from tests.checkpoints import save_tiny, tokens
+from tests.engine.test_graph import Again, loaded
+from tests.engine.test_saving import forged, manifest_of
+
+N, WINDOW, BLOCK = 150, 1024, 32
+DOCUMENT, QUESTION = tokens(N), tokens(9, 1)
+
+
+def load(folder: Path, **options: Any) -> lce.Engine:
+    return lce.load(folder, **{"window": WINDOW, "block": BLOCK, **options})
+
+
+@pytest.fixture(autouse=True)
+def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 150 tokens is repeated in three passes, each of several blocks."""
+    monkeypatch.setattr(eviction, "CHUNK", 64)
+    monkeypatch.setattr(eviction, "LEAST", 16)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> lce.Engine:
+    return load(tiny_model)
+
+
+@pytest.fixture
+def kept(engine: lce.Engine) -> lce.Context:
+    """A context of 150 tokens, of which each head has 75."""
+    return engine.evict(engine.prefill(DOCUMENT), 0.5)
+
+
+Seen = Callable[[int, Tensor], None]  # takes a layer and its attention logits [H, N, N], masked
+MASKED = -1e30
+
+
+def plain_logits(
+    folder: Path, ids: Sequence[int], masks: Sequence[Tensor] | None = None, seen: Seen | None = None
+) -> Tensor:
+    """Return the logits `[N, vocab]` of the tiny Llama, from its weights, in float64; `masks [H, N, N]` for each layer.
+
+    A mask says which keys a query sees; None: all earlier ones.
+    """
+    w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
+    config = json.loads((folder / "config.json").read_text())
+    n, dim, theta = len(ids), config["head_dim"], config["rope_theta"]
+    angles = torch.arange(n).double()[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
+    cos, sin = angles.cos(), angles.sin()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * weight
+
+    def heads(x: Tensor, rotated: bool) -> Tensor:
+        x = x.unflatten(1, (-1, dim)).transpose(0, 1)  # [heads, N, D]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) if rotated else x
+
+    x = w["model.embed_tokens.weight"][torch.tensor(ids)]
+    for layer in range(config["num_hidden_layers"]):
+        own = {name.split(f"layers.{layer}.")[1]: y for name, y in w.items() if f".{layer}." in name}
+        h = norm(x, own["input_layernorm.weight"])
+        q, k, v = (heads(h @ own[f"self_attn.{each}_proj.weight"].T, each != "v") for each in "qkv")
+        repeat = len(q) // len(k)
+        scores = q @ k.repeat_interleave(repeat, 0).mT / math.sqrt(dim)
+        mask = torch.ones(n, n, dtype=torch.bool).tril() if masks is None else masks[layer]
+        scores = scores.masked_fill(~mask, MASKED)
+        if seen:
+            seen(layer, scores)
+        out = (scores.softmax(-1) @ v.repeat_interleave(repeat, 0)).transpose(0, 1).flatten(1)
+        x = x + out @ own["self_attn.o_proj.weight"].T
+        h = norm(x, own["post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(h @ own["mlp.gate_proj.weight"].T) * (h @ own["mlp.up_proj.weight"].T)
+        x = x + gate @ own["mlp.down_proj.weight"].T
+    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def plain_peaks(folder: Path, engine: lce.Engine) -> list[Tensor]:
+    """Return the scores of the document's keys `[G, N]` for each layer, by the definition."""
+    peaks = [torch.zeros(2, N, dtype=torch.float64) for _ in range(2)]
+    first, later = (engine.tokenizer.encode(x, bos=False) for x in (eviction.FIRST, eviction.LATER))
+    for start in range(0, N, 64):
+        chunk = [*range(start, min(start + 64, N))]
+        prompt = [*later, *DOCUMENT[start - 8 : start]] if start else first
+        ids = [*DOCUMENT, *prompt, *(DOCUMENT[i] for i in chunk)]
+        columns = [*(range(4) if start else []), *chunk, *range(N, len(ids))]
+        first_of_chunk = columns.index(start)
+
+        def seen(
+            layer: int, scores: Tensor, columns: Any = columns, chunk: Any = chunk, at: int = first_of_chunk
+        ) -> None:
+            weights = scores[:, N:, columns].softmax(-1)[..., at : at + len(chunk)]  # [H, T, n]
+            peaks[layer][:, chunk] = weights.unflatten(0, (2, -1)).amax(dim=(1, 2))
+
+        plain_logits(folder, ids, seen=seen)
+    return peaks
+
+
+def plain_masks(rows: Sequence[Tensor], n: int) -> list[Tensor]:
+    """Return masks `[H, N, N]` of each layer: tokens after the document see its kept keys, and each other."""
+    found = []
+    for kept_rows in rows:
+        mask = torch.ones(4, n, n, dtype=torch.bool).tril()
+        for head in range(4):
+            dropped = torch.ones(N, dtype=torch.bool)
+            dropped[kept_rows[head // 2]] = False
+            mask[head, N:, :N] &= ~dropped
+        found.append(mask)
+    return found
+
+
+def scored(engine: lce.Engine, context: lce.Context) -> list[Tensor]:
+    passes = repetitions(context.token_ids, engine.tokenizer, None)
+    return attention_peaks(engine.alone, context, passes, lambda done, total: None)
+
+
+def rows_of(engine: lce.Engine, n_rows: int = N // 2) -> list[Tensor]:
+    return [best_rows(peaks, n_rows) for peaks in scored(engine, engine.prefill(DOCUMENT))]
+
+
+# The definition
+
+
+def test_the_plain_model_is_the_model(engine: lce.Engine, tiny_model: Path) -> None:
+    assert torch.allclose(plain_logits(tiny_model, DOCUMENT).float(), engine.logits(DOCUMENT), atol=1e-4)
+
+
+@pytest.mark.parametrize("block", [512, BLOCK, 7])
+def test_scores_are_those_of_the_definition(block: int, tiny_model: Path) -> None:
+    """The largest weight over queries and grouped heads; the softmax over the sinks, the chunk and the pass itself."""
+    engine = load(tiny_model, block=block)
+    context = engine.prefill(DOCUMENT)
+    logits = context.logits
+    for ours, theirs in zip(scored(engine, context), plain_peaks(tiny_model, engine), strict=True):
+        assert torch.allclose(ours.double(), theirs, atol=1e-5)
+    assert (len(context), context.cache.length) == (N, N)
+    assert torch.equal(context.logits, logits)
+
+
+def test_each_head_keeps_its_best_keys_and_the_first_four(tiny_model: Path, engine: lce.Engine) -> None:
+    for ours, theirs in zip(rows_of(engine), plain_peaks(tiny_model, engine), strict=True):
+        for head in range(2):
+            others = theirs[head, 4:].argsort(descending=True)[: N // 2 - 4] + 4
+            assert ours[head].tolist() == sorted([0, 1, 2, 3, *others.tolist()])
+    assert len({tuple(x.tolist()) for x in ours}) > 1, "heads differ"
+
+
+def test_passes_fit_the_window(engine: lce.Engine) -> None:
+    """A pass ends within `longest` tokens if 16 tokens can be repeated there; every token is repeated once."""
+    first, later = (len(engine.tokenizer.encode(x, bos=False)) for x in (eviction.FIRST, eviction.LATER))
+    for longest, size in ((None, 64), (WINDOW, 64), (N + later + 8 + 20, 20), (N, 16)):
+        passes = repetitions(DOCUMENT, engine.tokenizer, longest)
+        assert [each.start for each in passes] == [*range(0, N, size)]
+        assert [each.stop for each in passes] == [*range(size, N, size), N]
+        assert [len(each.ids) for each in passes][:2] == [first + size, later + 8 + size]
+    begun = repetitions([engine.tokenizer.bos_id, *DOCUMENT], engine.tokenizer, None)[0]
+    assert begun.ids[first:] == DOCUMENT[:63], "the beginning of a text is not repeated"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_later_tokens_attend_what_is_kept(share: float, engine: lce.Engine, tiny_model: Path) -> None:
+    kept = engine.evict(engine.prefill(DOCUMENT), share)
+    assert kept.cache.length == round(share * N)
+    assert len(kept) == kept.cache.n_tokens == N
+    ids = [*QUESTION, *engine.generate(QUESTION, context=kept.fork(), max_tokens=5).token_ids, *tokens(40, 3)]
+    masks = plain_masks(rows_of(engine, round(share * N)), N + len(ids))
+    truth = plain_logits(tiny_model, [*DOCUMENT, *ids], masks)[N:].float()
+    assert not torch.allclose(truth, engine.logits([*DOCUMENT, *ids])[N:], atol=0.1), "evicted keys matter"
+    assert torch.allclose(kept.logits, engine.prefill(DOCUMENT).logits, atol=1e-4)
+    for n, more in ((9, ids[:9]), (12, ids[9:12]), (len(ids), ids[12:])):
+        engine.prefill(more, context=kept)
+        assert torch.allclose(kept.logits, truth[n - 1], atol=1e-4)
+    scores = engine.score(ids, context=engine.evict(engine.prefill(DOCUMENT), share)).logprobs
+    picked = truth.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    assert torch.allclose(torch.as_tensor(scores)[1:].double(), picked.double(), atol=1e-3)
+
+
+def test_a_model_sees_the_tokens_at_their_own_indices(
+    engine: lce.Engine, kept: lce.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, found = type(engine.model), list[list[int]]()
+    call = kind.__call__
+
+    def spied(self: Any, ids: Tensor, indices: Tensor, attend: Any) -> Tensor:
+        found.append(indices.tolist())
+        return call(self, ids, indices, attend)
+
+    monkeypatch.setattr(kind, "__call__", spied)
+    engine.generate(QUESTION, context=kept, max_tokens=2)
+    assert found == [[*range(N, N + 9)], [N + 9]]
+
+
+def test_recorded_decode_steps_agree(tiny_model: Path) -> None:
+    said = []
+    for tape in (None, Again):
+        engine = loaded(tiny_model, Full(), tape, window=WINDOW)
+        kept = engine.evict(engine.prefill(DOCUMENT, length=300), 0.5)
+        said.append(engine.generate(QUESTION, context=kept, max_tokens=20).token_ids)
+    assert kept._graph.n_replayed > 10
+    assert said[0] == said[1]
+
+
+# Contexts and files
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
+@pytest.mark.parametrize("budget", [False, True])
+def test_saving_opening_and_going_on_equals_never_having_stopped(
+    budget: bool, kv_dtype: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """To the bit, whatever the budget and the format."""
+    straight = load(tiny_model, kv_dtype=kv_dtype)
+    least = {"kv_host_budget": straight.layout.least_budget, "spill_dir": tmp_path} if budget else {}
+    engine, document, path = load(tiny_model, kv_dtype=kv_dtype, **least), tokens(900), tmp_path / "a.lce"
+    truth, context = straight.evict(straight.prefill(document), 0.6), engine.evict(engine.prefill(document), 0.6)
+    assert truth.cache.length == context.cache.length == 540
+    for seed in (1, 2):
+        context.save(path, force=True)
+        assert manifest_of(path)["format"] == EVICTED
+        context = engine.open_context(path)
+        assert context.cache.evicted == Eviction(900, 540)
+        assert context.token_ids == truth.token_ids
+        for each, asked in ((straight, truth), (engine, context)):
+            each.prefill(tokens(70, seed), context=asked)
+        assert torch.equal(context.logits, truth.logits)
+        ours, theirs = (e.generate("", context=c, max_tokens=5) for e, c in ((engine, context), (straight, truth)))
+        assert ours.token_ids == theirs.token_ids
+        assert context._uncached == truth._uncached
+
+
+def test_the_file_is_smaller_and_says_so(engine: lce.Engine, tmp_path: Path) -> None:
+    whole, half, again = (tmp_path / name for name in ("whole", "half", "again"))
+    told: list[tuple[int, int]] = []
+    engine.prefill_file(DOCUMENT, whole)
+    stats = engine.prefill_file(DOCUMENT, half, keep=0.5, progress=lambda *x: told.append(x))
+    assert told[-1] == (2 * N, 2 * N)
+    assert told == sorted(told)
+    assert min(stats.prefill_s, stats.evict_s) > 0
+    rows = [json.loads(json.dumps(read_header(path)[0]["layers.1.kv"].shape)) for path in (whole, half)]
+    assert [x[1] for x in rows] == [N, N // 2]
+    info = lce.info(half)
+    assert isinstance(info, lce.ContextInfo)
+    assert (info.tokens, info.cached, info.evicted, info.format) == (N, N, N // 2, EVICTED)
+    assert (lce.info(whole).evicted, lce.info(whole).format) == (0, FORMAT)
+    opened = engine.open_context(half)
+    engine.prefill_file(QUESTION, again, context=opened)
+    engine.prefill_file(QUESTION, half, context=opened)  # the file that it was opened from
+    engine.prefill(QUESTION, context=opened)
+    for path in (again, half):
+        other = engine.open_context(path)
+        assert other.token_ids == opened.token_ids
+        assert other.cache.evicted == (N, N // 2)
+        assert torch.equal(other.logits, opened.logits)
+
+
+def test_everything_kept_is_untouched(engine: lce.Engine, tmp_path: Path) -> None:
+    engine.prefill_file(DOCUMENT, tmp_path / "whole", keep=1.0)
+    assert manifest_of(tmp_path / "whole")["format"] == FORMAT
+    context = engine.prefill(DOCUMENT)
+    for each in (engine.evict(context, 1), engine.evict(context, 0.999), engine.open_context(tmp_path / "whole")):
+        assert each.cache.n_evicted == 0
+        assert torch.equal(engine.prefill(QUESTION, context=each).logits, engine.prefill([*DOCUMENT, *QUESTION]).logits)
+
+
+def test_forks_and_going_back(engine: lce.Engine, kept: lce.Context) -> None:
+    said = engine.generate(QUESTION, context=kept.fork(), max_tokens=6).token_ids
+    fork = kept.fork()
+    engine.generate(tokens(30, 4), context=fork, max_tokens=3)
+    fork.truncate(N)
+    assert engine.generate(QUESTION, context=fork, max_tokens=6).token_ids == said
+    fork.truncate(N + 5)
+    assert engine.generate(QUESTION[5:], context=fork, max_tokens=6).token_ids == said
+    with pytest.raises(
+        UsageError, match="cannot go back into its first 150 tokens, of which keys were evicted; prefill"
+    ):
+        fork.truncate(N - 1)
+    fork.truncate(N)
+    with pytest.raises(UsageError, match="cannot go back into its first 150 tokens"):
+        engine.generate("", context=fork)
+    with pytest.raises(UsageError, match="cannot go back"):
+        fork.truncate(0)
+    assert engine.generate(QUESTION, context=fork, max_tokens=6).token_ids == said
+    assert len(kept) == N
+
+
+def test_a_failure_leaves_the_context_as_it_was(
+    engine: lce.Engine, kept: lce.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = engine.prefill(DOCUMENT)
+    with monkeypatch.context() as patched:
+        patched.setattr(eviction.AttentionPeaks, "observe", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.evict(context, 0.5)
+        engine.generate(QUESTION, context=context.fork(), max_tokens=1)
+    again = engine.evict(context, 0.5)
+    assert torch.equal(engine.prefill(QUESTION, context=again).logits, engine.prefill(QUESTION, context=kept).logits)
+
+
+def test_tokens_that_are_not_read_yet_are_read_first(engine: lce.Engine) -> None:
+    context = engine.prefill(DOCUMENT)
+    engine.generate(QUESTION, context=context, max_tokens=4)
+    assert context._uncached
+    kept = engine.evict(context, 0.5)
+    assert kept.token_ids == context.token_ids
+    assert kept.cache.n_tokens == len(kept)
+    assert kept.logits is not None
+
+
+def test_a_cache_is_copied_a_block_at_a_time(engine: lce.Engine) -> None:
+    context, rows = engine.prefill(DOCUMENT), rows_of(engine, 70)
+    made = engine.new_context(70).cache
+    copy_rows(context.cache, rows, made)
+    for layer, other, index in zip(context.cache.layers, made.layers, rows, strict=True):
+        for old, new in zip(layer.span(0, N), other.span(0, 70), strict=True):
+            assert torch.equal(new, torch.stack([x[i] for x, i in zip(old, index, strict=True)]))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("keep", [0, -0.5, 1.5, math.nan, "half", True, None])
+def test_shares_that_cannot_be_kept(keep: Any, engine: lce.Engine) -> None:
+    with pytest.raises(UsageError, match="; expected a share above 0, at most 1"):
+        engine.evict(engine.prefill(DOCUMENT), keep)
+
+
+def test_what_is_refused(engine: lce.Engine, kept: lce.Context, tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="were evicted before, which is done once"):
+        engine.evict(kept, 0.5)
+    with pytest.raises(UsageError, match="were evicted before, which is done once"):
+        engine.prefill_file(QUESTION, tmp_path / "a", context=kept, keep=0.5)
+    with pytest.raises(UsageError, match="checkpoint_every is for a prefill that keeps all keys"):
+        engine.prefill_file(DOCUMENT, tmp_path / "a", keep=0.5, checkpoint_every=32)
+    with pytest.raises(UsageError, match="made by another engine"):
+        load(tiny_model).evict(kept, 0.5)
+    for method, name in (("rerope", "rerope"), ("longheads", "longheads")):
+        other = load(tiny_model, method=method)
+        with pytest.raises(UsageError, match=f"under the method full alone, and this engine has {name}; load full"):
+            other.prefill_file(DOCUMENT, tmp_path / "a", keep=0.5)
+    sliding = load(save_tiny(tmp_path, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=40))
+    with pytest.raises(UsageError, match="not evicted of a model with a sliding window"):
+        sliding.evict(sliding.prefill(DOCUMENT), 0.5)
+    (tmp_path / "a").write_text("something else")
+    with pytest.raises(UsageError, match="exists"):
+        engine.prefill_file(DOCUMENT, tmp_path / "a", keep=0.5)
+    short = lce.load(tiny_model, block=BLOCK)
+    with pytest.warns(WindowWarning, match="more than the 64"):
+        short.evict(short.prefill(tokens(60)), 0.5)
+
+
+def test_a_file_cannot_lie_about_its_eviction(kept: lce.Context, engine: lce.Engine, tmp_path: Path) -> None:
+    kept.save(tmp_path / "a")
+    for number, change in enumerate(
+        (
+            {"format": FORMAT},
+            {"evicted": [N, N]},
+            {"evicted": [N, 0]},
+            {"evicted": [N + 1, N // 2]},
+            {"evicted": [N, N // 2 + 1]},
+            {"evicted": "x"},
+            {"evicted": [N]},
+            {"evicted": None},
+        )
+    ):
+        path = tmp_path / str(number)
+        forged(tmp_path / "a", path, lambda manifest, small, change=change: manifest.update(change))
+        with pytest.raises(DataError, match="its header contradicts its contents"):
+            engine.open_context(path)
