@@ -149,7 +149,9 @@ class XAttention(Method):
         logits = torch.cat(found, dim=-1).float().view(n_heads, -1, stop // stride)
         column = torch.arange(stop // stride, device=q.device)
         logits.masked_fill_(column > column[first * per_block :, None], -torch.inf)
-        return logits.softmax(-1).unflatten(-1, (-1, per_block)).sum(-1).unflatten(1, (-1, per_block)).sum(2)
+        of_rows = logits.softmax(-1).unflatten(-1, (-1, per_block)).sum(-1)  # [H, n · B/S, first + n]
+        shares: Tensor = of_rows.unflatten(1, (-1, per_block)).sum(2)
+        return shares
 
     def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         return Full().decode(q, cache, replace(step, sliding_window=None))
