@@ -797,6 +797,46 @@ def delta(
     return first._replace(correction=(sparse, torch.tensor(rows)))
 
 
+def xattention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setting: Setting,
+    stride: int = 8,
+    block_size: int | None = None,
+    top_p: float = 0.9,
+) -> Tables:
+    """Define XAttention, block of queries by block of queries; queries of a block that a pass cuts attend all keys."""
+    size = block_size or max(stride, 2, min(128, setting.window // 32) // stride * stride)
+    n_heads, n, dim = q.shape
+    i, j, everyone = indices(q)
+    mask, at, n_tiles = everyone(j <= i).clone(), torch.arange(n), n // stride
+    for h in range(n_heads):
+        queries, keys = turned(q[h], at, setting), turned(k[h // (n_heads // len(k))], at, setting)
+        logits = torch.zeros(n_tiles, n_tiles, dtype=torch.float64)
+        for offset in range(stride):
+            asking, asked = (
+                torch.arange(n_tiles) * stride + stride - 1 - offset,
+                torch.arange(n_tiles) * stride + offset,
+            )
+            logits += dot(queries[asking][:, None], keys[asked][None]) / stride / math.sqrt(dim)
+        start = 0
+        for n_queries in setting.blocks or [n]:
+            for b in range(n // size):
+                if b * size < start or (b + 1) * size > start + n_queries:
+                    continue
+                weights = dict.fromkeys(range(b + 1), 0.0)
+                for row in range(b * size // stride, (b + 1) * size // stride):
+                    for column, share in enumerate(logits[row, : row + 1].softmax(0).tolist()):
+                        weights[column * stride // size] += share
+                others = sorted(range(1, b), key=weights.__getitem__, reverse=True)
+                chosen = reaching(None if top_p == 1 else top_p, sorted({0, b}), others, weights)
+                for c in set(range(b)) - set(chosen):
+                    mask[h, b * size : (b + 1) * size, c * size : (c + 1) * size] = False
+            start += n_queries
+    return Tables(mask, everyone(i - j))
+
+
 def spelled(text: str) -> tuple[str, dict[str, Any]]:
     """Return the method and the knobs of a text such as `streaming:sinks=4`."""
     name, *pairs = text.split(":")
@@ -823,4 +863,5 @@ DEFINITIONS: dict[str, Callable[..., Tables]] = {
     "rerope": rerope,
     "self_extend": self_extend,
     "streaming": streaming,
+    "xattention": xattention,
 }

@@ -15,8 +15,9 @@ from lce.methods import Driver, Method, Rope, RopeConfig
 from lce.methods.step import Note
 from lce.models.layers import Attend
 
-# Other blocks, other outputs: the queries of a block choose together, and in blocks of one query `delta` is dense.
-BY_BLOCK = {"delta", "esa", "infllm"}
+# Other blocks, other outputs: the queries of a block choose together, in blocks of one query `delta` is dense, and
+# `xattention` is dense where a block ends within one of its own.
+BY_BLOCK = {"delta", "esa", "infllm", "xattention"}
 
 
 def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,6 +49,7 @@ from lce.methods.selective import SelectiveMethod as SelectiveMethod
 from lce.methods.self_extend import SelfExtend as SelfExtend
 from lce.methods.step import Step as Step
 from lce.methods.streaming import Streaming as Streaming
+from lce.methods.xattention import XAttention as XAttention
 from lce.models.config import RopeConfig as RopeConfig
 from lce.models.rope import Rope as Rope
 

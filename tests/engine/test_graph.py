@@ -18,7 +18,19 @@ from lce.attention import Attended, Attention, Runs
 from lce.attention.torch import Torch
 from lce.engine.graph import Work, one_by_one
 from lce.kernels.cuda import launching
-from lce.methods import Delta, DualChunk, Full, LMInfinite, LongHeads, Method, Quest, ReRope, SelfExtend, Streaming
+from lce.methods import (
+    Delta,
+    DualChunk,
+    Full,
+    LMInfinite,
+    LongHeads,
+    Method,
+    Quest,
+    ReRope,
+    SelfExtend,
+    Streaming,
+    XAttention,
+)
 from lce.methods.step import Step
 from tests.pretended import Gpus
 
@@ -31,6 +43,7 @@ MORE: dict[str, Method] = {
     "self_extend": SelfExtend(local=10),
     "lm_infinite": LMInfinite(local=30),
     "delta": Delta(method="longheads:chunk_size=8:chunks=4:placement=true", every=8),
+    "xattention": XAttention(block_size=16),
     "shared": LongHeads(chunk_size=8, chunks=4, share="group", placement="constant"),
 }
 PROMPT = [(7 * i * i + 3) % 250 + 10 for i in range(50)]

@@ -38,6 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pages", {"select": "lowdim", "compress": "pca", "low_dim": 16, "place": "grouped"}),
     ("pages", {"select": "oracle", "place": "constant"}),
     ("reattention", {}),
+    ("xattention", {"block_size": 16}),
 ]
 SMALL = {"longheads": {"chunk_size": 8}, "infllm": {"block_size": 8, "top_k": 3, "sinks": 4}, "esa": {"sinks": 4}}
 

@@ -73,7 +73,7 @@ def test_the_line_names_the_methods_that_read_on() -> None:
     named = line.rpartition(": ")[2].split(", ")
     assert named[0] == "longheads"
     assert {"dca", "esa", "infllm", "streaming"} <= set(named)
-    assert not {"delta", "full", "quest", "self_extend"} & set(named)
+    assert not {"delta", "full", "quest", "self_extend", "xattention"} & set(named)
     assert line.isprintable()
 
 

@@ -126,6 +126,7 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "pages growing": own.Pages(page=4, budget=16, growth="linear", place="constant", share="group"),
         "pages growing side by side": own.Pages(page=4, budget=16, growth="sqrt"),
         "reattention": own.ReAttention(span=4, top_k=3, local=9),
+        "xattention": own.XAttention(block_size=8, stride=4, top_p=1.0),
         "infllm": own.InfLLM(block_size=8, repr_tokens=2, top_k=3, sinks=3, local=20),
         "esa": own.ESA(**some, low_dim=3, maps=maps(n_heads, n_kv_heads)),
         "esa exact": own.ESA(**some, compress="none"),
@@ -197,7 +198,7 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_block_is_the_sum_of_its_queries() -> None:
     for method in methods(4, 2).values():
-        if isinstance(method, lce.methods.ESA | lce.methods.InfLLM | lce.methods.Delta):
+        if isinstance(method, lce.methods.ESA | lce.methods.InfLLM | lce.methods.Delta | lce.methods.XAttention):
             continue  # their queries choose together; a block of one is dense
         resolved = method.resolve(WINDOW)
         whole = resolved.cost(QueryBlock(0, 90, 4, 2, D))

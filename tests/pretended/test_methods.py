@@ -17,6 +17,7 @@ KNOBS: dict[str, dict[str, object]] = {  # small enough that every method leaves
     "lm_infinite": {"sinks": 3, "local": 16, "top_k": 5},
     "longheads": {"chunk_size": 4},
     "quest": {"dense_layers": 0, "page": 4, "budget": 16},
+    "xattention": {"stride": 2, "block_size": 4, "top_p": 0.7},
 }
 CASES = {"bfloat16, grouped": (torch.bfloat16, (4, 2), 0.03), "float16": (torch.float16, (2, 2), 0.005)}
 BLOCKS = [30, 20, 25, 1, 1]

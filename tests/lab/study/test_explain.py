@@ -40,6 +40,7 @@ SETTINGS = {
     "rerope": "; local=1; log_scale=true",
     "self_extend": "; local=7 group=3",
     "streaming": "; sinks=0; sinks=1 local=1",
+    "xattention": "; stride=2 block_size=4 top_p=0.4; stride=1 block_size=3 top_p=0.6",
 }
 
 
