@@ -6,7 +6,6 @@ import pytest
 
 import lce
 from lce.methods.auto import CANDIDATES, CHOICES, choice_for
-from lce.progress import silence
 from tests.command import assert_error, run
 
 PROMPT = "The old miller took the bread to the village. " * 30  # more than ten windows
@@ -34,7 +33,6 @@ def test_no_choice_is_beyond_what_its_method_reads() -> None:
 
 
 def test_an_engine_has_the_chosen_method(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    silence(False)  # a command with --quiet may have run in this process
     window = lce.load(tiny_model).window
     for length in (window, window + 1, None):
         expected = choice_for(length, window)
