@@ -143,7 +143,7 @@ def chat(
 @options.context_option
 @options.target_options("out", "Where the context goes, for example document.lce.")
 @flag("--checkpoint-every TOKENS", "Save now and then, to resume from.", type=options.COUNT)
-@flag("--length TOKENS", "Final length of the context; for --rope dynamic.", type=options.COUNT)
+@flag("--length TOKENS", "Final length of the context; for --rope dynamic and --method auto.", type=options.COUNT)
 @options.method_or_context_options
 @options.loading_options
 @options.output_options
@@ -155,11 +155,12 @@ def prefill(
 
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
     prefill resumes when the same command is run again. With --context, the new file is that context and the text behind
-    it. --method auto leaves room for questions and answers of 1,024 tokens.
+    it. --method auto chooses for the text and 1,024 tokens of questions and answers, or for --length, if given.
     """
     if context_file is not None and how["checkpoint_every"] is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
-    engine, context = method.load(model, context_file, loading, prompt, QUESTIONS)
+    room = {"more": QUESTIONS} if how["length"] is None else {"least": how["length"]}
+    engine, context = method.load(model, context_file, loading, prompt, **room)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
         stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
     output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})

@@ -24,18 +24,19 @@ class MethodOption:
     prefill_method: str | None = None
 
     def load(
-        self, model: str, context_file: str | None, loading: Mapping[str, Any], text: str | None = None, more: int = 0
-    ) -> tuple[lce.Engine, lce.Context | None]:
+        self, model: str, context_file: str | None, loading: Mapping[str, Any], text: str | None = None, more: int = 0,
+        least: int = 0,
+    ) -> tuple[lce.Engine, lce.Context | None]:  # fmt: skip
         """Return an engine, and the context opened from `context_file`; without a file, an engine and None.
 
         With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
-        default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`. Raises an error for
-        options that contradict the file.
+        default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`, but at least for
+        `least` tokens. Raises an error for options that contradict the file.
         """
         auto = lce.methods.registry.AUTO
         if context_file is None:
             name = "full" if self.method is None else self.method
-            length = None if text is None or name != auto else _n_tokens(model, text) + more
+            length = None if text is None or name != auto else max(least, _n_tokens(model, text) + more)
             how: Any = {"length": length, "prefill_method": self.prefill_method, **loading}
             return lce.load(model, named_method(name, self.knobs), **how), None
         from lce.engine.info import describe

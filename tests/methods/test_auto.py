@@ -60,6 +60,16 @@ def test_the_command_counts_the_prompt(tiny_model: Path, tmp_path: Path) -> None
     assert "tokens, read by full" in run("plan", *model, "--tokens", "20").stdout
 
 
+def test_a_prefill_is_for_the_longer_of_prompt_and_length(tiny_model: Path, tmp_path: Path) -> None:
+    window, out = lce.load(tiny_model).window, str(tmp_path / "text.lce")
+    for prompt, length in (("Hello", window), ("Hello", 2 * window), (PROMPT, window)):
+        n_tokens = len(lce.load(tiny_model).tokenizer.encode(prompt))
+        expected = choice_for(max(length, n_tokens), window).spelled
+        asked = ("--model", tiny_model, "--method", "auto", "--length", str(length), "--prompt", prompt)
+        result = run("prefill", *asked, "--out", out, "--force")
+        assert f"method auto is {expected} for {max(length, n_tokens):,} tokens" in result.stderr
+
+
 def test_where_auto_means_nothing(tiny_model: Path) -> None:
     with pytest.raises(lce.UsageError, match="where one model is loaded or planned"):
         lce.methods.make("auto")
