@@ -355,13 +355,13 @@ def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Ou
 
 @cli.command()
 @options.model_option
-@options.planned_method_options
+@options.planned_methods_options
 @flag("--tokens N", "Prompt and answer; 2k is 2048.", required=True, type=options.COUNT)
 @flag("--operations", "Also count operations and bytes read, by phase.", dest="counts_operations", is_flag=True)
 @options.planning_options
 @options.json_options
 def plan(
-    model: str, method: str | lce.Method, tokens: int, counts_operations: bool, planning: dict[str, Any], output: Output
+    model: str, methods: dict[str, Any], tokens: int, counts_operations: bool, planning: dict[str, Any], output: Output
 ) -> None:
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
@@ -371,8 +371,8 @@ def plan(
     keys takes is not counted. --operations counts multiply-adds and
     bytes read of the prefill and of the last decode step, by what they are for, beside plain causal attention.
     """
-    planned = lce.plan(model, method, tokens=tokens, **planning)
-    counted = lce.operations(model, method, tokens=tokens, **planning) if counts_operations else None
+    planned = lce.plan(model, tokens=tokens, **methods, **planning)
+    counted = lce.operations(model, tokens=tokens, **methods, **planning) if counts_operations else None
     more = {"operations": operations.operations_object(counted)} if counted else {}
     output.object(figures.plan_object(planned) | more)
     output.text(*figures.plan_lines(planned), *(["", *operations.operations_lines(counted)] if counted else []))
