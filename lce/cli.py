@@ -143,8 +143,8 @@ def chat(
 @options.context_option
 @options.target_options("out", "Where the context goes, for example document.lce.")
 @flag("--checkpoint-every TOKENS", "Save now and then, to resume from.", type=options.COUNT)
-@flag("--length TOKENS", "Final length of the context; for --rope dynamic.", type=options.COUNT)
 @flag("--keep SHARE", "Keep this share of keys and values, chosen by repeating the text (KVzip).", type=float)
+@flag("--length TOKENS", "Final length of the context; for --rope dynamic and --method auto.", type=options.COUNT)
 @options.method_or_context_options
 @options.loading_options
 @options.output_options
@@ -156,13 +156,14 @@ def prefill(
 
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
     prefill resumes when the same command is run again. With --context, the new file is that context and the text behind
-    it. --method auto leaves room for questions and answers of 1,024 tokens.
+    it. --method auto chooses for the text and 1,024 tokens of questions and answers, or for --length, if given.
 
     --keep 0.5 makes a file of half the size: the model repeats the text, and each head keeps what it attends most.
     """
     if context_file is not None and how["checkpoint_every"] is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
-    engine, context = method.load(model, context_file, loading, prompt, QUESTIONS)
+    room = {"more": QUESTIONS} if how["length"] is None else {"least": how["length"]}
+    engine, context = method.load(model, context_file, loading, prompt, **room)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
         stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
     output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
@@ -357,13 +358,13 @@ def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Ou
 
 @cli.command()
 @options.model_option
-@options.planned_method_options
+@options.planned_methods_options
 @flag("--tokens N", "Prompt and answer; 2k is 2048.", required=True, type=options.COUNT)
 @flag("--operations", "Also count operations and bytes read, by phase.", dest="counts_operations", is_flag=True)
 @options.planning_options
 @options.json_options
 def plan(
-    model: str, method: str | lce.Method, tokens: int, counts_operations: bool, planning: dict[str, Any], output: Output
+    model: str, methods: dict[str, Any], tokens: int, counts_operations: bool, planning: dict[str, Any], output: Output
 ) -> None:
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
@@ -373,8 +374,8 @@ def plan(
     keys takes is not counted. --operations counts multiply-adds and
     bytes read of the prefill and of the last decode step, by what they are for, beside plain causal attention.
     """
-    planned = lce.plan(model, method, tokens=tokens, **planning)
-    counted = lce.operations(model, method, tokens=tokens, **planning) if counts_operations else None
+    planned = lce.plan(model, tokens=tokens, **methods, **planning)
+    counted = lce.operations(model, tokens=tokens, **methods, **planning) if counts_operations else None
     more = {"operations": operations.operations_object(counted)} if counted else {}
     output.object(figures.plan_object(planned) | more)
     output.text(*figures.plan_lines(planned), *(["", *operations.operations_lines(counted)] if counted else []))

@@ -21,23 +21,28 @@ Label = str | Callable[[], str]  # a bar's label, or a function that returns the
 
 STEPS_S = 5.0  # the seconds of work between two notices of `StepNotices`
 
-_silent = False
+_n_silencers = 0  # contexts of `silenced` that are open, in any thread
 
 
-def silence(silent: bool = True) -> None:
-    """Make `notice` print nothing from now on; with `silent` False, make it print again."""
-    global _silent
-    _silent = silent
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Make `notice` print nothing within the context, in all threads."""
+    global _n_silencers
+    _n_silencers += 1
+    try:
+        yield
+    finally:
+        _n_silencers -= 1
 
 
 def is_silent() -> bool:
     """Return whether `notice` prints nothing."""
-    return _silent
+    return _n_silencers > 0
 
 
 def notice(text: str) -> None:
     """Print on stderr a line that tells the user what takes time."""
-    if not _silent:
+    if not is_silent():
         with bars_cleared():
             print(f"lce: {text}", file=sys.stderr)
 

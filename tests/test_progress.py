@@ -18,9 +18,10 @@ import pytest
 
 import lce
 from lce.errors import UsageError, WindowWarning
-from lce.progress import StepNotices, check_progress, notice, reported, silence, stages
+from lce.progress import StepNotices, check_progress, notice, reported, silenced, stages
 from lce.terminal.output import Output
 from tests.checkpoints import tokens
+from tests.command import run
 
 
 @pytest.mark.parametrize("call", ["generate", "stream", "prefill", "prefill_file"])
@@ -135,7 +136,19 @@ def test_anything_else_is_refused(value: Any) -> None:
 
 
 def test_notices_are_silenced(capsys: pytest.CaptureFixture[str]) -> None:
-    for silent in (True, False):
-        silence(silent)
-        notice(f"silent: {silent}")
-    assert capsys.readouterr().err == "lce: silent: False\n"
+    with silenced():
+        with silenced():
+            notice("twice")
+        notice("once")
+    notice("told")
+    assert capsys.readouterr().err == "lce: told\n"
+
+
+def test_a_quiet_command_silences_no_notice_after_it(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("generate", "--model", tiny_model, "--method", "auto", "-n", "2")
+    assert "method auto" in run(*line, "Hello").stderr
+    for text in ("Hello", ""):  # an answer, and an error
+        assert "method auto" not in run(*line, "--quiet", "--prompt", text).stderr
+    assert "method auto" in run(*line, "Hello").stderr
+    lce.load(tiny_model, "auto")
+    assert "method auto" in capsys.readouterr().err

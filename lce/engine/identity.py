@@ -17,6 +17,7 @@ from lce.cache.manifest import REMEDY
 from lce.errors import DataError, shown
 from lce.files import named
 from lce.methods.base import Method
+from lce.methods.handover import Handover
 from lce.methods.lowdim import LowDimMaps
 from lce.methods.registry import spelled
 from lce.models.config import RopeConfig
@@ -49,8 +50,9 @@ class Identity:
     @property
     def facts(self) -> dict[str, Any]:
         """The identity as JSON values, for the header of a context file."""
-        own = self.method.user_file
-        knobs = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
+        own, method = self.method.user_file, self.method
+        knobs = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+        knobs = method.settings if isinstance(method, Handover) else knobs
         return {
             "model": self.model,
             "method": self.method.label,

@@ -93,9 +93,7 @@ def load(
     kind = dtype_of(dtype, checkpoint.dtype)
     borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
     n_tokens = None if length is None else count(length, "length")
-    chosen = fitted(method, facts, n_tokens)
-    if prefill_method is not None:
-        chosen = fitted(Handover(chosen, as_method(prefill_method)), facts)
+    chosen = fitted(method, facts, n_tokens, prefill_method)
     made = _sizes(facts, chosen, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
     layout, backend = made.layout, Attention.choose(attention)
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
@@ -126,12 +124,15 @@ def _within_cores(threads: int, cores: int) -> int:
     return min(threads, cores)
 
 
-def fitted(method: str | Method, model: ModelFacts, length: int | None = None) -> Method:
+def fitted(
+    method: str | Method, model: ModelFacts, length: int | None = None, prefill_method: str | Method | None = None
+) -> Method:
     """Return a method with every knob filled in for a model. Some knobs come from files in the model's folder.
 
-    `length` is what "auto" chooses by: the most tokens of a text; None: any number.
+    `length` is what "auto" chooses by: the most tokens of a text; None: any number. `prefill_method` is that of `load`.
     """
     made = automatic(model, length) if isinstance(method, str) and method == AUTO else as_method(method)
+    made = made if prefill_method is None else Handover(made, as_method(prefill_method))
     return made.for_model(model).resolve(model.window)
 
 
@@ -174,6 +175,7 @@ class SizeOptions(TypedDict, total=False):
     spill_dir: str | Path | None
     kv_dtype: str | torch.dtype | None
     weights: str | None
+    prefill_method: str | Method | None
 
 
 def plan(
@@ -182,14 +184,15 @@ def plan(
     """Plan a context of `tokens` tokens: the bytes that each tier must hold, and the longest context that fits.
 
     Takes these options of `load`: `device`, `dtype`, `block`, `window`, `rope`, `rope_factor`, `kv_device_budget`,
-    `kv_host_budget`, `spill_dir`, `kv_dtype` and `weights`. Reads config.json alone, or a GGUF file's header.
+    `kv_host_budget`, `spill_dir`, `kv_dtype`, `weights` and `prefill_method`. Reads config.json alone, or a GGUF file's
+    header.
     The `dtype` "auto" is the one in config.json, else float32. A method that needs a file of learned maps is planned
     without one.
     """
     n_tokens = count(tokens, "tokens")
     made = planned(model, method, options, n_tokens)
     facts = made.method, made.config, made.window, made.rope
-    found = made.planner.plan(n_tokens, made.method.name)
+    found = made.planner.plan(n_tokens, made.method.label)
     return replace(found, readable=readable(*facts), warning=beyond(*facts, n_tokens))
 
 
@@ -233,7 +236,7 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions, lengt
     scheme = scheme_of(options.get("weights")) or scheme_of(own.get("weights"))
     budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
     devices = devices_of(options.get("device"))
-    chosen = fitted(method, facts, length)
+    chosen = fitted(method, facts, length, options.get("prefill_method"))
     return _sizes(facts, chosen, kind, devices, scheme, headers, block, budgets, options.get("kv_dtype"))
 
 

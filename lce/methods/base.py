@@ -93,6 +93,7 @@ class Method:
     example: ClassVar[Example] = Example()
     analysis: ClassVar[bool] = False  # whether the method is for study only; error messages never suggest it
     notes_choices: ClassVar[bool] = True  # whether the method passes the chunks or tokens it chooses to `Step.note`
+    keeps_while_attending: ClassVar[bool] = False  # whether attention, not `keep` or `keep_queries`, makes the state
     hook_checks: ClassVar[Mapping[str, Check]] = METHOD_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

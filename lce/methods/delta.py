@@ -64,6 +64,7 @@ class Delta(Method):
     correct: bool = knob(True, "add differences to the outputs of queries that are not dense")
     example: ClassVar = Example({"method": "lm_infinite:sinks=2:local=5", "dense": "rerope:local=6", "every": 6})
     notes_choices: ClassVar = False
+    keeps_while_attending: ClassVar = True
 
     def for_model(self, model: ModelFacts) -> Self:
         sparse, dense = self.sparse_method.for_model(model), self.dense

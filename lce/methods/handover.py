@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lce.methods.step import ModelFacts, Step
 from lce.methods.turned_keys import TurnedKeys
 
 BETWEEN = " --prefill-method "  # between the names of both methods, as a command line has them
+PREFILL = "prefill_method."  # begins the names of the knobs of the method of prefill
 MOST_LAYERS = 1024  # layers in which `resolve` looks for parts of chosen keys
 
 
@@ -43,6 +44,15 @@ class Handover(Wrapped):
         """Both methods, as error messages and context files name them."""
         return f"{self.inner.label}{BETWEEN}{self.prefill.label}"
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The knobs of both methods by name, those of `prefill` with the beginning `PREFILL`."""
+        return {
+            f"{beginning}{field.name}": getattr(method, field.name)
+            for beginning, method in (("", self.inner), (PREFILL, self.prefill))
+            for field in fields(method)
+        }
+
     def for_model(self, model: ModelFacts) -> Self:
         return replace(self, inner=self.inner.for_model(model), prefill=self.prefill.for_model(model))
 
@@ -53,6 +63,11 @@ class Handover(Wrapped):
                 f"prefill_method is {made.prefill.label}, which chooses keys or keeps a state of its own; "
                 "expected full, dca, rerope, self_extend, streaming, lm_infinite without top_k, or "
                 "the method of decode itself"
+            )
+        if made.prefill != made.inner and made.inner.keeps_while_attending:
+            raise UsageError(
+                f"{made.inner.label} keeps what its own attention to a prompt finds, so no prefill_method can read for "
+                "it; leave prefill_method out, or take another method"
             )
         return made
 

@@ -56,6 +56,7 @@ class InfLLM(JointSelection):
     far: int | None = knob(None, "distance of everything else; none is local", least=0)
     top_p: float | None = top_p_knob()
     example: ClassVar = Example({"block_size": 3, "repr_tokens": 1, "top_k": 2, "sinks": 3, "local": 5}, block=3)
+    keeps_while_attending: ClassVar = True  # votes
 
     presets: ClassVar = {  # the authors' settings for Llama 3 and Mistral
         "released": {"block_size": 128, "repr_tokens": 4, "top_k": 16, "sinks": 128, "local": 4096}

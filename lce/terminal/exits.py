@@ -142,6 +142,8 @@ def _show(error: click.ClickException) -> None:
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" (see {context.command_path} --help)" if context else ""
         takes_knobs = context and any("-o" in param.opts for param in context.command.params)
-        if isinstance(error, click.NoSuchOption) and takes_knobs and not error.possibilities:
+        if isinstance(error, click.NoSuchOption) and error.option_name == "--prefill-method":
+            message += " It is for lce generate, chat, prefill and plan."
+        elif isinstance(error, click.NoSuchOption) and takes_knobs and not error.possibilities:
             message += f" Knobs of a method are given as -o {error.option_name.lstrip('-').replace('-', '_')}=VALUE."
         click.echo(f"lce: error: {message}{hint}", err=True)

@@ -24,22 +24,23 @@ class MethodOption:
     prefill_method: str | None = None
 
     def load(
-        self, model: str, context_file: str | None, loading: Mapping[str, Any], text: str | None = None, more: int = 0
-    ) -> tuple[lce.Engine, lce.Context | None]:
+        self, model: str, context_file: str | None, loading: Mapping[str, Any], text: str | None = None, more: int = 0,
+        least: int = 0,
+    ) -> tuple[lce.Engine, lce.Context | None]:  # fmt: skip
         """Return an engine, and the context opened from `context_file`; without a file, an engine and None.
 
         With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
-        default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`. Raises an error for
-        options that contradict the file.
+        default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`, but at least for
+        `least` tokens. Raises an error for options that contradict the file.
         """
         auto = lce.methods.registry.AUTO
         if context_file is None:
             name = "full" if self.method is None else self.method
-            length = None if text is None or name != auto else _n_tokens(model, text) + more
-            how: Any = {"length": length, "prefill_method": self.prefill_method, **loading}
-            return lce.load(model, named_method(name, self.knobs), **how), None
+            length = None if text is None or name != auto else max(least, _n_tokens(model, text) + more)
+            how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **loading}
+            return lce.load(model, **how), None
         from lce.engine.info import describe
-        from lce.methods.handover import BETWEEN
+        from lce.methods.handover import BETWEEN, PREFILL
 
         context = describe(context_file)
         if self.method is None and context.method_file is not None:
@@ -47,21 +48,31 @@ class MethodOption:
             raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
         own, _, prefill = context.method.partition(BETWEEN)
         name = own if self.method is None or self.method == auto else self.method
-        knobs = {**(context.knobs if name == context.method else {}), **self.knobs}
-        how = {"prefill_method": self.prefill_method or prefill or None, **continued(context, loading)}
-        engine = lce.load(model, lce.methods.make(name, knobs), **how)
+        before = self.prefill_method or prefill or None
+        same = {False: name == own, True: before == prefill}  # by whether a knob is the method of prefill's
+        knobs = {key: value for key, value in context.knobs.items() if same[key.startswith(PREFILL)]}
+        how = {**named_methods(name, {**knobs, **self.knobs}, before), **continued(context, loading)}
+        engine = lce.load(model, **how)
         return engine, engine.open_context(context_file)
 
 
-def named_method(method: str, knobs: Mapping[str, str]) -> str | lce.Method:
-    """Return the method of a command that takes `auto` too: this word, or the method with its knobs."""
+def named_methods(method: str, knobs: Mapping[str, Any], prefill_method: str | None) -> dict[str, Any]:
+    """Return the options `method` and `prefill_method` of `lce.load` and `lce.plan`, with the knobs of each.
+
+    The method may be `auto`, without knobs. Knobs of the method of prefill are named `prefill_method.KEY`.
+    """
+    from lce.methods.handover import PREFILL
+
+    own = {key: value for key, value in knobs.items() if not key.startswith(PREFILL)}
+    others = {key.removeprefix(PREFILL): value for key, value in knobs.items() if key not in own}
+    if others and prefill_method is None:
+        raise UsageError(f"-o {PREFILL}{next(iter(others))} is a knob of the method of prefill; give --prefill-method")
+    made = None if prefill_method is None else lce.methods.make(prefill_method, others)
     if method != lce.methods.registry.AUTO:
-        return lce.methods.make(method, knobs)
-    if knobs:
-        raise UsageError(
-            f"-o {next(iter(knobs))} is a knob of one method, and {method} takes one with its own; name it"
-        )
-    return method
+        return {"method": lce.methods.make(method, own), "prefill_method": made}
+    if own:
+        raise UsageError(f"-o {next(iter(own))} is a knob of one method, and {method} takes one with its own; name it")
+    return {"method": method, "prefill_method": made}
 
 
 def _n_tokens(model: str, text: str) -> int:
@@ -195,7 +206,7 @@ def check_capacity(model: str, methods: Sequence[lce.Method], tokens: int, loadi
     from lce.engine.loading import SizeOptions, resolved
 
     resolved(model, "full")  # downloads a model whose config is in its weights' file, as a plan does not
-    sizes: Any = {name: loading[name] for name in SizeOptions.__annotations__}
+    sizes: Any = {name: loading[name] for name in SizeOptions.__annotations__ if name in loading}
     for method in methods:
         if (refusal := lce.plan(model, method, tokens=tokens, **sizes).refusal) is not None:
             raise CapacityError(refusal)

@@ -23,7 +23,7 @@ from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import MethodOption, method_name, methods_of, named_method
+from lce.terminal.methods import MethodOption, method_name, methods_of, named_methods
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
@@ -233,8 +233,9 @@ _METHOD_OR_CONTEXT = flag(
     callback=parse_name,
 )  # fmt: skip
 _PREFILL_METHOD = flag(
-    "--prefill-method NAME", "Read prompts by this method, such as full, and generate by --method.", callback=parse_name
-)
+    "--prefill-method NAME", "Read prompts by this method, such as full, and generate by --method. "
+    "-o prefill_method.KEY=VALUE is a knob of it.", callback=parse_name,
+)  # fmt: skip
 _METHODS = flag(
     "--method NAME", "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas.",
     dest="names", multiple=True, default=["full"], callback=parse_names,
@@ -329,7 +330,7 @@ named_options = packed(
     "named", lambda method, knobs: (method, knobs), argument("method", callback=parse_name), knobs_option
 )
 method_options = packed("method", lambda method, knobs: lce.methods.make(method, knobs), _METHOD, knobs_option)
-planned_method_options = packed("method", named_method, _METHOD_OR_AUTO, knobs_option)
+planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
 method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
 methods_options = packed("methods", _methods, _METHODS, knobs_option)
 selecting_options = packed("methods", partial(_methods, selecting=True), _METHODS, knobs_option)

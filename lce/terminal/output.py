@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
-from lce.progress import Label, bars_cleared, label_now, reported, silence
+from lce.progress import Label, bars_cleared, label_now, reported, silenced
 
 if TYPE_CHECKING:
     from lce.engine.stream import Stream
@@ -91,7 +91,9 @@ class Output:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        silence(self.quiet)
+        command = click.get_current_context(silent=True)
+        if self.quiet and command is not None:
+            command.with_resource(silenced())  # until the command ends: its process may go on
 
     @contextmanager
     def bar(self, label: Label, unit: str) -> Iterator[Callable[[int, int], None]]:

@@ -242,7 +242,7 @@ def _check_space(needed: int) -> None:
 
 @contextmanager
 def _asking(model: HubId, revision: str) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into one line each, and hide its messages. Its bars follow `silence`."""
+    """Turn the errors of huggingface_hub into one line each, and hide its messages. Its bars follow `silenced`."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -6,7 +6,6 @@ import pytest
 
 import lce
 from lce.methods.auto import CANDIDATES, CHOICES, choice_for
-from lce.progress import silence
 from tests.command import assert_error, run
 
 PROMPT = "The old miller took the bread to the village. " * 30  # more than ten windows
@@ -34,7 +33,6 @@ def test_no_choice_is_beyond_what_its_method_reads() -> None:
 
 
 def test_an_engine_has_the_chosen_method(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    silence(False)  # a command with --quiet may have run in this process
     window = lce.load(tiny_model).window
     for length in (window, window + 1, None):
         expected = choice_for(length, window)
@@ -60,6 +58,16 @@ def test_the_command_counts_the_prompt(tiny_model: Path, tmp_path: Path) -> None
     again = run("generate", *model, "--context", str(saved), "--prompt", "Hello", "-n", "2")
     assert again.exit_code == 0, "auto takes the method of a context file"
     assert "tokens, read by full" in run("plan", *model, "--tokens", "20").stdout
+
+
+def test_a_prefill_is_for_the_longer_of_prompt_and_length(tiny_model: Path, tmp_path: Path) -> None:
+    window, out = lce.load(tiny_model).window, str(tmp_path / "text.lce")
+    for prompt, length in (("Hello", window), ("Hello", 2 * window), (PROMPT, window)):
+        n_tokens = len(lce.load(tiny_model).tokenizer.encode(prompt))
+        expected = choice_for(max(length, n_tokens), window).spelled
+        asked = ("--model", tiny_model, "--method", "auto", "--length", str(length), "--prompt", prompt)
+        result = run("prefill", *asked, "--out", out, "--force")
+        assert f"method auto is {expected} for {max(length, n_tokens):,} tokens" in result.stderr
 
 
 def test_where_auto_means_nothing(tiny_model: Path) -> None:

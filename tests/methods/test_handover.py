@@ -1,6 +1,7 @@
 """`Handover`: prefill by one method's definition, decode by another's, over one cache."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,27 @@ def test_methods_that_choose_are_refused_for_prefill(before: str) -> None:
         lce.load("demo", "full", prefill_method=before)
 
 
+@pytest.mark.parametrize("after", ["infllm", "delta"])
+def test_methods_that_keep_what_their_attention_finds_are_refused(after: str) -> None:
+    with pytest.raises(UsageError, match="keeps what its own attention to a prompt finds"):
+        lce.load("demo", after, prefill_method="dca")
+    lce.load("demo", after, prefill_method=after)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
+def test_tiers_and_files_change_nothing(tmp_path: Path, kv_dtype: str) -> None:
+    ids = torch.randint(2, 200, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    method, found = lce.methods.make("pages", {"page": 16, "budget": 128}), []
+    for budgets in ({}, {"kv_host_budget": "8MiB", "spill_dir": str(tmp_path)}):
+        how: Any = {"prefill_method": "dca", "block": 64, "kv_dtype": kv_dtype, **budgets}
+        engine = lce.load("demo", method, **how)
+        context = engine.prefill(ids[:690])
+        context.save(tmp_path / "text.lce", force=True)
+        for each in (engine.open_context(tmp_path / "text.lce"), context):
+            found.append(engine.generate(ids[690:], context=each, max_tokens=6).token_ids)
+    assert found[1:] == found[:1] * 3
+
+
 def test_contexts_saved_between_prefill_and_decode_go_on_as_if_never_stopped(tmp_path: Path) -> None:
     ids = torch.randint(2, 200, (700,), generator=torch.Generator().manual_seed(1)).tolist()
     engine = lce.load("demo", "longheads", prefill_method="full", block=64)
@@ -86,3 +108,36 @@ def test_on_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
     assert_error(
         run_command("generate", *model, "--prefill-method", "quest", "--prompt", "A"), 2, "prefill_method is quest"
     )
+
+
+def test_a_context_file_gives_back_the_knobs_of_both_methods(tiny_model: Path, tmp_path: Path) -> None:
+    prompt, saved = "The old miller took the bread to the village. " * 10, str(tmp_path / "text.lce")
+    model = ("--model", tiny_model, "--quiet")
+    knobs = ("--method", "pages", "-o", "budget=64", "--prefill-method", "dca", "-o", "prefill_method.chunk_size=48")
+    result = run_command("prefill", *model, *knobs, "--prompt", prompt, "--out", saved)
+    assert result.exit_code == 0, result.stderr
+    found = lce.info(saved)
+    assert isinstance(found, lce.ContextInfo)
+    assert found.method == "pages --prefill-method dca"
+    assert (found.knobs["budget"], found.knobs["prefill_method.chunk_size"]) == (64, 48)
+    more = ("generate", *model, "--context", saved, "--prompt", "And then", "-n", "4")
+    again = run_command(*more)
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout == run_command(*more, *knobs).stdout
+    assert run_command(*more, "--method", "pages", "--prefill-method", "dca").stdout == again.stdout
+    assert_error(run_command(*more, "-o", "budget=96"), 3, "budget=64", "give -o budget=64")
+    other = run_command(*more, "-o", "prefill_method.chunk_size=32")
+    assert_error(other, 3, "give -o prefill_method.chunk_size=48")
+
+
+def test_plans_and_other_commands(tiny_model: Path) -> None:
+    model, more = ("--model", tiny_model), ("--prefill-method", "full")
+    planned = run_command("plan", *model, "--method", "longheads", *more, "--tokens", "200")
+    assert "read by longheads --prefill-method full" in planned.stdout, planned.stderr
+    assert "longheads --prefill-method full can read 64 tokens" in planned.stdout
+    refused = run_command("plan", *model, "--prefill-method", "quest", "--tokens", "200")
+    assert_error(refused, 2, "prefill_method is quest")
+    refused = run_command("explain", "longheads", *more)
+    assert_error(refused, 2, "No such option '--prefill-method'", "It is for lce generate, chat, prefill and plan.")
+    refused = run_command("plan", *model, "-o", "prefill_method.local=4", "--tokens", "200")
+    assert_error(refused, 2, "-o prefill_method.local is a knob of the method of prefill; give --prefill-method")

@@ -57,7 +57,9 @@ def test_each_group_packs_what_the_library_takes() -> None:
         "prefill_method",
     }
     planning = received(["--block", "7"], options.planning_options)["planning"]
-    assert set(planning) == set(SizeOptions.__annotations__)
+    assert set(planning) == set(SizeOptions.__annotations__) - {"prefill_method"}
+    both = received(["-o", "prefill_method.local=4", "--prefill-method", "rerope"], options.planned_methods_options)
+    assert both["methods"] == {"method": lce.methods.Full(), "prefill_method": lce.methods.ReRope(local=4)}
     assert received(["--quiet"], options.output_options)["output"] == Output(json=False, quiet=True)
     assert received(["--json"], options.json_options)["output"] == Output(json=True)
 

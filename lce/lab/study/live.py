@@ -62,20 +62,23 @@ def _is_pair(pair: Any) -> bool:
 
 
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return a method's knobs that a page can set: name, default, help, and choices (None: any number) of each.
+    """Return a method's knobs that a page can set: name, default, help, choices and words of each.
 
-    Knobs that take free text, such as file names, are left out.
+    If the choices are None, the knob takes any number, or one of the words. Knobs that take free text, such as file
+    names, are left out.
     """
     hints, found = typing.get_type_hints(cls), []
     for field in dataclasses.fields(cls):
-        hint, kinds = hints[field.name], {hints[field.name], *typing.get_args(hints[field.name])}
-        is_choice = typing.get_origin(hint) is Literal
-        if not is_choice and not kinds & {int, float, bool}:
+        kinds = [hints[field.name], *typing.get_args(hints[field.name])]
+        words = [word for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
+        is_number = int in kinds or float in kinds
+        if not (is_number or words or bool in kinds):
             continue
-        choices = list(typing.get_args(hint)) if is_choice else ["true", "false"] if bool in kinds else None
+        choices = None if is_number else words or ["true", "false"]
         default = field.default if isinstance(field.default, bool | int | float | str) else None
         help_text = field.metadata.get("meaning", "")
-        found.append({"name": field.name, "default": default, "help": help_text, "choices": choices})
+        more = {"choices": choices, "words": words if is_number else []}
+        found.append({"name": field.name, "default": default, "help": help_text, **more})
     return found
 
 

@@ -95,9 +95,16 @@ def test_about_names_every_method_and_its_knobs(live: Live) -> None:
     assert about["model"] | {"name": ""} == {"name": "", "layers": 2, "heads": 4, "kv_heads": 2, "window": 64}
     assert about["max_tokens"] == MOST_NEW
     knobs = {knob["name"]: knob for knob in knobs_of(find("longheads"))}
-    expected = {"name": "share", "help": "", "default": "head", "choices": ["head", "group", "layer"]}
+    expected = {"name": "share", "help": "", "default": "head", "choices": ["head", "group", "layer"], "words": []}
     assert knobs["share"] | {"help": ""} == expected
     assert [knobs[name]["choices"] for name in ("chunk_size", "keep_first")] == [None, ["true", "false"]]
+    (group,) = (knob for knob in knobs_of(find("self_extend")) if knob["name"] == "group")
+    assert (group["choices"], group["words"], group["default"]) == (None, ["auto"], 8)
+    (growth,) = (knob for knob in knobs_of(find("pages")) if knob["name"] == "growth")
+    assert (growth["choices"], growth["default"]) == (["sqrt", "linear"], None)
+    assert requested({"prompt": "x", "method": "self_extend", "knobs": {"group": "auto"}})[1] == make(
+        "self_extend", {"group": "auto"}
+    )
     assert "maps" not in {knob["name"] for knob in knobs_of(find("esa"))}
     for each in about["methods"]:
         plain = {knob["name"]: knob["default"] for knob in each["knobs"]}

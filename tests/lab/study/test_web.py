@@ -281,7 +281,7 @@ class MadeUp:
         self.refusal: str | None = None
 
     def about(self) -> dict[str, Any]:
-        knobs = [{"name": "chunk_size", "default": 8, "help": "tokens of a chunk", "choices": None}]
+        knobs = [{"name": "chunk_size", "default": 8, "help": "tokens of a chunk", "choices": None, "words": ["auto"]}]
         methods = [{"name": "choosing", "about": "chooses", "knobs": knobs}, {"name": "full", "about": "", "knobs": []}]
         return {"model": MADE["model"], "methods": methods, "max_tokens": 16}
 
@@ -330,6 +330,8 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
         found = browser.open(address)
         found.wait("document.querySelector('[data-knob=chunk_size]')")
         assert found.value("document.getElementById('shown').hidden")
+        assert found.value("document.querySelector('[data-knob=chunk_size]').list.options[0].value") == "auto"
+        assert found.value("document.querySelector('[data-knob=chunk_size]').placeholder") == "default: 8, or auto"
         for element, value in (
             ("#ask-text", "The key is 4829."), ("#ask-question", "The key is"), ("#ask-mark", "4829"),
             ("#ask-tokens", "4"), ("[data-knob=chunk_size]", "8"),

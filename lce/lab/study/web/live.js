@@ -56,23 +56,31 @@
       const method = this.methods.find((each) => each.name === get("ask-method").value);
       const fields = method.knobs.map((knob) => {
         const standard = knob.default == null ? "default" : `default: ${knob.default}`;
+        const options = (values) => values.map((value) => el("option", { value }, String(value)));
+        const words = knob.words.length ? el("datalist", { id: `words-${knob.name}` }, ...options(knob.words)) : null;
         const input = knob.choices
           ? el(
               "select",
               {},
               el("option", { value: "" }, standard),
-              ...knob.choices.map((value) => el("option", { value }, String(value))),
+              ...options(knob.choices),
             )
-          : el("input", { type: "text", placeholder: standard, spellcheck: "false", autocomplete: "off" });
+          : el("input", {
+              type: "text",
+              placeholder: [standard, ...knob.words].join(", or "),
+              list: words?.id,
+              spellcheck: "false",
+              autocomplete: "off",
+            });
         input.dataset.knob = knob.name;
-        return el("label", { class: "field", title: knob.help }, knob.name, input);
+        return el("label", { class: "field", title: knob.help }, knob.name, input, words);
       });
       const none = el("span", { class: "muted" }, "This method has none.");
       get("ask-knobs").replaceChildren(el("legend", {}, "Knobs"), ...(fields.length ? fields : [none]));
       get("ask-knobs").title = method.about ?? "";
     }
 
-    /** The knobs that were filled in, as text; the engine reads numbers from it. */
+    /** The knobs that were filled in, as text; the engine reads numbers and words from it. */
     knobs() {
       const found = {};
       for (const input of get("ask-knobs").querySelectorAll("[data-knob]")) {
