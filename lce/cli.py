@@ -223,7 +223,7 @@ def bench(**what: Any) -> None:
 
 @cli.command()
 @options.model_option
-@flag("--length TOKENS", "Of the texts.  [default: one and a half windows]", type=options.COUNT)
+@flag("--length TOKENS", "Of the texts.  [default: 1.125 to 1.5 windows, as the time allows]", type=options.COUNT)
 @flag("--seconds N", "Ask for about so long.", type=click.FloatRange(min=0), default=120.0)
 @flag("--task NAME", "One of `lce eval tasks`.", default="several_facts")
 @flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="noise")
@@ -233,8 +233,10 @@ def bench(**what: Any) -> None:
 def recommend(**how: Any) -> None:
     """Find the method for a model: which finds most facts in texts beyond the model's window.
 
-    Methods take turns, a text each, with eight questions. The first row is the ceiling: full attention, within the
-    window. Few questions have wide intervals: give more --seconds. `lce eval run` measures any method on any task.
+    Methods take turns, a text each, with eight questions. The first row is the ceiling: full attention, within half of
+    the window. A method whose turn would end too late is not asked. Of methods that the questions cannot tell apart,
+    the one that reads least a token is named. Few questions have wide intervals: give more --seconds. `lce eval run`
+    measures any method on any task.
     """
     from lce.terminal.recommending import show_recommendation
 

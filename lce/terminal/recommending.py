@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lce.lab.eval.recommend import Probe, recommend
+from lce.lab.eval.recommend import Probe, Recommendation, recommend
 from lce.lab.eval.report import fails
+from lce.methods.auto import Choice
 from lce.sizes import size_text
 from lce.terminal.output import Output, aligned, note
 
@@ -20,16 +21,33 @@ def show_recommendation(model: str, loading: dict[str, Any], output: Output, **h
         note(f"{reason}, at {found.ceiling.length:,} tokens: what methods find says little; try another --task")
     if found.left:
         note(f"there was no time for {', '.join(choice.spelled for choice in found.left)}; give more --seconds")
-    output.object({"ceiling": _object(found.ceiling), "probes": [*map(_object, found.probes)]})
-    output.text(*aligned([HEAD, *map(_row, (found.ceiling, *found.probes))]))
-    output.text("", f"best of these: --method {found.probes[0].choice.spelled}")
+    more = {"alike": [_named(each.choice) for each in found.alike], "not_asked": [*map(_named, found.left)]}
+    probes = {"ceiling": _object(found.ceiling), "probes": [*map(_object, found.probes)]}
+    output.object({**probes, **more, "recommended": _named(found.chosen.choice)})
+    length = f"{found.probes[0].length:,}"
+    left = [(choice.spelled, length, "not asked", *[""] * (len(HEAD) - 3)) for choice in found.left]
+    output.text(*(line.rstrip() for line in aligned([HEAD, *map(_row, (found.ceiling, *found.probes)), *left])))
+    output.text("", *_advice(found))
+
+
+def _advice(found: Recommendation) -> list[str]:
+    """Return the lines below the table: which method to use, and why."""
+    use = f"--method {found.chosen.choice.spelled}"
+    if len(found.alike) == 1:
+        return [f"{'best of these' if found.probes[1:] else 'only this was asked'}: {use}"]
+    names, n = ", ".join(each.choice.spelled for each in found.alike), len(found.chosen.values)
+    return [f"{n} question{'s' * (n > 1)} cannot tell these apart: {names}", f"the one that reads least a token: {use}"]
+
+
+def _named(choice: Choice) -> dict[str, Any]:
+    return {"method": choice.method, "knobs": dict(choice.knobs)}
 
 
 def _object(probe: Probe) -> dict[str, Any]:
     """Return a probe as a JSON object."""
-    choice, score = probe.choice, probe.score
+    score = probe.score
     figures = {"questions": score.samples, "mean": score.mean, "low": score.low, "high": score.high}
-    about = {"method": choice.method, "knobs": dict(choice.knobs), "length": probe.length}
+    about = {**_named(probe.choice), "length": probe.length}
     return {**about, **figures, "seconds": probe.seconds, "read_bytes": score.read_bytes}
 
 

@@ -57,12 +57,14 @@ class Asking:
     """How samples are asked: in which mode, and which shard of the samples.
 
     With `contexts`, a folder, the modes `shared` and `turns` save each prefilled document as a context file, and open
-    this file instead of prefilling again. Questions do not change the file. Raises `UsageError` for a wrong mode.
+    this file instead of prefilling again. Questions do not change the file. With `brief`, an answer ends as soon as
+    its score is certain. Raises `UsageError` for a wrong mode.
     """
 
     mode: str = "single"
     shard: Shard = Shard()
     contexts: str | Path | None = None
+    brief: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -218,7 +220,11 @@ class _Run:
         return Path(self.asking.contexts) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.lce"
 
     def _answer(self, index: int, sample: Sample, context: lce.Context, ids: list[int], *, last: bool = True) -> Answer:
-        said = self.engine.generate(ids, context=context, max_tokens=answer_tokens(self.engine, sample))
+        with self.engine.stream(ids, context=context, max_tokens=answer_tokens(self.engine, sample)) as stream:
+            for _ in stream:
+                if self.asking.brief and is_decided(sample, stream.result.text):
+                    break
+        said = stream.result
         score = METRICS[sample.metric](said.text, sample.answers)
         return Answer(
             right=score == 1, prompt=text_hash(sample.prompt), expected=sample.answer or list(sample.answers),
@@ -250,6 +256,14 @@ def make_folder(folder: str | Path, what: str) -> None:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{shown(str(folder))} is no folder for {what}: {reason}; name another") from None
     check_folder(Path(folder) / what)
+
+
+def is_decided(sample: Sample, beginning: str) -> bool:
+    """Return whether all answers with this beginning have the same score. False for most metrics: not known."""
+    if sample.metric != "starts":
+        return False
+    text = beginning.strip()
+    return text.startswith(sample.answers) or not any(answer.startswith(text) for answer in sample.answers)
 
 
 def answer_tokens(engine: lce.Engine, sample: Sample) -> int:

@@ -10,8 +10,9 @@ from tokenizers import normalizers, processors
 import lce
 from lce.errors import DataError
 from lce.lab.eval.record import Record
-from lce.lab.eval.running import Asking, Shard, answers, decode_bytes, evaluate
+from lce.lab.eval.running import Asking, Shard, answers, decode_bytes, evaluate, is_decided
 from lce.lab.eval.sample import Sample
+from lce.lab.eval.suite import MadeSuite, make_tasks
 from tests.checkpoints import save_tiny
 from tests.vocabularies import byte_level_library
 
@@ -98,6 +99,26 @@ def test_every_mode_gives_full_attention_the_same_answers(tiny_model: Path) -> N
     assert asked[0] == asked[1]
     assert asked[0][::2] == asked[2][::2]
     assert asked[0][1::2] != asked[2][1::2]
+
+
+def test_brief_answers_have_the_same_scores() -> None:
+    suite, (task,), engine = MadeSuite(samples=3), make_tasks(["code"]), lce.load("demo", "longheads")
+    samples = suite.make(engine, task, 400)
+    whole, brief = (
+        [answer for _, answer in answers(engine, samples, setting=SETTING, asking=Asking(brief=brief))]
+        for brief in (False, True)
+    )
+    assert [answer.score for answer in whole] == [answer.score for answer in brief]
+    pairs = [(str(some.answer), str(all_.answer)) for some, all_ in zip(brief, whole, strict=True)]
+    assert all(full.startswith(cut) for cut, full in pairs)
+    assert any(len(cut) < len(full) for cut, full in pairs)
+
+
+def test_when_a_score_is_certain() -> None:
+    sample = Sample("", "", ("red fox", "owl"))
+    certain = {"": False, " red": False, " red ": False, " red fo": False, " red fox.": True, "rat": True, "owls": True}
+    assert {text: is_decided(sample, text) for text in certain} == certain
+    assert not is_decided(Sample("", "", ("owl",), metric="recall"), "fox")
 
 
 @pytest.fixture
