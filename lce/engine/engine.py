@@ -351,7 +351,8 @@ class Engine(Unique):
         1 the new context is a fork. Raises `UsageError` for a method other than `full`, for a model with a sliding
         window, and for a context of which keys were evicted before.
         """
-        self._own(context)
+        if self._own(context) is None:
+            raise UsageError("context is None; expected what prefill, open_context or fork returns")
         checked_keep(keep)
         check_evictable(self.method, self.model.config, context)
         n_rows = max(1, round(keep * len(context)))

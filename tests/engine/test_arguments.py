@@ -59,6 +59,7 @@ class Face:
             "Engine.astream": (self.engine.astream, {"prompt": [5], "max_tokens": 1}),
             "Engine.prefill": (self.engine.prefill, {"document": [5]}),
             "Engine.prefill_file": (self.engine.prefill_file, {"document": [5], "path": path}),
+            "Engine.evict": (self.engine.evict, {"context": self.context, "keep": 1.0}),
             "Engine.open_context": (self.engine.open_context, {"path": self.folder / "c.lce"}),
             "Engine.conversation": (self.chatty.conversation, {}),
             "Engine.chat": (self.chatty.chat, {"messages": "x", "max_tokens": 1}),
