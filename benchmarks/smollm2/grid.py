@@ -3,6 +3,8 @@
     python benchmarks/smollm2/grid.py --essays ESSAYS --record grid.jsonl
     python benchmarks/smollm2/grid.py --essays ESSAYS --record grid.jsonl --lengths 16000 --select bounds,summary \
         --place side_by_side,dual --page 16,64 --budget 2048,4096 --methods "dca; longheads chunk_size=64 chunks=64"
+    python benchmarks/smollm2/grid.py --essays ESSAYS --record grid.jsonl --lengths 16000 --page "" \
+        --methods "pages budget=2048 prefill_method=self_extend; pages share=group budget=2944"
 
 ESSAYS is a folder of .txt files. A document has eight facts in words (`several_facts` of `lce eval`), asked one by one
 of forks. The first row is the ceiling: `full` at the largest length that the window holds. Answers are recorded one by
@@ -23,6 +25,7 @@ from lce.lab.bench import machine
 from lce.lab.eval.record import Record
 from lce.lab.eval.running import Asking
 from lce.lab.eval.suite import MadeSuite, make_tasks
+from lce.terminal.methods import named_methods
 
 CEILING = 7680  # tokens; the largest length whose questions and answers fit a window of 8,192 with some space
 METHODS = "dca; self_extend; rerope; longheads; quest; infllm; esa compress=pca"
@@ -37,7 +40,9 @@ def main() -> None:
     parser.add_argument("--lengths", default="12000")
     parser.add_argument("--documents", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--methods", default=METHODS, help="separated by ';', each with its knobs")
+    parser.add_argument(
+        "--methods", default=METHODS, help="separated by ';', each with its knobs; prefill_method=NAME is one"
+    )
     for axis, values in (("select", "bounds"), ("place", "side_by_side"), ("page", "16,32,64"), ("budget", "4096")):
         parser.add_argument(f"--{axis}", default=values, help="values of a knob of the method pages, or '' for none")
     args = parser.parse_args()
@@ -49,7 +54,8 @@ def main() -> None:
     print(f"{machine()}; {args.model}, {args.dtype}; {args.documents} documents of 8 facts, seed {args.seed}")
     print(f"{'tokens':>7}  {'right':>7}  {'interval':>14}  {'read':>9}  cell", flush=True)
     for length, name, knobs in cells(args):
-        engine = lce.load(args.model, lce.methods.make(name, knobs), dtype=args.dtype)
+        own = {key: value for key, value in knobs.items() if key != "prefill_method"}
+        engine = lce.load(args.model, **named_methods(name, own, knobs.get("prefill_method")), dtype=args.dtype)
         score = suite.evaluate(engine, task, length, record=Record(args.record))
         interval, cell = (
             f"{score.low:.0%} to {score.high:.0%}",

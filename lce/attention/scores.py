@@ -78,9 +78,9 @@ def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
         from lce.kernels.cuda import choices
 
         return choices.scores_of_few(q, bounds)
-    least, most = bounds.unbind(dim=2)  # [G, M, D]
     rows = q.reshape(len(bounds), -1, q.shape[-1])  # [G, H/G·T, D]
-    scores = products(rows.clamp(max=0), least.mT) + products(rows.clamp(min=0), most.mT)
+    signed = torch.cat((rows.clamp(max=0), rows.clamp(min=0)), dim=-1)  # [G, H/G·T, 2·D], as a page's bounds lie
+    scores = dot_products(signed, bounds.flatten(2))
     return scores.view(*q.shape[:2], -1)
 
 

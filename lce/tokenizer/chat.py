@@ -28,7 +28,7 @@ from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
 
 MAX_CHARS = 1 << 20  # A rendered text may have this many characters, plus eight per character of the messages.
-MAX_SECONDS = 2  # A rendering may take this much processor time, plus 1 s per 500,000 characters of the messages.
+MAX_SECONDS = 2  # A rendering may take this much processor time, plus 1 s per 150,000 characters of the messages.
 MAX_BYTES = 384 << 20  # The rendering process may take this much memory, plus 96 bytes per character of the messages.
 MOST_WAITED = 60  # The most seconds that lce waits for the rendering process, even on a busy machine.
 
@@ -111,7 +111,7 @@ def _split(text: str, controls: Iterable[str], cut: str) -> str:
 
 def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
     """Render a template in a process of its own. `length` is the number of characters in the messages."""
-    seconds, memory = MAX_SECONDS + length // 500_000, MAX_BYTES + 96 * length
+    seconds, memory = MAX_SECONDS + length // 150_000, MAX_BYTES + 96 * length
     limits = {"chars": MAX_CHARS + 8 * length, "seconds": seconds, "bytes": memory}
     raw = _answer(json.dumps({"template": template, "variables": variables, **limits}, ensure_ascii=False))
     try:

@@ -247,9 +247,9 @@ def test_an_interruption_of_a_commit_is_as_if_it_came_before_or_after(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [20, 50], ids=["becomes tiered", "is tiered"])
-@pytest.mark.parametrize("name", INTERRUPTED)
-def test_an_interruption_at_any_bytecode_loses_nothing(name: str, start: int, tmp_path: Path) -> None:
-    check_interruptions(name, start, 1, tmp_path)
+@pytest.mark.parametrize(("name", "every"), [(name, 11 + 2 * i) for i, name in enumerate(INTERRUPTED)])
+def test_an_interruption_at_nearly_any_place_loses_nothing(name: str, every: int, start: int, tmp_path: Path) -> None:
+    check_interruptions(name, start, every, tmp_path)
 
 
 def test_every_kind_of_step_keeps_what_is_made_once() -> None:
