@@ -54,34 +54,51 @@ def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias.to(dtype), x.to(dtype), matrix.to(dtype)).to(x.dtype)
 
 
-def dot_products(q: Tensor, vectors: Tensor) -> Tensor:
-    """Return the products `[heads, T, M]` of `q [heads, T, D]` with `vectors [heads, M, D]`: float32 on CUDA.
+def dot_products(q: Tensor, vectors: Tensor, together: int = 1) -> Tensor:
+    """Return the products `[H / n, T, M]` of `q [H, T, D]` with `vectors [S, M, D]`; float32 on CUDA.
 
-    For few queries the vectors are read once, and products are float32 on CPUs too.
+    H / S neighbouring heads share vectors, and products are summed over n = `together` neighbouring heads. For few
+    queries the vectors are read once, and products are float32 on CPUs too.
     """
-    if q.shape[1] <= MOST_ROWS:
-        if compiled_for(vectors):
-            return scores_of_few(q, vectors)
-        if launching.runs_on(vectors):
-            from lce.kernels.cuda import choices
-
-            return choices.scores_of_few(q, vectors)
-    return products(q, vectors.mT)
+    few = _scores_of_few(q, vectors, together)
+    return _shared_products(q, vectors, together) if few is None else few
 
 
-def bound_scores(q: Tensor, bounds: Tensor) -> Tensor:
-    """Return an upper bound of `q · k` for the keys of M pages: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H, T, M]`.
+def bound_scores(q: Tensor, bounds: Tensor, together: int = 1) -> Tensor:
+    """Return an upper bound of `q · k` for the keys of M pages: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H / n, T, M]`.
 
     `q [H, T, D]` are queries. `bounds [G, M, 2, D]` are the minimum and the maximum of each channel of a page's keys.
+    Bounds are summed over n = `together` neighbouring heads.
     """
-    if q.shape[1] <= MOST_ROWS and launching.runs_on(bounds):
+    few = _scores_of_few(q, bounds, together)
+    if few is not None:
+        return few
+    signed = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1)  # [H, T, 2·D], as a page's bounds lie
+    return _shared_products(signed, bounds.flatten(2), together)
+
+
+def _scores_of_few(q: Tensor, keys: Tensor, together: int) -> Tensor | None:
+    """Return the scores of few queries by a kernel that reads keys or bounds once; None: no kernel suits."""
+    if q.shape[1] > MOST_ROWS:
+        return None
+    if compiled_for(keys) and q.dtype in (keys.dtype, torch.float32):
+        within = together if len(q) // len(keys) % together == 0 else 1  # heads that share a row of keys
+        return _summed(scores_of_few(q, keys, within), together // within)
+    if launching.runs_on(keys):
         from lce.kernels.cuda import choices
 
-        return choices.scores_of_few(q, bounds)
-    rows = q.reshape(len(bounds), -1, q.shape[-1])  # [G, H/G·T, D]
-    signed = torch.cat((rows.clamp(max=0), rows.clamp(min=0)), dim=-1)  # [G, H/G·T, 2·D], as a page's bounds lie
-    scores = dot_products(signed, bounds.flatten(2))
-    return scores.view(*q.shape[:2], -1)
+        return _summed(choices.scores_of_few(q, keys), together)
+    return None
+
+
+def _shared_products(q: Tensor, vectors: Tensor, together: int) -> Tensor:
+    shared = q.reshape(len(vectors), -1, q.shape[-1])  # queries that share a KV head's vectors follow each other
+    return _summed(products(shared, vectors.mT).view(*q.shape[:2], -1), together)
+
+
+def _summed(scores: Tensor, together: int) -> Tensor:
+    """Sum the scores `[H, T, M]` of n = `together` neighbouring heads, in float32: `[H / n, T, M]`."""
+    return scores if together == 1 else scores.float().unflatten(0, (-1, together)).sum(1)
 
 
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from lce.attention import append
 from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
 from lce.profiling import count_compared, timed
 
@@ -93,6 +94,13 @@ class MethodState(ABC):
 
     def make_space(self, start: int) -> None:  # noqa: B027
         """Allocate memory for a decode step of the token at index `start`, unless this state has no tensor yet."""
+
+    def steady(self, start: int) -> Held:
+        """Return the tensor that a pass of the token at index `start` reads or writes, if nothing else here changes.
+
+        With the state's number. Without a tensor: the pass may add rows, or replace the tensor.
+        """
+        return NOTHING
 
     def nearest(self, n_tokens: int, length: int) -> int:
         """Return the largest length, at most `n_tokens`, to which this state of `length` tokens can go back."""
@@ -227,6 +235,9 @@ class Summaries(GrowingRows):
     axis = 1
     fewest = 16
 
+    def steady(self, start: int) -> Held:
+        return (self.memory, self._n_rows) if (start + 1) % self.tokens_per_row else NOTHING
+
 
 class RecentRows(MethodState):
     """A state with the rows `[heads, n, D]` of the last `n_kept` tokens and of the current block.
@@ -250,7 +261,7 @@ class RecentRows(MethodState):
         (buffer, first), stop = self._held, start + rows.shape[1]
         if buffer is None or stop - first > buffer.shape[1]:
             buffer, first = self._grown(rows, start, rows.shape[1])
-        buffer[:, start - first : stop - first] = rows
+        append(rows, rows, buffer, buffer, start - first)  # takes two tensors, which here are one
         self._held = (buffer, first)
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
@@ -261,6 +272,9 @@ class RecentRows(MethodState):
         if buffer is not None:
             grown[:, :kept] = buffer[:, start - first - kept : start - first]
         return grown, start - kept
+
+    def steady(self, start: int) -> Held:
+        return self._held if self.has_space(start) else NOTHING
 
     def has_space(self, start: int) -> bool:
         buffer, first = self._held
@@ -337,7 +351,7 @@ class OpenChunk(MethodState):
         buffer, number = self._held if in_open else self._next
         if buffer is None or number != chunk_id:
             buffer = rows.new_zeros(rows.shape[0], self.size, rows.shape[2])
-        buffer[:, offset : offset + rows.shape[1]] = rows
+        append(rows, rows, buffer, buffer, offset)  # as in `RecentRows`
         if in_open:
             self._held = (buffer, chunk_id)
         else:
@@ -345,6 +359,9 @@ class OpenChunk(MethodState):
 
     def has_space(self, start: int) -> bool:
         return self._held[0] is not None and self._held[1] == start // self.size
+
+    def steady(self, start: int) -> Held:
+        return self._held if self.has_space(start) else NOTHING
 
     def make_space(self, start: int) -> None:
         """If token `start` begins a chunk, reuse the previous chunk's memory, unless a mark refers to that memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
@@ -150,7 +151,7 @@ class Method:
         """
         return None
 
-    @property
+    @cached_property
     def unrotated(self) -> bool:
         """Whether keys are cached unrotated."""
         return self.key_positions(NO_TOKENS) is None
@@ -190,6 +191,17 @@ class Method:
     def layer_kind(self, layer: int) -> str:
         """Return a label of a layer; layers with equal labels have the same parts."""
         return ""
+
+    def alike(self, step: Step) -> bool:
+        """Return whether a step of one token calls the same kernels in all layers of a kind, with other addresses.
+
+        One layer's kernels may then serve the others, if all that the method keeps is `steady` and no operator of
+        PyTorch computes anything. A class from outside of lce may do anything in its hooks: there it is alike if it is
+        what its parts are, all of spans.
+        """
+        names = "keep", "keep_queries", "attend", "attend_spans", "attend_chosen"
+        plain = all(getattr(type(self), name) is getattr(Method, name) for name in names)
+        return plain or type(self).__module__.startswith("lce.")
 
     def in_sliding_layer(self, own: Method) -> Method:
         """Return the method of a layer with a sliding window of its own: `own`, or a method that observes `own`."""

@@ -81,6 +81,9 @@ class Handover(Wrapped):
         """Return False: the cost is that of decode, and prefill is not counted."""
         return False
 
+    def alike(self, step: Step) -> bool:
+        return step.decoding and self.inner.alike(step)
+
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         if step.decoding or self.prefill == self.inner:
             return self.inner.attend(q, cache, step)

@@ -73,12 +73,15 @@ class LongHeads(SelectiveMethod):
         return SUMMARY.summarise(q, k, v, step)
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
+        together = len(q) // self.n_choosers(len(q), step.n_kv_heads)
+        if self.rank == "top" and not self.fix_head:
+            return SUMMARY.score(q, summary, together)
         scores = SUMMARY.score(q[:1], summary[:1]) if self.fix_head else SUMMARY.score(q, summary)  # [H, T, M]
         if self.rank == "random":
             scores = random_scores(len(scores), scores.shape[-1], step, layer, scores.device)
         elif self.rank == "last":
             scores = -scores.float()
-        return scores if self.fix_head else SUMMARY.together(scores, self.n_choosers(len(q), step.n_kv_heads))
+        return scores if self.fix_head else SUMMARY.together(scores, len(q) // together)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return super().log_mass(scores, len(scores) if self.fix_head else n_heads, head_dim)

@@ -37,6 +37,10 @@ class Wrapped(Method):
     def resolve(self, window: int) -> Self:
         return replace(self, inner=self.inner.resolve(window))
 
+    def alike(self, step: Step) -> bool:
+        """Return False: each layer is observed."""
+        return False
+
 
 for _name in (
     "attend", "attend_chosen", "attend_spans", "choice_cost", "cost", "could_keep", "keep", "keep_queries",

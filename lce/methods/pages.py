@@ -294,7 +294,7 @@ class Pages(ChunkSelection):
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         assert isinstance(self.selector, SummarySelector), "pages have summaries"
-        return self.selector.together(self.selector.score(q, summary), self.n_choosers(len(q), step.n_kv_heads))
+        return self.selector.score(q, summary, len(q) // self.n_choosers(len(q), step.n_kv_heads))
 
     def pick(self, scores: Tensor, step: Step) -> Tensor:
         return ChunkSelection.select(self, scores, step)

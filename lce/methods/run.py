@@ -142,33 +142,28 @@ class Block:
         return out
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Prepare all layers for one token; return the addresses and bytes of each layer's keys and values.
+        """Prepare all layers for one token; return the addresses and bytes of what each layer's attention reads.
 
         None unless the kernels of all layers' attention differ in addresses alone: one kind of layers and a method that
-        is its parts, all of spans; nothing that methods keep, nobody who notes choices, and everything in buffers.
+        is `alike` in them, whose state is `steady`; nobody notes choices, and everything is in buffers.
         """
         (method, step), *others = next(iter(self.steps.values()))
-        layers, first = self.cache.layers, self.cache.layers[0].buffer
-        if others or len(self.steps) > 1 or not spans_alone(method, len(layers)) or step.note or step.note_scores:
+        layers = self.cache.layers
+        if others or len(self.steps) > 1 or step.note or step.note_scores or not method.alike(step):
             return None
-        found = []
+        if len({method.layer_kind(layer) for layer in range(len(layers))}) > 1:
+            return None
+        found, forms = [], set()
         for own in layers:
-            if own.state or own.stack or own.layout.format.rounds:
+            kept = [state.steady(step.start) for state in own.state.values()]
+            if own.stack or own.layout.format.rounds or any(x is None for x, _ in kept):
                 return None
             own.extend(step.stop)
-            rows = [own.buffer.k, own.buffer.v]
-            if own.buffer.first or rows[0].shape != first.k.shape:
-                return None
-            found.append([(x.data_ptr(), x.nbytes) for x in rows])
-        return found
-
-
-def spans_alone(method: Method, n_layers: int) -> bool:
-    """Return whether a method is what its parts are: spans, the same in all layers."""
-    own = type(method)
-    names = "keep", "keep_queries", "attend", "attend_spans", "attend_chosen"
-    same = all(getattr(own, name) is getattr(Method, name) for name in names)
-    return same and len({method.layer_kind(layer) for layer in range(n_layers)}) == 1
+            buffer = own.buffer
+            tensors = [buffer.k, buffer.v, *(x for x, _ in kept if x is not None)]
+            forms.add((buffer.first, *(number for _, number in kept), *(x.shape for x in tensors)))
+            found.append([(x.data_ptr(), x.nbytes) for x in tensors])
+        return found if len(forms) == 1 and not buffer.first else None
 
 
 @torch.no_grad()

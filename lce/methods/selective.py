@@ -33,6 +33,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
+from lce.kernels.cpu.elementwise import take_rows
 from lce.methods.attending import PlacedPart, band_of, slot_shift
 from lce.methods.base import NO_TOKENS, Example, Method, is_like, knob, resolved, says_for
 from lce.methods.costs import Cost, QueryBlock
@@ -255,16 +256,17 @@ class ChunkSelection(Method, ABC):
         A query gets `n_choices` of the chunks before its own, or all of them if there are fewer; placement relies on
         this number. For any scores, even infinite and NaN ones, no query gets its own chunk or a later one.
         """
-        n_chunks, chunk_ids = scores.shape[-1], torch.arange(scores.shape[-1], device=scores.device)
+        n_chunks = scores.shape[-1]
 
         def make() -> Tensor:
-            ends = self.ends(step, scores.device)
+            chunk_ids, ends = torch.arange(n_chunks, device=scores.device), self.ends(step, scores.device)
             found = self.forced(chunk_ids, ends)
             return (found & (chunk_ids < ends) if self.n_near else found).expand(len(ends), n_chunks).contiguous()
 
         forced = step.once(f"forced {n_chunks}", make)
         if self.n_near:
-            near = step.once(f"near {n_chunks}", lambda: chunk_ids >= self.ends(step, scores.device))
+            ids = torch.arange(n_chunks, device=scores.device)
+            near = step.once(f"near {n_chunks}", lambda: ids >= self.ends(step, scores.device))
             scores = scores.masked_fill(near, -torch.inf)
         return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
 
@@ -311,7 +313,18 @@ class ChunkSelection(Method, ABC):
                 step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
             parts.append(chosen)
         chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        return chosen.repeat_interleave(len(q) // len(chosen), 0) if len(chosen) < len(q) else chosen
+        return self._of_each_head(chosen, len(q), step)
+
+    def _of_each_head(self, chosen: Tensor, n_heads: int, step: Step) -> Tensor:
+        """Return the choices `[H, T, K]` of H heads by those of groups that choose together, `chosen [C, T, K]`."""
+        n_choosers, n_queries, n = chosen.shape
+        if n_choosers == n_heads:
+            return chosen
+        if n_queries > 1 or not chosen.is_cpu:
+            return chosen.repeat_interleave(n_heads // n_choosers, 0)
+        rep = n_heads // n_choosers  # a kernel copies, so that a step whose kernels serve other layers has no operator
+        heads = step.once("choosers", lambda: torch.arange(n_heads) // rep)
+        return take_rows((chosen.view(1, n_choosers, n), chosen.view(1, n_choosers, n)), heads)[0].view(n_heads, 1, n)
 
     def fewer(self, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) -> Tensor:
         """Return those of `chosen [C, T, K]` that `n_chosen` and `top_p` leave: ids ascending, then -1."""
@@ -360,7 +373,7 @@ class ChunkSelection(Method, ABC):
 
         if bands is None or slots is None:
             if slots is None:  # one rotation serves all slots, and maybe all queries
-                slots = torch.arange(len(table.cos), device=q.device)[:, None]
+                slots = step.once("each turn", lambda: torch.arange(len(table.cos), device=q.device)[:, None])
             return step.attention.routed(q, SlotTurns(table, slots[:, :n_slots]), chosen, cache.tiles(chosen), memory)
         band, found = band_of(bands, chosen), list[Attended]()
         for number in reversed(range(slots.shape[1])):  # the last request for pages is the one that is prefetched

@@ -72,13 +72,13 @@ class SummarySelector(Selector):
         Without `uses_queries`, q is `[H, m, 0, D]`.
         """
 
-    def score(self, q: Tensor, summary: Tensor) -> Tensor:
-        """Return the scores `[H, T, M]` of chunks with `summary [S, M, …]` for queries `q [H, T, D]`.
+    def score(self, q: Tensor, summary: Tensor, together: int = 1) -> Tensor:
+        """Return the scores `[H / n, T, M]` of chunks with `summary [S, M, …]` for queries `q [H, T, D]`.
 
-        By default the summaries are vectors, S is H or G, and scores are dot products.
+        Scores are summed over n = `together` neighbouring heads, which choose together. By default the summaries are
+        vectors, S is H or G, and scores are dot products.
         """
-        shared = q.reshape(len(summary), -1, q.shape[-1])  # queries that share a KV head's vectors follow each other
-        return dot_products(shared, summary).view(*q.shape[:2], -1)
+        return dot_products(q, summary, together)
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:
         """Return the multiply-adds of the products for one chunk's summary."""
@@ -138,8 +138,8 @@ class Bounds(SummarySelector):
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         return stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]
 
-    def score(self, q: Tensor, summary: Tensor) -> Tensor:
-        return bound_scores(q, summary)
+    def score(self, q: Tensor, summary: Tensor, together: int = 1) -> Tensor:
+        return bound_scores(q, summary, together)
 
 
 @dataclass(frozen=True)

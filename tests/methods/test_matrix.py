@@ -162,11 +162,11 @@ IN_8_BITS = [
     ("longheads", {"chunk_size": 4, "share": "layer"}),
 ]
 CUTS = {
-    "1": lambda n: cut(n, 1),
+    "1": lambda n: [*cut(40, 1), n - 40],
     "7": lambda n: cut(n, 7),
     "64": lambda n: cut(n, 64),
     "whole": lambda n: [n],
-    "prefill, then decode": lambda n: [n - 45, *cut(45, 1)],
+    "prefill, then decode": lambda n: [n - 25, *cut(25, 1)],
     "mixed": lambda n: [3, 90, 1, 1, n - 95],
 }
 
@@ -448,7 +448,7 @@ def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, 
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_truncated_text_goes_on_as_if_no_more_had_been_read(data: st.DataObject) -> None:
     """In any budget. What the method cannot go back to is read again, in other blocks."""
     name, knobs = data.draw(st.sampled_from([case for case in SERVING if case[0] not in BY_BLOCK]))
@@ -467,7 +467,7 @@ def test_a_truncated_text_goes_on_as_if_no_more_had_been_read(data: st.DataObjec
     ("name", "knobs", "heads", "n_threads"),
     [
         (*case, heads, n_threads)
-        for i, case in enumerate(SERVING)
+        for i, case in enumerate(cover(SERVING))
         for j, (heads, n_threads) in enumerate((((8, 2), 2), ((8, 2), 1), ((4, 4), 1)))
         if (case in BASIC and i % 3 == j) or (case not in BASIC and j == 0)
     ],
@@ -517,7 +517,7 @@ def changes(knobs: dict[str, object]) -> int:
     return 2 if knobs.get("select") == "lowdim" else 1
 
 
-@pytest.mark.parametrize(("name", "knobs"), EACH_BASIC, ids=str)
+@pytest.mark.parametrize(("name", "knobs"), EACH_BASIC[::2], ids=str)
 @pytest.mark.slow
 def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
     name: str, knobs: dict[str, object], tmp_path: Path
@@ -537,7 +537,7 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
 
 @pytest.mark.parametrize(
     ("name", "knobs"),
-    [*IN_8_BITS, *(pytest.param(*each, marks=pytest.mark.slow) for each in EACH_BASIC if each not in IN_8_BITS)],
+    [*IN_8_BITS, *(pytest.param(*each, marks=pytest.mark.slow) for each in EACH_BASIC[1::2] if each not in IN_8_BITS)],
     ids=str,
 )
 def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, object], tmp_path: Path) -> None:
@@ -552,7 +552,7 @@ def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, obj
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_budget_changes_anything(data: st.DataObject) -> None:
     name, knobs = data.draw(st.sampled_from(SERVING))
     heads = data.draw(st.sampled_from(sorted(HEADS.values())))

@@ -7,7 +7,7 @@ from numba import carray, float32
 
 from lce.kernels.code.choices import key_of_score, score_of_key
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
-from lce.kernels.code.numbers import exp, itemsize, pointer, read, stored
+from lce.kernels.code.numbers import exp, itemsize, pointer, read, read_row, stored
 from lce.kernels.code.rows import PANEL, _pairs, panel_product, per_word
 from lce.kernels.code.shared import LANES, PACKED_ROWS, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
 
@@ -24,16 +24,36 @@ def _dot(q, key):
 
 
 @by_dtype(kernel)
-def scores_of_few(begin, end, _memory, q_at, keys_at, out_at, n_groups, n, n_keys, dim, group_stride):
-    q = carray(pointer(q_at, float32), (n_groups, n, dim))
-    out = carray(pointer(out_at, float32), (n_groups, n, n_keys))
-    n_pieces = (n_keys + SCORED_KEYS - 1) // SCORED_KEYS
+def scores_of_few(
+    begin, end, memory, q_at, keys_at, out_at, rep, n, n_keys, dim, q_head, q_row, group_stride, wide, bounds, together
+):
+    """Write dot products of n queries of `rep` heads with each key of their group, summed over `together` heads.
+
+    With `bounds`, a key has two rows: the minimum of each channel, for its negative factors, and the maximum. `q_head`
+    and `q_row` are the numbers between heads and queries, float32 if `wide`. The memory has space for all queries.
+    """
+    width = 2 * dim if bounds else dim
+    q = carray(pointer(memory, float32), (rep, n, width))
+    n_sums, n_pieces = rep // together, (n_keys + SCORED_KEYS - 1) // SCORED_KEYS
     for task in range(begin, end):
         group, first = task // n_pieces, task % n_pieces * SCORED_KEYS
-        keys = carray(pointer(keys_at + group * group_stride * itemsize, stored), (n_keys, dim))
-        for i in range(first, min(n_keys, first + SCORED_KEYS)):
+        for head in range(rep):
             for t in range(n):
-                out[group, t, i] = _dot(q[group, t], keys[i])
+                row = q[head, t]
+                read_row(q_at, (group * rep + head) * q_head + t * q_row, dim, wide, row)
+                if bounds:
+                    for d in range(dim):
+                        row[dim + d] = row[d] if row[d] > 0 else np.float32(0)
+                        row[d] = np.float32(0) if row[d] > 0 else row[d]
+        keys = carray(pointer(keys_at + group * group_stride * itemsize, stored), (n_keys, width))
+        out = carray(pointer(out_at + 4 * group * n_sums * n * n_keys, float32), (n_sums, n, n_keys))
+        for i in range(first, min(n_keys, first + SCORED_KEYS)):
+            for number in range(n_sums):
+                for t in range(n):
+                    total = np.float32(0)
+                    for head in range(number * together, number * together + together):
+                        total += _dot(q[head, t], keys[i])
+                    out[number, t, i] = total
 
 
 @by_dtype(inner)

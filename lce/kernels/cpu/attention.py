@@ -6,10 +6,13 @@ shapes and chosen tiles determine the tasks, so a result's bits do not depend on
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.kernels.code.shared import CHOSEN_ROWS, KEYS, QUERY_ROWS
@@ -96,7 +99,8 @@ class ChosenTiles:
         assert cos.dtype is sin.dtype is q.dtype, (cos.dtype, sin.dtype, q.dtype)
         assert q.stride(2) == 1, q.stride()
         if turn.numel():
-            assert 0 <= int(turn.min()) <= int(turn.max()) < len(cos), (turn.aminmax(), len(cos))
+            numbers = _numbers(self.turn)
+            assert 0 <= numbers.min() <= numbers.max() < len(cos), (turn.aminmax(), len(cos))
         self.sums: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor, tile: Tensor) -> None:
@@ -113,8 +117,8 @@ class ChosenTiles:
         assert k.stride(2) == v.stride(2) == 1, (k.stride(), v.stride())
         assert tile.dtype is torch.int64, tile.dtype
         assert n_heads % groups == 0, (n_heads, groups)
-        assert int(tile.max()) < n_tiles, (tile.max(), n_tiles)
-        assert int(self.chosen.max()) < n_chunks, (self.chosen.max(), n_chunks)
+        assert _numbers(tile).max() < n_tiles, (tile.max(), n_tiles)
+        assert _numbers(self.chosen).max() < n_chunks, (self.chosen.max(), n_chunks)
         rep, begun = n_heads // groups, self.sums is not None
         per_block, piece = n_queries, n_slots
         if rep * n_queries > QUERY_ROWS:
@@ -143,6 +147,15 @@ class ChosenTiles:
         addresses = (x.data_ptr() for x in (self.states, self.sums, out, lse))
         _finish_chosen[dtype](lse.numel(), *addresses, self.sums.shape[1], dim, least=_FINISHED_ROWS)
         return out, lse
+
+
+def _numbers(x: Tensor) -> NDArray[np.int64]:
+    """Return the numbers of a contiguous int64 tensor, read without an operator of PyTorch.
+
+    An operator in a layer's attention would keep its kernels from serving other layers.
+    """
+    memory = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr())
+    return np.frombuffer(memory, dtype=np.int64)  # type: ignore[call-overload]  # reads any object with a buffer
 
 
 def _stored(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, Kernel, int]:

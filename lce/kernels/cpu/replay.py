@@ -27,7 +27,7 @@ from lce.profiling import is_profiling
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in "view _unsafe_view reshape _reshape_alias split_with_sizes split chunk slice select transpose t "
-    "permute unsqueeze squeeze expand alias detach as_strided".split()
+    "permute unsqueeze squeeze expand alias detach as_strided narrow".split()
 )
 _IDLE = _VIEWS | {"aten.empty", "aten.empty_like", "aten.new_empty"}
 _TEMPLATE = 1  # the number of the attention whose kernels serve all later layers: the first prepares what all share

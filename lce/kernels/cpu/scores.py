@@ -20,20 +20,29 @@ def compiled_for(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in DTYPES
 
 
-def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
-    """Return the float32 dot products `[G, T, M]` of a few queries `q [G, T, D]` with `keys [G, M, D]`.
+def scores_of_few(q: Tensor, keys: Tensor, together: int = 1) -> Tensor:
+    """Return the float32 dot products `[H / n, T, M]` of a few queries `q [H, T, D]` with `keys [S, M, D]`.
 
-    `keys[g]` is contiguous for each g. Sums are float32. Bytes moved: the keys once.
+    H / S neighbouring heads share a row of keys, and products are summed over n = `together` of them. If `keys` is
+    `[S, M, 2, D]` (the minimum and maximum of each channel for M pages), a product is the upper bound
+    `Σ_d max(q_d · min_d, q_d · max_d)`. `keys[s]` is contiguous for each s; q has the keys' dtype, or float32, and
+    contiguous vectors. Sums are float32. Bytes moved: the keys once.
     """
-    n_groups, n, dim = q.shape
-    n_keys = keys.shape[1]
-    group_stride, row_stride, one = keys.stride()
-    out = torch.empty(n_groups, n, n_keys, dtype=torch.float32)
-    wide = q.float().contiguous()
-    assert keys.shape == (n_groups, n_keys, dim), keys.shape
-    assert (row_stride, one) == (dim, 1), keys.stride()
-    n_pieces, addresses = -(-n_keys // SCORED_KEYS), (wide.data_ptr(), keys.data_ptr(), out.data_ptr())
-    _scores_of_few[keys.dtype](n_groups * n_pieces, *addresses, n_groups, n, n_keys, dim, group_stride)
+    (n_heads, n, dim), (groups, n_keys, *rows) = q.shape, keys.shape
+    rep, bounds, (q_head, q_row, one) = n_heads // groups, len(rows) == 2, q.stride()
+    if one != 1:
+        q = q.contiguous()
+        q_head, q_row, one = q.stride()
+    assert rows == ([2, dim] if bounds else [dim]), (q.shape, keys.shape)
+    assert (n_heads, rep % together) == (rep * groups, 0), (q.shape, keys.shape, together)
+    assert keys[0].is_contiguous(), keys.stride()
+    assert q.dtype in (torch.float32, keys.dtype), (q.dtype, keys.dtype)
+    out = torch.empty(n_heads // together, n, n_keys, dtype=torch.float32)
+    addresses, wide = (q.data_ptr(), keys.data_ptr(), out.data_ptr()), q.dtype is torch.float32
+    sizes = rep, n, n_keys, dim, q_head, q_row, keys.stride(0), wide, bounds, together
+    _scores_of_few[keys.dtype](
+        groups * -(-n_keys // SCORED_KEYS), *addresses, *sizes, memory=4 * rep * n * dim * (2 if bounds else 1)
+    )
     return out
 
 

@@ -71,20 +71,48 @@ def test_a_replayed_step_has_the_same_bits(
         assert ours == steps(lce.load(tmp_path, method=method))
 
 
+ALIKE: dict[str, list[dict[str, object]]] = {
+    "full": [{}], "dca": [{}], "streaming": [{}], "rerope": [{}], "self_extend": [{}], "lm_infinite": [{}],
+    "xattention": [{}],
+    "longheads": [{"chunk_size": 8}, {"chunk_size": 8, "placement": "true"}],
+    "quest": [{"dense_layers": 0, "page": 4, "budget": 24}],
+    "pages": [
+        {"page": 4, "budget": 24, **knobs}
+        for knobs in ({}, {"share": "group"}, {"select": "mean", "place": "true"})
+    ],
+}  # fmt: skip
+NOT_ALIKE: dict[str, list[dict[str, object]]] = {
+    "quest": [{}],  # layers of two kinds
+    "longheads": [{"chunk_size": 8, "top_p": 0.5}],  # operators choose fewer
+    "esa": [{"compress": "none", "sinks": 4}], "infllm": [{}], "reattention": [{}],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8-device"])
-@pytest.mark.parametrize(("method", "serves"), [("full", True), ("dca", True), ("streaming", True), ("quest", False)])
+@pytest.mark.parametrize(
+    ("method", "knobs", "serves"),
+    [
+        (name, knobs, serves)
+        for serves, cases in ((True, ALIKE), (False, NOT_ALIKE))
+        for name, settings in cases.items()
+        for knobs in settings
+    ],
+    ids=str,
+)
 def test_one_layers_attention_serves_layers_alike(
-    method: str, serves: bool, kv_dtype: str, alike: list[LayerJobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where forks write beside what they share."""
+    method: str, knobs: dict[str, object], serves: bool, kv_dtype: str, alike: list[LayerJobs], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where forks write beside what they share, where chunks are completed, and in the first step behind a cut."""
     save_tiny(tmp_path, num_hidden_layers=4)
 
     def answers() -> list[Any]:
-        engine = lce.load(tmp_path, method=method, kv_dtype=kv_dtype)
-        context = engine.prefill(tokens(70))
+        engine = lce.load(tmp_path, method=lce.methods.make(method, knobs), kv_dtype=kv_dtype)
+        context = engine.prefill(tokens(150))
         asked = [context.fork(), context, context.fork()]
+        asked[1].truncate(145)
         return [
-            engine.generate(tokens(9, seed=i), context=each, max_tokens=8, temperature=0, logprobs=1).logprobs
+            engine.generate(tokens(9, seed=i), context=each, max_tokens=12, temperature=0, logprobs=1).logprobs
             for i, each in enumerate(asked)
         ]
 
