@@ -106,8 +106,8 @@ class Branch:
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> None:
         """Every page that is wanted comes once, with its numbers, after a KV head's earlier pages.
 
-        Pages that are there are hits, the others misses, except for a quarter of the slots if there are several rounds.
-        One round alone has others, too.
+        Pages that are there are hits, the others misses, except for a quarter of the slots if there are several rounds,
+        and one for each page that comes to stay in a slot. One round alone has others, too.
         """
         held, before, per_page = self.held(layer), replace(self.top.traffic), self.layout.page_heads
         seen = torch.zeros(N_HEADS, wanted.shape[1], dtype=torch.bool)
@@ -124,8 +124,10 @@ class Branch:
             assert torch.equal(tiles.v[tiles.index[here]], -self.k[layer][here])
         assert np.array_equal(seen.numpy(), wanted.repeat(per_page, axis=0))
         misses = self.top.traffic.misses - before.misses
-        left = 0 if wanted.sum() <= self.top.capacity else max(1, self.top.capacity // 4)
-        assert 0 <= misses - (wanted & ~held).sum() <= left
+        missing = wanted & ~held
+        staying = missing[:, : self.layout.access.sinks // SIZE].sum()
+        left = 0 if wanted.sum() <= self.top.capacity else max(1, self.top.capacity // 4) + staying
+        assert 0 <= misses - missing.sum() <= left
         assert self.top.traffic.hits - before.hits == wanted.sum() - misses
         self.asked[layer] = Pages(*np.nonzero(wanted))
 
