@@ -136,6 +136,7 @@ def test_engines_share_weights_where_they_are(two: Gpus, models: dict[str, Path]
         lce.load(models["llama"], device="cuda:0", sharing=engine)
 
 
+@pytest.mark.slow
 def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, Path], tmp_path: Path) -> None:
     ids, more = tokens(80), tokens(5, seed=1)
     engines = [lce.load(models["llama"], CHUNKS, device=device) for device in ("cuda:0", BOTH)]
@@ -157,7 +158,12 @@ def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, P
     [
         pytest.param("full", 800, {"kv_device_budget": "384KiB"}, marks=pytest.mark.slow),
         pytest.param("longheads", 120, {"kv_device_budget": 48_000}, marks=pytest.mark.slow),
-        ("longheads", 120, {"kv_device_budget": 48_000, "kv_host_budget": 40_000, "spill_dir": "spill"}),
+        pytest.param(
+            "longheads",
+            120,
+            {"kv_device_budget": 48_000, "kv_host_budget": 40_000, "spill_dir": "spill"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("longheads", 120, {"kv_device_budget": 48_000, "kv_dtype": "int8"}, marks=pytest.mark.slow),
     ],
     ids=["full, host", "host", "disk", "8 bits"],

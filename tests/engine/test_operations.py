@@ -111,6 +111,7 @@ def llama(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_whose_weights_are_not_here(tmp_path: Path) -> None:
     """Llama 3 8B has 7.5 billion parameters beside its embedding; ESA's figures are those of the paper."""
     counted = lce.operations(llama(tmp_path), lce.methods.make("esa", {"preset": "paper"}), tokens="256k")

@@ -161,6 +161,7 @@ def test_a_length_at_which_groups_fill_the_window() -> None:
 
 
 @pytest.mark.parametrize("knobs", PLANE, ids=lambda knobs: f"{knobs['select']} {knobs['place']}")
+@pytest.mark.covering
 def test_a_saved_context_goes_on_as_if_it_had_never_stopped(
     knobs: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,23 @@ def test_few_queries(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> No
     assert (scores - q.float() @ keys.float().mT).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("together", [1, 2, 6])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("wide", [False, True], ids=["alike", "float32 queries"])
+def test_heads_that_share_keys_and_bounds(dtype: torch.dtype, wide: bool, n: int, together: int) -> None:
+    """Queries as they lie in a product's rows; the bounds of a page are its keys' smallest and largest channels."""
+    q = torch.randn(n, 12, 8).to(torch.float32 if wide else dtype).transpose(0, 1)  # [H, T, D]
+    keys = torch.randn(2, 300, 5, 8).to(dtype)
+    bounds = torch.stack(keys.aminmax(dim=2), dim=2)  # [G, M, 2, D]
+    shared = q.float().unflatten(0, (2, 6))  # [G, H/G, T, D]
+    products = torch.einsum("grtd,gmd->grtm", shared, keys[:, :, 0].float()).flatten(0, 1)
+    either = shared[:, :, :, None, None] * bounds.float()[:, None, None]
+    bounded = either.amax(dim=-2).sum(dim=-1).flatten(0, 1)
+    for kept, each in ((keys[:, :, 0].contiguous(), products), (bounds, bounded)):
+        expected = each.unflatten(0, (-1, together)).sum(dim=1)
+        torch.testing.assert_close(scores_of_few(q, kept, together), expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 2), (40, 100, 64), (128, 1000, 130)])
 def test_many_queries(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     n, n_keys, dim = shape
