@@ -88,19 +88,25 @@ NOT_ALIKE: dict[str, list[dict[str, object]]] = {
 }  # fmt: skip
 
 
+OTHERS: dict[str, list[dict[str, object]]] = {
+    name: [{}] for name in lce.methods.available() if not {name} & {*ALIKE, *NOT_ALIKE}
+}
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8-device"])
 @pytest.mark.parametrize(
     ("method", "knobs", "serves"),
     [
         (name, knobs, serves)
-        for serves, cases in ((True, ALIKE), (False, NOT_ALIKE))
+        for serves, cases in ((True, ALIKE), (False, NOT_ALIKE), (None, OTHERS))
         for name, settings in cases.items()
         for knobs in settings
     ],
     ids=str,
 )
+@pytest.mark.covering("method", "serves")
 def test_one_layers_attention_serves_layers_alike(
-    method: str, knobs: dict[str, object], serves: bool, kv_dtype: str, alike: list[LayerJobs], tmp_path: Path,
+    method: str, knobs: dict[str, object], serves: bool | None, kv_dtype: str, alike: list[LayerJobs], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Also where forks write beside what they share, where chunks are completed, and in the first step behind a cut."""
@@ -117,9 +123,20 @@ def test_one_layers_attention_serves_layers_alike(
         ]
 
     ours = answers()
-    assert bool(alike) is serves
+    assert serves is None or bool(alike) is serves
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
     assert ours == answers()
+
+
+def test_one_layers_attention_serves_the_method_that_a_prompt_is_handed_over_to(
+    alike: list[LayerJobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, num_hidden_layers=4)
+    options: dict[str, Any] = {"method": lce.methods.LongHeads(chunk_size=8), "prefill_method": "self_extend"}
+    ours = steps(lce.load(tmp_path, **options))
+    assert alike
+    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    assert ours == steps(lce.load(tmp_path, **options))
 
 
 def test_a_method_that_looks_on_sees_every_layer(alike: list[LayerJobs], tmp_path: Path) -> None:
