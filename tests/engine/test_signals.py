@@ -111,7 +111,9 @@ def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
     calls = Calls(lce.load(tiny_model, method, block=BLOCK, **options, **spill), tmp_path)
     base, whole = calls.base, calls.base.fork()
     calls.call(what, whole)  # loads kernels
-    duration_s = statistics.median(time_s(lambda: calls.call(what, base.fork())) for _ in range(9))
+    duration_s = statistics.median(
+        time_s(lambda context=context: calls.call(what, context)) for context in [base.fork() for _ in range(9)]
+    )
     draw, kept, n_interrupted = random.Random(what + name), list[object](), 0
     for _ in range(RUNS):
         calls.path.unlink(missing_ok=True)
