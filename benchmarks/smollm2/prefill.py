@@ -2,6 +2,7 @@
 
     python benchmarks/smollm2/prefill.py --lengths 8000,12000
     python benchmarks/smollm2/prefill.py --lengths 12000 --repeats 1 --methods "dca; longheads; longheads preset=paper"
+    python benchmarks/smollm2/prefill.py --lengths 16000 --repeats 1 --methods "pages prefill_method=full"  # for decode
 
 Random tokens. Prints, for each length and method, seconds of a prefill (a median of the repeats), their ratio to those
 of `full`, and milliseconds of a token of decode (a median of 23 tokens a repeat).
@@ -18,6 +19,7 @@ from random import Random
 
 import lce
 from lce.lab.bench import machine
+from lce.terminal.methods import named_methods
 
 METHODS = "longheads; esa compress=pca; infllm; dca"  # the model has no learned maps for esa
 
@@ -55,9 +57,10 @@ def main() -> None:
 
 
 def loaded(cell: str, args: argparse.Namespace) -> lce.Engine:
-    name, *knobs = cell.split()
-    method = lce.methods.make(name, dict(knob.split("=", 1) for knob in knobs))
-    return lce.load(args.model, method, dtype=args.dtype, kv_dtype=args.kv_dtype)
+    name, *words = cell.split()
+    knobs = dict(word.split("=", 1) for word in words)
+    methods = named_methods(name, knobs, knobs.pop("prefill_method", None))
+    return lce.load(args.model, **methods, dtype=args.dtype, kv_dtype=args.kv_dtype)
 
 
 def gaps(engine: lce.Engine, context: lce.Context) -> list[float]:
