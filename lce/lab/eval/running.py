@@ -237,11 +237,12 @@ class _Run:
 
 def decode_bytes(engine: lce.Engine, context: lce.Context) -> int:
     """Make one decode step; return the bytes of keys, values and their summaries that the step reads."""
-    more = [] if context._uncached else [context.token_ids[-1]]
+    if not context._uncached:
+        context.token_ids.append(context.token_ids[-1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WindowWarning)
         with lce.profiled(engine) as step:
-            engine.prefill(more, context=context)
+            engine.alone.append(context, context._uncached, decoding=True)  # `prefill` may attend by another method
     return step.read_bytes
 
 
