@@ -59,7 +59,8 @@ def main() -> None:
 def loaded(cell: str, args: argparse.Namespace) -> lce.Engine:
     name, *words = cell.split()
     knobs = dict(word.split("=", 1) for word in words)
-    methods = named_methods(name, knobs, knobs.pop("prefill_method", None))
+    before = knobs.pop("prefill_method", None)
+    methods = named_methods(name, knobs, before)
     return lce.load(args.model, **methods, dtype=args.dtype, kv_dtype=args.kv_dtype)
 
 

@@ -92,6 +92,7 @@ def _scores_of_few(q: Tensor, keys: Tensor, together: int) -> Tensor | None:
 
 
 def _shared_products(q: Tensor, vectors: Tensor, together: int) -> Tensor:
+    """Return what `dot_products` returns, by a product of matrices."""
     shared = q.reshape(len(vectors), -1, q.shape[-1])  # queries that share a KV head's vectors follow each other
     return _summed(products(shared, vectors.mT).view(*q.shape[:2], -1), together)
 

@@ -38,7 +38,7 @@ class Wrapped(Method):
         return replace(self, inner=self.inner.resolve(window))
 
     def alike(self, step: Step) -> bool:
-        """Return False: each layer is observed."""
+        """Return False: `attend` of a derived class looks on in each layer."""
         return False
 
 

@@ -265,7 +265,7 @@ class ChunkSelection(Method, ABC):
 
         forced = step.once(f"forced {n_chunks}", make)
         if self.n_near:
-            ids = torch.arange(n_chunks, device=scores.device)
+            ids = step.once(f"ids {n_chunks}", lambda: torch.arange(n_chunks, device=scores.device))
             near = step.once(f"near {n_chunks}", lambda: ids >= self.ends(step, scores.device))
             scores = scores.masked_fill(near, -torch.inf)
         return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)

@@ -39,7 +39,7 @@ def test_decode_kernels_compile_and_do_not_spill(tmp_path: Path) -> None:
     [("80", "bf16 128"), ("90", "fp16 80"), ("80", "product 4 x 896"), ("90", "product logits 2"), ("80", "choices")],
 )
 def test_kernels_compile(arch: str, only: str, tmp_path: Path) -> None:
-    """A case of each kernel, of 432; without `--only` the tool compiles all, in a quarter of an hour."""
+    """Some of 432 calls. Without `--only` the tool compiles all, which takes many minutes."""
     assert compile_kernels("--arch", arch, "--only", only, cache=tmp_path)[-1].endswith(" 0 faults")
 
 
