@@ -11,8 +11,9 @@ from numba import carray, float32, int64
 
 from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
 from lce.kernels.code.numbers import exp2, itemsize, pointer, stored
-from lce.kernels.code.rows import LOWEST, finish, put_query, scratch
-from lce.kernels.code.vectors import prefetch, take
+from lce.kernels.code.rows import FEW_ROWS, LOWEST, _pairs, few_fit, finish, put_query, scratch
+from lce.kernels.code.shared import TURN_KEYS
+from lce.kernels.code.vectors import prefetch, prefetch_far, take
 
 
 @by_dtype(inner)
@@ -119,6 +120,50 @@ def _different_rows(entries, begin, end, n_slots):
     return end
 
 
+@inner
+def _chose_alike(choices, first, stop, rep, n_queries):
+    """Return whether queries `first..stop-1` of the `rep` heads that share a KV head chose the same tiles, ascending."""
+    for query in range(first, stop):
+        own, different, last = choices[query], np.int64(0), np.int64(-1)
+        for slot in range(len(own)):
+            different |= np.int64(0 <= own[slot] <= last)
+            last = max(last, own[slot])
+        for head in range(1, rep):
+            other = choices[head * n_queries + query]
+            for slot in range(len(own)):
+                different |= own[slot] ^ other[slot]
+        if different:
+            return False
+    return True
+
+
+@by_dtype(inner)
+def _attend_in_turn(own, turns, tiles, vectors, stored_at, size, dim, queries, given, rows_at):
+    """Attend one query's tiles `own`, one after another, with the rows of the heads that chose them.
+
+    Slot s has the rotation `turns[s]`, or all slots `turns[0]`. `given` are the arguments of `attend_rows`, which has
+    the results; `queries` are its rotated queries.
+    """
+    (q_at, q_head, cos_at, sin_at), (k_at, k_tile, v_at, v_tile) = vectors, stored_at
+    turned, rows, k_row = np.int64(-1), given[3], given[5]
+    for slot in range(len(own)):
+        which = tiles[own[slot]] if own[slot] >= 0 else np.int64(-1)
+        if slot + 1 < len(own) and own[slot + 1] >= 0:
+            following = k_at + max(tiles[own[slot + 1]], 0) * k_tile
+            for i in range(size):
+                for line in range(0, dim * itemsize, 64):
+                    prefetch_far(following + i * k_row + line)
+        if which < 0:
+            continue
+        turn = turns[slot % len(turns)] * (dim // 2) * itemsize
+        if turn != turned:
+            for row in range(rows):
+                put_query(q_at + row * q_head, cos_at + turn, sin_at + turn, dim, True, queries[row].ctypes.data)
+            turned = turn
+        given[4], given[6] = k_at + which * k_tile, v_at + which * v_tile
+        call(rows_at, 0, size, given.ctypes.data)
+
+
 @by_dtype(kernel)
 def attend_chosen(first_task, stop_task, memory, args):
     q_at, cos_at, sin_at, turn_at, chosen_at, tile_at, k_at, v_at, state_at, sums_at = arguments(args, 10)
@@ -139,10 +184,33 @@ def attend_chosen(first_task, stop_task, memory, args):
     queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
     given[5], given[7], given[9] = k_row * itemsize, v_row * itemsize, plain_at
+    fits = rows_at == plain_at and 2 <= rep <= FEW_ROWS and size <= TURN_KEYS * rep and few_fit(dim, size)
+    in_turn = _pairs and fits  # in float32, rows of many queries are faster
     for task in range(first_task, stop_task):
         group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
         first_query = block * per_block
         n = min(per_block, n_queries - first_query)
+        if in_turn and _chose_alike(choices[group * rep * n_queries :], first_query, first_query + n, rep, n_queries):
+            given[3], slots, stop = rep, part * piece, min(n_slots, part * piece + piece)
+            for query in range(first_query, first_query + n):
+                heads = group * rep * n_queries + query
+                for row in range(rep):
+                    at = heads + row * n_queries
+                    spans[row, 0], spans[row, 1] = 0, size
+                    state[row, 0], state[row, 1] = (states[at, part, 0], states[at, part, 1]) if begun else (LOWEST, 0)
+                    for d in range(wide):
+                        sums[row, d] = partial[at, part, d] if begun else np.float32(0)
+                places = turns[query, slots:stop] if n_turns == n_slots else turns[query]
+                vectors = q_at + (group * rep * q_head + query * q_row) * itemsize, q_head * itemsize, cos_at, sin_at
+                stored_at = k_at, k_tile * itemsize, v_at, v_tile * itemsize
+                some = choices[heads, slots:stop]
+                _attend_in_turn(some, places, tiles[group], vectors, stored_at, size, dim, queries, given, rows_at)
+                for row in range(rep):
+                    at = heads + row * n_queries
+                    states[at, part, 0], states[at, part, 1] = state[row, 0], state[row, 1]
+                    for d in range(wide):
+                        partial[at, part, d] = sums[row, d]
+            continue
         for row in range(rep * n):
             at = (group * rep + row // n) * n_queries + first_query + row % n
             for slot in range(n_slots):

@@ -68,8 +68,8 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
             own, to = scores[row], weights_at + row * w_row
             low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
             if low < high:
-                _soften(own, low, high, scale, state[row], sums[row], dim)
-                own[: low // 32 * 32] = np.float32(0)
+                _soften(own, low, high, 16, scale, state[row], sums[row], dim)
+                own[: low // 16 * 16] = np.float32(0)
                 own[high:wide] = np.float32(0)
                 for key in range(size):
                     own[key] *= v_scales[key]

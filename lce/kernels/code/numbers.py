@@ -43,9 +43,10 @@ def _read_bfloat16(bits):
 @inner
 def _write_bfloat16(number):
     bits = bits_of_float(np.float32(number))
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
-    return np.uint16(rounded | np.uint32(is_nan) * np.uint32(0x7FC0))
+    lowest = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))  # a sum of uint32 is uint64, unless it is cast
+    rounded = np.uint32(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + lowest) >> np.uint32(16))
+    is_nan = np.uint32(bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
+    return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
 
 
 @inner
@@ -133,7 +134,7 @@ def gate_power(x, gate):
 
 @inner
 def exp2(x):
-    """Compute `2**x` in float32 for x ≤ 0, to within 2 units in the last place; 0 below -126, NaN for NaN."""
+    """Compute `2**x` in float32 for x ≤ 126, to within 2 units in the last place; 0 below -126, NaN for NaN."""
     y = np.float32(-126) if x < np.float32(-126) else np.float32(x)
     n = np.floor(y + np.float32(0.5))
     r = y - n

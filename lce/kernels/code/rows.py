@@ -24,6 +24,7 @@ from lce.kernels.code.vectors import largest, prefetch_far
 
 FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
 LOWEST = np.float32(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
+NEAR = np.float32(8)  # weights are 2^NEAR at most
 PANEL = 64 if vectors.WIDE else 16  # columns of a panel of packed keys or values: a product's columns at once
 
 
@@ -66,7 +67,7 @@ _widen = ByDtype(lambda dtype: vectors.widen(dtype))
 _product = ByDtype(lambda dtype: panel_product(_pairs[dtype], "float32", (6,)))
 _direct = ByDtype(lambda dtype: panel_product(False, dtype, (4, 3, 2, 1)))
 _columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
-_add_pairs = vectors.add_pairs()
+_add_8_pairs, _add_16_pairs = vectors.add_pairs(8), vectors.add_pairs(16)
 _dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, _columns, 1, _lanes))
 
 
@@ -127,30 +128,30 @@ def _pack_values(v_at, row, n, dim, packed):
 
 
 @by_dtype(inner)
-def _soften(scores, first, stop, scale, state, sums, dim):
-    """Turn a row's scores of keys `first..stop-1` into softmax weights `2^(scale · score - largest)`, in place.
+def _soften(scores, first, stop, together, scale, state, sums, dim):
+    """Turn a row's scores of keys `first..stop-1` into softmax weights `2^(scale · score - top)`, in place.
 
-    `state` has the row's largest `scale · score` so far and the sum of its weights. If the largest score grows,
-    the sum of weights and `sums [D]`, the sum of weighted values so far, are scaled down. Keys outside the range get
-    the weight 0 if they are in the same block of `_together` keys as a key of the range.
+    `state` has the row's `top` and the sum of its weights. No `scale · score` so far exceeds `top` by more than `NEAR`:
+    if one does, it becomes the top, and the sum of weights and `sums [D]`, the sum of weighted values so far, are
+    scaled down. This is rare, so that no weight waits for the largest score. Keys outside the range get the weight 0 if
+    they are in the same block of `together` keys as a key of the range; `together` is a multiple of 16.
     """
-    begin, end = first // _together * _together, (stop + _together - 1) // _together * _together
-    for i in range(begin, first):
-        scores[i] = LOWEST
-    for i in range(stop, end):
-        scores[i] = LOWEST
-    top = max(state[0], largest(scores[begin:].ctypes.data, end - begin) * scale)
-    shrink = exp2(state[0] - top)
-    total, seen = np.float32(0), scores[begin:end]
+    begin, end = first // together * together, (stop + together - 1) // together * together
+    for unseen in (scores[begin:first], scores[stop:end]):
+        for i in range(len(unseen)):
+            unseen[i] = LOWEST
+    peak = largest(scores[begin:].ctypes.data, end - begin) * scale
+    if peak > state[0] + NEAR:
+        shrink = exp2(state[0] - peak)
+        state[0], state[1] = peak, state[1] * shrink
+        for d in range(dim):
+            sums[d] *= shrink
+    top, total, seen = state[0], np.float32(0), scores[begin:end]
     for i in range(len(seen)):
         weight = exp2(seen[i] * scale - top)
         seen[i] = weight
         total += weight
-    state[1] = state[1] * shrink + total
-    if state[0] != top:
-        for d in range(dim):
-            sums[d] *= shrink
-    state[0] = top
+    state[1] += total
 
 
 @by_dtype(inner)
@@ -177,29 +178,40 @@ def _score_keys(rows, q_at, q_row, k_at, k_row, n, out_at, v_at, v_row, dim):
 
 @by_dtype(inner)
 def _put_pairs(lower, upper, packed):
-    """Write 16 words: numbers i and i + 16 of two rows of 16, rounded to bfloat16."""
-    for e in range(16):
-        low_bits = (bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
-        high_bits = (bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
-        packed[e] = float_of_bits(low_bits | high_bits)
+    """Write a word for each number of two rows: of both numbers, rounded to bfloat16."""
+    for e in range(len(lower)):
+        low_bits = uint32(bits_of_float(lower[e]) + uint32(0x8000)) >> uint32(16)
+        high_bits = uint32(bits_of_float(upper[e]) + uint32(0x8000)) & uint32(0xFFFF0000)
+        packed[e] = float_of_bits(uint32(low_bits) | uint32(high_bits))
 
 
 @by_dtype(separate)
 def _add_values(n, scores, weights, v_at, v_row, n_values, spare_at, sums_at, sums_row, dim):
     """Add up to 32 values in pairs, with n rows of weights, to sums. `spare_at` is memory for 32 values."""
-    if n_values < 32:  # values beyond the last one are zeros
-        for i in range(32):
+    half = 8 if n_values <= 16 else 16
+    if n_values < 2 * half:  # values beyond the last one are zeros
+        for i in range(2 * half):
             value, copied = carray(pointer(v_at + i * v_row, stored), (dim,)), spare_at + i * dim * itemsize
             to = carray(pointer(copied, stored), (dim,))
             for d in range(dim):
                 to[d] = value[d] if i < n_values else 0
         v_at, v_row = spare_at, dim * itemsize
     for row in range(n):
-        _put_pairs(scores[row, :16], scores[row, 16:32], weights[row, :16])
+        _put_pairs(scores[row, :half], scores[row, half : 2 * half], weights[row, :half])
     at, row = weights.ctypes.data, weights.strides[0]
     for column in range(0, dim, 64):
         columns = 2 if dim - column >= 64 else 1
-        _add_pairs(n, columns, at, row, v_at + column * itemsize, v_row, sums_at + 4 * column, sums_row)
+        source, to = v_at + column * itemsize, sums_at + 4 * column
+        if half == 8:
+            _add_8_pairs(n, columns, at, row, source, v_row, to, sums_row)
+        else:
+            _add_16_pairs(n, columns, at, row, source, v_row, to, sums_row)
+
+
+@by_dtype(inner)
+def few_fit(dim, n):
+    """Return whether `_attend_few` takes n keys `[D]`."""
+    return dim % 16 == 0 and dim % _chunk == 0 and n >= 16
 
 
 @by_dtype(inner)
@@ -217,11 +229,11 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
         for row in range(n):
             low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
             if low < high:
-                _soften(scores[row], low, high, scale, state[row], sums[row], dim)
-                scores[row, : low // _together * _together] = np.float32(0)
+                _soften(scores[row], low, high, 16, scale, state[row], sums[row], dim)
+                scores[row, : low // 16 * 16] = np.float32(0)
                 scores[row, high:size] = np.float32(0)
             else:
-                scores[row, : (size + _together - 1) // _together * _together] = np.float32(0)
+                scores[row, : (size + 15) // 16 * 16] = np.float32(0)
         start += size
         for key in range(0, size, _step):
             here = min(_step, size - key)
@@ -247,12 +259,12 @@ def attend_rows(first, stop, _memory, args):
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
     queries, spans, state, sums, keys, values, scores, weights = memory
+    if n <= FEW_ROWS and few_fit(dim, stop - first):
+        _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
+        return
     for row in range(n, (n + 5) // 6 * 6):  # rows that are multiplied beside the others
         queries[row], sums[row] = np.float32(0), np.float32(0)
         spans[row, 0], spans[row, 1] = 0, 0
-    if n <= FEW_ROWS and dim % 16 == 0 and dim % _chunk == 0 and stop - first >= 16:
-        _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
-        return
     words, sums_row, wide = dim // per_word, 4 * sums.shape[1], sums.shape[1]
     for start in range(first, stop, KEYS):
         size = min(KEYS, stop - start)
@@ -274,7 +286,7 @@ def attend_rows(first, stop, _memory, args):
                 for i in range(6):
                     low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
                     if low < high:
-                        _soften(scores[i], low, high, scale, state[row + i], sums[row + i], dim)
+                        _soften(scores[i], low, high, _together, scale, state[row + i], sums[row + i], dim)
                         low, high = low // _together * _together, (high + _together - 1) // _together * _together
                     else:
                         low, high = begin, begin

@@ -23,6 +23,7 @@ PANEL_COLUMNS = 256  # rows of x in such a task
 PANEL_INPUTS = 192  # words of a row that are multiplied at a time
 QUERY_ROWS = 96  # the most queries (of all heads) in a task; packing keys costs little beside so many
 CHOSEN_ROWS = 384  # the most queries (of all heads) in a task of chosen tiles: few of them choose the same tile
+TURN_KEYS = 8  # the most keys of a chosen tile, for each head that chose it, that are attended query by query
 KEYS = 256  # keys that are packed together: with D from 64 to 128, keys and values stay in a core's L2 cache
 SCORED_KEYS = 256  # keys that a thread of `scores` takes at a time
 SCORED_TOKENS = 96  # keys that a thread of `scores_of_many` takes at a time

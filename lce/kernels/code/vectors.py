@@ -108,12 +108,12 @@ def multiply(pairs: bool, dtype: str, shapes: tuple[tuple[int, int], ...]) -> Ca
     return intrinsic_of(f"multiply {pairs} {dtype} {shapes}", types.void(*[types.intp] * 9), emit_all)
 
 
-def add_pairs() -> Callable[..., Any]:
-    """Return an intrinsic that computes `C [rows, 32·columns] += A [rows, 32] · B [32, 32·columns]`, bfloat16, as lies.
+def add_pairs(n: int) -> Callable[..., Any]:
+    """Return an intrinsic that computes `C [rows, 32·columns] += A [rows, 2n] · B [2n, 32·columns]`, bfloat16, as lies.
 
     The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride)`: 1 to 4 rows and 1 or 2 columns; the
-    address of each matrix, followed by the bytes between its rows. C is float32. A row of A has 16 words: of numbers i
-    and i + 16. The same rows of B are put side by side in registers, so B is not packed. Only for `PAIRS`.
+    address of each matrix, followed by the bytes between its rows. C is float32. A row of A has n words: of numbers i
+    and i + n. The same rows of B are put side by side in registers, so B is not packed. Only for `PAIRS`.
     """
     halves = ir.VectorType(ir.IntType(16), 2 * LANES)
     lanes = [(8 * lane + e, 2 * LANES + 8 * lane + e) for lane in range(4) for e in range(8)]
@@ -143,7 +143,7 @@ def add_pairs() -> Callable[..., Any]:
 
         def turn(step: Any, sums: Any) -> Any:
             here, right, after = builder.mul(step, b_stride), {}, {}
-            there = builder.add(here, builder.mul(b_stride, i64(LANES)))
+            there = builder.add(here, builder.mul(b_stride, i64(n)))
             for j in range(columns):
                 pair = [
                     builder.load(_at(builder, b, builder.add(at, i64(64 * j)), halves), align=2) for at in (here, there)
@@ -158,7 +158,7 @@ def add_pairs() -> Callable[..., Any]:
                     after[i, j, part] = multiply_add(builder, True, left, words, sums[i, j, part])
             return after
 
-        sums = loop(builder, i64(LANES), starts, turn)
+        sums = loop(builder, i64(n), starts, turn)
         for i in range(rows):
             for j in range(columns):
                 for part, found in enumerate(turned(builder, sums[i, j, 0], sums[i, j, 1], in_order)):
@@ -170,7 +170,7 @@ def add_pairs() -> Callable[..., Any]:
             cases = {8 * rows + columns: partial(emit, builder, rows, columns, args) for rows, columns in shapes}
             switch(builder, builder.add(builder.mul(n_rows, i64(8)), n_columns), cases)
 
-    return intrinsic_of("add pairs", types.void(*[types.intp] * 8), emit_all)
+    return intrinsic_of(f"add pairs {n}", types.void(*[types.intp] * 8), emit_all)
 
 
 def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1, lanes: int = LANES) -> Callable[..., Any]:

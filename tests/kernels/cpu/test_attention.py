@@ -77,11 +77,16 @@ def test_no_nan_is_hidden_among_tiles(which: str, dtype: torch.dtype) -> None:
     assert found.finish()[0].isnan().any(-1).all()
 
 
-@pytest.mark.parametrize(("n_queries", "size"), [(1, 16), (30, 7), (400, 33), (260, 300)])
-def test_rounds_of_tiles_and_threads_change_no_bit(n_queries: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("choosers", "in_order"), [(6, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("n_queries", "size"), [(1, 16), (30, 7), (70, 16), (5, 24), (400, 33), (260, 300)])
+def test_rounds_of_tiles_and_threads_change_no_bit(
+    n_queries: int, size: int, choosers: int, in_order: bool, dtype: torch.dtype
+) -> None:
     """Nor does it matter where tiles lie. A query that chose a chunk twice sees it twice."""
     q, k, v = (torch.randn(*shape).to(dtype) for shape in ((6, n_queries, 64), (16, size, 64), (16, size, 64)))
-    chosen = torch.randint(-1, 8, (6, n_queries, 5))
+    chosen = torch.randint(-1, 8, (choosers, n_queries, 5)).repeat_interleave(6 // choosers, 0)
+    if in_order:
+        chosen = torch.stack([torch.randperm(9)[:5].sort().values - 1 for _ in range(n_queries)]).expand(6, -1, -1)
     angle = torch.randn(9, 32)
     rotated = angle.cos().to(dtype), angle.sin().to(dtype), torch.randint(0, 9, (n_queries, 5))
 
@@ -103,3 +108,9 @@ def test_rounds_of_tiles_and_threads_change_no_bit(n_queries: int, size: int, dt
     seen = (chosen >= 0).sum(-1) > 0
     assert torch.equal(lse > -math.inf, seen)
     assert not out[~seen].any()
+    for head in range(6):  # a head alone
+        found = ChosenTiles(q[head : head + 1], *rotated, chosen[head : head + 1])
+        found.add(k, v, tile[head // 3 : head // 3 + 1])
+        alone = found.finish()
+        assert (alone[0] - out[head : head + 1]).abs().max() < MOST[dtype]
+        assert not seen[head].any() or (alone[1] - lse[head])[0, seen[head]].abs().max() < 3e-5
