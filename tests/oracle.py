@@ -452,6 +452,7 @@ def pages(
     growth: str | None = None,
     grows_from: int | None = None,
     grows_to: int | None = None,
+    queries: str = "alone",
     **knobs: Any,
 ) -> Tables:
     """Define `pages`, query by query and head by head. `knobs` are those of `lowdim`, `oracle` and `random`."""
@@ -489,9 +490,16 @@ def pages(
         share or ("layer" if select == "lowdim" else "head")
     ]
 
+    together, start = {i: [i] for i in range(n)}, 0  # the queries that choose with query i
+    for n_queries in setting.blocks if queries == "page" else ():
+        for p in range(-(-start // page), (start + n_queries) // page):
+            whole = [*range(p * page, (p + 1) * page)]
+            together |= dict.fromkeys(whole, whole)
+        start += n_queries
+
     def choose(h: int, i: int) -> list[int]:
         end = max(0, i // page - near)
-        mine = scores[h // heads * heads : h // heads * heads + heads, i, :end]
+        mine = scores[h // heads * heads : h // heads * heads + heads, together[i], :end].flatten(0, 1)
         total = (mine[0] if select == "random" else mine.sum(0)).tolist()
         fixed = [c for c in range(end) if c < first or c >= end - (last - near)]
         free = sorted((c for c in range(end) if c not in fixed), key=lambda c: -total[c])

@@ -1,7 +1,7 @@
 """Runs a method on plain tensors as `lce.methods.run` does, with any budget and with blocks that fail."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -18,6 +18,11 @@ from lce.models.layers import Attend
 # Other blocks, other outputs: the queries of a block choose together, in blocks of one query `delta` is dense, and
 # `xattention` is dense where a block ends within one of its own.
 BY_BLOCK = {"delta", "esa", "infllm", "xattention"}
+
+
+def by_block(name: str, knobs: Mapping[str, object]) -> bool:
+    """Whether other blocks give other outputs."""
+    return name in BY_BLOCK or knobs.get("queries") == "page"
 
 
 def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,6 +64,14 @@ def _is_ours(method: Method, *hooks: str) -> bool:
     return all(author.startswith("lce.") for author in authors)
 
 
+def slot_turns(placed: PlacedPart, n_slots: int, q: Tensor, step: Step) -> SlotTurns:
+    """Return the rotations of queries for n slots of chosen chunks; one may serve all slots, and maybe all queries."""
+    slots, table = placed.slots, placed.turn
+    if slots is None:
+        slots = step.once("each turn", lambda: torch.arange(len(table.cos), device=q.device)[:, None])
+    return SlotTurns(table, slots[:, :n_slots])
+
+
 class ChunkSelection(Method, ABC):
     """A method whose queries choose chunks. `SelectiveMethod` derives from this class and adds the usual knobs.
 
@@ -270,6 +278,15 @@ class ChunkSelection(Method, ABC):
             scores = scores.masked_fill(near, -torch.inf)
         return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
 
+    @property
+    def least_rows(self) -> int:
+        """The number of neighbouring queries whose scores `pooled` combines, counted from token 0."""
+        return 1
+
+    def pooled(self, scores: Tensor, step: Step) -> Tensor:
+        """Return the scores by which queries choose, from each query's own scores `[C, T, M]`: by default the same."""
+        return scores
+
     def pick(self, scores: Tensor, step: Step) -> Tensor:
         """Return what `select` returns. A method with a knob called `select` overrides `pick`."""
         return self.select(scores, step)
@@ -300,11 +317,14 @@ class ChunkSelection(Method, ABC):
             return self._choose_on_device(q, cache, step)
         if step.stop <= self.size:
             return None
-        n_queries, (score, rows), parts = q.shape[1], self.scorer(q, cache, step), list[Tensor]()
-        for start in range(0, n_queries, rows):
-            here = slice(start, min(start + rows, n_queries))
-            some = step if rows >= n_queries else step.part(here.start, here.stop)
-            scores = score(here, some)
+        n_queries, (score, rows), parts, stop = q.shape[1], self.scorer(q, cache, step), list[Tensor](), 0
+        while stop < n_queries:
+            start = stop
+            if (stop := start + max(rows, self.least_rows)) < n_queries and self.least_rows > 1:
+                stop -= (step.start + stop) % self.least_rows
+            here = slice(start, stop := min(stop, n_queries))
+            some = step if stop - start == n_queries else step.part(start, stop)
+            scores = self.pooled(score(here, some), some)
             chosen = self.pick(scores, some)
             if self.varies:
                 chosen = self.fewer(chosen, scores, q, some)
@@ -372,9 +392,7 @@ class ChunkSelection(Method, ABC):
             return step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
 
         if bands is None or slots is None:
-            if slots is None:  # one rotation serves all slots, and maybe all queries
-                slots = step.once("each turn", lambda: torch.arange(len(table.cos), device=q.device)[:, None])
-            return step.attention.routed(q, SlotTurns(table, slots[:, :n_slots]), chosen, cache.tiles(chosen), memory)
+            return step.attention.routed(q, slot_turns(placed, n_slots, q, step), chosen, cache.tiles(chosen), memory)
         band, found = band_of(bands, chosen), list[Attended]()
         for number in reversed(range(slots.shape[1])):  # the last request for pages is the one that is prefetched
             some, rows = chosen.masked_fill(band != number, -1), slots[:, number : number + 1]

@@ -20,7 +20,7 @@ from lce.models.config import RopeConfig
 from tests import oracle
 from tests.depth import cover
 from tests.pretended import Gpus
-from tests.running import BY_BLOCK, cut, run, threads, vectors
+from tests.running import BY_BLOCK, by_block, cut, run, threads, vectors
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WINDOW = 32
@@ -113,6 +113,17 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"page": 8, "budget": 50, "select": "mean", "place": "side_by_side"},
         {"page": 4, "budget": 24, "place": "dual", "top_p": 0.6, "share": "group", "far": 40},
         {"page": 2, "budget": 24, "select": "summary", "place": "grouped", "top_p": 0.5, "local": 9, "group": 8},
+        *(
+            {"page": 4, "budget": 32, "queries": "page", **knobs}
+            for knobs in (
+                {"sinks": 5, "local": 7},
+                {"share": "group", "place": "true", "page": 5},
+                {"share": "layer", "place": "grouped", "local": 9, "select": "summary"},
+                {"share": "group", "place": "constant", "select": "oracle"},
+                {"place": "dual", "chunk_size": 20, "select": "mean"},
+                {"share": "group", "select": "random"},
+            )
+        ),
         {"page": 2, "budget": 12, "growth": "sqrt"},
         {"page": 2, "budget": 12, "growth": "linear", "select": "mean", "grows_from": 20, "grows_to": 25},
         {"page": 4, "budget": 20, "growth": "linear", "place": "constant", "share": "group", "grows_to": 70},
@@ -241,7 +252,7 @@ def test_every_method_has_a_definition() -> None:
 def test_equals_the_oracle_far_beyond_the_window(
     name: str, knobs: dict[str, object], heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in {*oracle.DEFINITIONS} - BY_BLOCK:
+    for each in () if by_block(name, knobs) else {*oracle.DEFINITIONS} - BY_BLOCK:
         monkeypatch.setitem(oracle.DEFINITIONS, each, once(oracle.DEFINITIONS[each]))
     method = make(name, knobs)
     n = beyond(method, 4) + 5
@@ -249,7 +260,7 @@ def test_equals_the_oracle_far_beyond_the_window(
     truth = None
     for called, cutting in CUTS.items():
         blocks = cutting(n)
-        if truth is None or name in BY_BLOCK:
+        if truth is None or by_block(name, knobs):
             setting = oracle.Setting(WINDOW, blocks)
             truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
         out = run(method, q, k, v, blocks, window=WINDOW)
@@ -427,7 +438,7 @@ def drawn(data: st.DataObject, n: int, most: int) -> list[int]:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_blocks_give_the_same(data: st.DataObject) -> None:
-    name, knobs = data.draw(st.sampled_from([case for case in CASES if case[0] not in BY_BLOCK]))
+    name, knobs = data.draw(st.sampled_from([case for case in CASES if not by_block(*case)]))
     n = data.draw(st.integers(1, 5 * WINDOW))
     q, k, v = vectors(data.draw(st.integers(0, 3)), 4, 2, n, 8)
     blocks = drawn(data, n, n)
@@ -449,7 +460,7 @@ def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, 
 @settings(max_examples=20, deadline=None)
 def test_a_truncated_text_goes_on_as_if_no_more_had_been_read(data: st.DataObject) -> None:
     """In any budget. What the method cannot go back to is read again, in other blocks."""
-    name, knobs = data.draw(st.sampled_from([case for case in SERVING if case[0] not in BY_BLOCK]))
+    name, knobs = data.draw(st.sampled_from([case for case in SERVING if not by_block(*case)]))
     n, budgets = 5 * WINDOW, None
     q, k, v = vectors(9, 4, 2, n, 16)
     whole = run(make(name, knobs), q, k, v, cut(n, 30), window=WINDOW)

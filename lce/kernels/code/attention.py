@@ -122,7 +122,7 @@ def _different_rows(entries, begin, end, n_slots):
 
 @inner
 def _chose_alike(choices, first, stop, rep, n_queries):
-    """Return whether queries `first..stop-1` of the `rep` heads that share a KV head chose the same tiles, ascending."""
+    """Return whether queries `first..stop-1` of `rep` heads, which share a KV head, chose the same tiles, ascending."""
     for query in range(first, stop):
         own, different, last = choices[query], np.int64(0), np.int64(-1)
         for slot in range(len(own)):
