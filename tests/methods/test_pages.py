@@ -112,6 +112,8 @@ def test_learned_maps(place: str, top_p: float | None) -> None:
         ({"grows_from": 9}, "grows_from is a knob of growth=sqrt and linear alone, and growth is None; drop"),
         ({"growth": "sqrt", "grows_to": 9, "budget": 16, "page": 2}, "grows_to is 9; expected budget, 16, or more"),
         ({"top_p": 1.5}, "top_p is 1.5; expected a share above 0, at most 1"),
+        ({"queries": "page", "top_p": 0.5}, "with queries=page all queries of a page attend as many pages; drop top_p"),
+        ({"queries": "page", "growth": "sqrt"}, "with queries=page all queries .* as many pages; drop growth"),
     ],
     ids=str,
 )
@@ -146,6 +148,19 @@ def test_what_is_left_out_follows_the_window(
     assert {name: getattr(method, name) for name in expected} == expected
     assert method.limit(4096) == limit
     assert method.resolve(4096) == method
+
+
+@pytest.mark.parametrize("place", ["side_by_side", "grouped"])
+def test_queries_of_a_page_choose_alike_in_passes_of_whole_pages(place: str) -> None:
+    """Whatever the number of pages in a pass; and not where passes cut pages."""
+    q, k, v = vectors(6, 8, 2, 40 * L, 16)
+    method = make("pages", {**SAME, "place": place, "queries": "page", "share": "group"})
+    whole, blocks, cuts = (
+        run(method, q, k, v, blocks, window=WINDOW)
+        for blocks in ([40 * L], [9 * L, L, *cut(30 * L, 3 * L)], [5, *cut(40 * L - 5, 9 * L)])
+    )
+    assert (whole - blocks).abs().max() <= 1e-5
+    assert (whole - cuts).abs().max() > 1e-2
 
 
 def test_a_length_at_which_groups_fill_the_window() -> None:
