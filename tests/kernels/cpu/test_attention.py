@@ -54,6 +54,23 @@ def test_shapes_at_the_borders_of_blocks(
         assert (lse - expected_lse).abs().max() < 3e-5
 
 
+@pytest.mark.parametrize("slope", [-3.0, 0.02, 0.7, 9.0, 2000.0])
+@pytest.mark.parametrize("n_queries", [1, 3, 50])
+def test_scores_that_rise_or_fall_from_key_to_key(n_queries: int, slope: float, dtype: torch.dtype) -> None:
+    """The score that weights are relative to follows the largest one, however fast that grows."""
+    n_keys, dim = 600, 64
+    if dtype is torch.float16 and slope * n_keys > 60_000:
+        pytest.skip("the keys exceed float16")
+    q = torch.ones(2, 1, n_queries, dim).to(dtype)
+    k = (torch.arange(n_keys)[:, None] * slope / math.sqrt(dim)).expand(2, n_keys, dim).to(dtype).contiguous()
+    v = torch.randn(2, n_keys, dim).to(dtype)
+    out, lse = grouped(q, k, v, causal=False)
+    expected, expected_lse = truth(q, k, v, causal=False, window=None)
+    rounding = 1e-6 * expected_lse.abs().max()  # of scores in float32
+    assert (out - expected).abs().max() < max(MOST[dtype], rounding)
+    assert (lse - expected_lse).abs().max() < max(3e-5, rounding)
+
+
 @pytest.mark.parametrize("n_queries", [1, 5, 40])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> None:
