@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, SlotTurns, Tiles, Turn, join, rotate
+from lce.attention import ROW, Attended, SlotTurns, Tiles, Turn, join, rotate, widened
 from lce.cache.layer import LayerCache
 from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.selectors import Selector
@@ -29,7 +29,7 @@ def whole_pages(start: int, n_queries: int, size: int) -> tuple[int, int]:
 
 
 def pooled(scores: Tensor, start: int, size: int, selector: Selector) -> Tensor:
-    """Return the scores `[C, T, M]` with those of a whole page's queries replaced by their sum, as of heads."""
+    """Return the scores `[C, T, M]`, with those of a whole page's queries combined as the selector combines heads'."""
     first, n = whole_pages(start, scores.shape[1], size)
     if not n:
         return scores
@@ -52,11 +52,13 @@ def attend_whole_pages(
     lists, key_turn = chosen[:: n_heads // n_lists], None
     queries = rotate(q, turns.table.at(turns.rows[:, 0])).unflatten(1, (n_pages, size))
     if turns.rows.shape[1] > 1:
-        key_turn = step.once(f"slots of {size}", lambda: _slot_turn(n_slots, size, q, step))
+        key_turn = step.once(f"{n_slots} slots of {size}", lambda: _slot_turn(n_slots, size, q, step))
     at_once = max(1, AT_ONCE // (2 * n_lists * n_slots * size * dim * q.element_size()))
     for start in range(0, n_pages, at_once):
         here = slice(start, min(start + at_once, n_pages))
-        k, v = step.attention.readable(q, *gathered(cache.tiles(chosen[:, here]), lists[:, here]))
+        k, v = gathered(cache.tiles(chosen[:, here]), lists[:, here])
+        if k.dtype is ROW:
+            k, v = (widened(x, dim, q.dtype) for x in (k, v))
         if key_turn is not None:
             k = rotate(k.unflatten(1, (n_slots, size)), key_turn).flatten(1, 2)
         out, lse = step.attention.dense(fold_chunks(queries[:, here], n_lists), k, v, causal=False)

@@ -164,8 +164,10 @@ class Pages(ChunkSelection):
         if self.select == "lowdim" and self.share in ("head", "group"):
             raise UsageError(f"{self.label}: low-dim keys have the sum of all heads' scores alone; give share=layer")
         if self.queries == "page" and (self.growth is not None or self.top_p is not None):
-            knob = "top_p" if self.growth is None else "growth"
-            raise UsageError(f"{self.label}: with queries=page all queries of a page attend as many pages; drop {knob}")
+            other = "top_p" if self.growth is None else "growth"
+            raise UsageError(
+                f"{self.label}: with queries=page all queries of a page attend as many pages; drop {other}"
+            )
         if self.compress == "pca" and self.maps is not None:
             raise UsageError(f"{self.label}: compress=pca computes its own maps from the text; drop maps")
         if self.compress == "pca" and self.top_p is not None:
@@ -320,11 +322,12 @@ class Pages(ChunkSelection):
 
     def attend_pages(self, q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
         first, n_pages = whole_pages(step.start, q.shape[1], self.size)
-        stop = first + n_pages * self.size
+        stop, n_slots = first + n_pages * self.size, chosen.shape[-1]
+        first = max(first, (n_slots + self.n_near) * self.size - step.start)  # earlier pages choose all that there are
         lists = chosen[:, first : stop : self.size]
-        if self.queries == "alone" or placed.part.bands is not None or not n_pages or not bool((lists >= 0).all()):
+        if self.queries == "alone" or placed.part.bands is not None or first >= stop or not bool((lists >= 0).all()):
             return super().attend_pages(q, chosen, placed, cache, step)
-        turns = slot_turns(placed, chosen.shape[-1], q, step)
+        turns = slot_turns(placed, n_slots, q, step)
 
         def alone(here: slice) -> list[Attended]:
             queries, few = q[:, here], chosen[:, here]

@@ -151,12 +151,13 @@ def test_what_is_left_out_follows_the_window(
 
 
 @pytest.mark.parametrize("place", ["side_by_side", "grouped"])
-def test_queries_of_a_page_choose_alike_in_passes_of_whole_pages(place: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8-device"])
+def test_queries_of_a_page_choose_alike_in_passes_of_whole_pages(place: str, kv_dtype: str) -> None:
     """Whatever the number of pages in a pass; and not where passes cut pages."""
     q, k, v = vectors(6, 8, 2, 40 * L, 16)
     method = make("pages", {**SAME, "place": place, "queries": "page", "share": "group"})
     whole, blocks, cuts = (
-        run(method, q, k, v, blocks, window=WINDOW)
+        run(method, q, k, v, blocks, window=WINDOW, kv_dtype=kv_dtype, backend="auto")
         for blocks in ([40 * L], [9 * L, L, *cut(30 * L, 3 * L)], [5, *cut(40 * L - 5, 9 * L)])
     )
     assert (whole - blocks).abs().max() <= 1e-5

@@ -58,7 +58,7 @@ def panel_product(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable
 # step of `_dots` takes, and the compiled products and transposition.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
-_together = ByDtype(lambda dtype: 32 if _pairs[dtype] else 16)  # keys whose weights and values are multiplied at once
+_together = ByDtype(lambda dtype: 32 if _pairs[dtype] else 16)  # packed values that are multiplied at once
 _step = ByDtype(lambda dtype: 32 if _pairs[dtype] else 8)  # values that few rows read while as many keys are fetched
 _lanes = 16 if vectors.WIDE else 8
 _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
@@ -133,8 +133,9 @@ def _soften(scores, first, stop, together, scale, state, sums, dim):
 
     `state` has the row's `top` and the sum of its weights. No `scale · score` so far exceeds `top` by more than `NEAR`:
     if one does, it becomes the top, and the sum of weights and `sums [D]`, the sum of weighted values so far, are
-    scaled down. This is rare, so that no weight waits for the largest score. Keys outside the range get the weight 0 if
-    they are in the same block of `together` keys as a key of the range; `together` is a multiple of 16.
+    scaled down. This is rare, so a processor goes on with the old top before it knows the largest score. Keys outside
+    the range get the weight 0 if they are in the same block of `together` keys as a key of the range; `together` is a
+    multiple of 16.
     """
     begin, end = first // together * together, (stop + together - 1) // together * together
     for unseen in (scores[begin:first], scores[stop:end]):
@@ -231,7 +232,7 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
             if low < high:
                 _soften(scores[row], low, high, 16, scale, state[row], sums[row], dim)
                 scores[row, : low // 16 * 16] = np.float32(0)
-                scores[row, high:size] = np.float32(0)
+                scores[row, high : (size + 15) // 16 * 16] = np.float32(0)
             else:
                 scores[row, : (size + 15) // 16 * 16] = np.float32(0)
         start += size

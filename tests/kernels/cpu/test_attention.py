@@ -84,6 +84,22 @@ def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> Non
         assert torch.equal(out.isnan().any(-1), truth(q, k, v, causal=False, window=None)[0].isnan().any(-1))
 
 
+@pytest.mark.parametrize("n_queries", [2, 3, 8])
+@pytest.mark.parametrize("n_keys", [17, 20, 50, 113])
+def test_what_a_call_leaves_in_memory_changes_no_bit(n_queries: int, n_keys: int, dtype: torch.dtype) -> None:
+    """Kernels of all contexts share a thread's memory."""
+    q, k = torch.randn(1, 2, n_queries, 64).to(dtype), torch.randn(1, n_keys, 64).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out, lse = grouped(q, k, k, causal=True)
+    bad = torch.full((1, 256, 64), math.nan).to(dtype)
+    grouped(q, bad, bad, causal=True)
+    again = grouped(q, k, k, causal=True)
+    torch.set_num_threads(before)
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_no_nan_is_hidden_among_tiles(which: str, dtype: torch.dtype) -> None:
     q, k, v = torch.randn(2, 3, 64).to(dtype), torch.randn(4, 32, 64).to(dtype), torch.randn(4, 32, 64).to(dtype)
