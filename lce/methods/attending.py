@@ -77,7 +77,8 @@ class PlacedPart:
 def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output `[H, T, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, T, D]`."""
     if q.shape[1] >= TURNED_ROWS and method.sees_all(step):
-        if step.note or step.note_scores:
+        noted = step.note is not None or step.note_scores is not None
+        if noted and any(placed.part.keys == CHOSEN for placed in placed_parts(method, q, cache, step)):
             method.note_choice(q, cache, step)
         return _attend_all(method, q, cache, step)
     found = []

@@ -92,6 +92,17 @@ def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
     assert torch.equal(dense[:, 320:], routed[:, 320:])
 
 
+def test_a_layer_that_chooses_nothing_notes_no_choice() -> None:
+    """A dense layer of `quest` keeps no bounds, and a pass within its budget is dense, too."""
+    q, k, v = vectors(8, 4, 2, 256, 16)
+    noted, dense = list[Tensor](), make("full")
+    out = run(
+        make("quest", {"page": 16, "budget": 320}), q, k, v, [128, 128], window=512, note=lambda _, x: noted.append(x)
+    )
+    assert not noted
+    assert (out - run(dense, q, k, v, [128, 128], window=512)).abs().max() <= 1e-5
+
+
 def test_a_selection_of_ones_own_is_not_taken_for_all_chunks() -> None:
     q, k, v = vectors(9, 4, 2, 256, 16)
     out = run(Fewest(chunk_size=16), q, k, v, [128, 128], window=512)
