@@ -77,9 +77,9 @@ class Pages(ChunkSelection):
     true distances, under `dual` in the own large chunk and across its border.
 
     With `queries=page` the queries of a page choose together, by their summed scores, where one pass has all of them.
-    Their keys are gathered once, so prefill takes about half of the time. Queries of a page that a pass cuts choose
-    alone: decode steps, and the last tokens of a prompt. In passes of whole pages the result is the same whatever the
-    number of pages.
+    Their keys are gathered once, which takes less time in prefill. Queries of a page that a pass cuts choose alone:
+    decode steps, and the last tokens of a prompt. In passes of whole pages the result is the same whatever the number
+    of pages.
 
     With `growth` the budget grows with the text: from index `grows_from` on, W, the query i attends `budget` times
     `sqrt(i / W)` or `i / W` tokens, and `grows_to` at most, by default W. The Sparse Frontier (Nawrot et al., 2025,

@@ -319,12 +319,11 @@ class ChunkSelection(Method, ABC):
             return None
         n_queries, (score, rows), parts, stop = q.shape[1], self.scorer(q, cache, step), list[Tensor](), 0
         while stop < n_queries:
-            start = stop
-            if (stop := start + max(rows, self.least_rows)) < n_queries and self.least_rows > 1:
+            start, stop = stop, min(stop + max(rows, self.least_rows), n_queries)
+            if stop < n_queries:
                 stop -= (step.start + stop) % self.least_rows
-            here = slice(start, stop := min(stop, n_queries))
             some = step if stop - start == n_queries else step.part(start, stop)
-            scores = self.pooled(score(here, some), some)
+            scores = self.pooled(score(slice(start, stop), some), some)
             chosen = self.pick(scores, some)
             if self.varies:
                 chosen = self.fewer(chosen, scores, q, some)
