@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lce import methods
     from lce.engine.answer import Generation, Piece, Stats, TokenLogprobs
     from lce.engine.arguments import GenerationOptions
+    from lce.engine.batch import Batch
     from lce.engine.chat import Conversation
     from lce.engine.context import Context
     from lce.engine.engine import Engine
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from lce.engine.planning import Plan
     from lce.engine.profile import profiled
     from lce.engine.quantising import quantize
-    from lce.engine.sampling import Sampling, TokenScores
+    from lce.engine.requests import BatchStream
+    from lce.engine.sampling import Constraint, Sampling, TokenScores
     from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
-    from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
+    from lce.errors import BusyError, CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
     from lce.methods.base import Method
     from lce.methods.selective import SelectiveMethod
     from lce.profiling import Profile
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lce.engine.arguments": ("GenerationOptions",),
+    "lce.engine.batch": ("Batch",),
     "lce.engine.chat": ("Conversation",),
     "lce.engine.context": ("Context",),
     "lce.engine.answer": ("Generation", "Piece", "Stats", "TokenLogprobs"),
@@ -49,10 +52,11 @@ _HOMES = {
     "lce.engine.planning": ("Plan",),
     "lce.engine.profile": ("profiled",),
     "lce.engine.quantising": ("quantize",),
-    "lce.engine.sampling": ("Sampling", "TokenScores"),
+    "lce.engine.requests": ("BatchStream",),
+    "lce.engine.sampling": ("Constraint", "Sampling", "TokenScores"),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
-    "lce.errors": ("CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),
+    "lce.errors": ("BusyError", "CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),
     "lce.methods.base": ("Method",),
     "lce.methods.selective": ("SelectiveMethod",),
     "lce.profiling": ("Profile",),
@@ -60,11 +64,11 @@ _HOMES = {
 }
 
 __all__ = [
-    "AsyncStream", "CapacityError", "Context", "ContextInfo", "Conversation", "DataError", "Engine", "Generation",
-    "GenerationOptions", "LceError", "Method", "ModelError", "ModelInfo", "Operations", "Piece", "Plan", "Profile",
-    "Progress", "Sampling", "SelectiveMethod", "Stats", "Stream", "TokenLogprobs", "TokenScores", "Trace",
-    "UsageError", "WindowWarning", "__version__", "info", "load", "methods", "operations", "plan", "profiled",
-    "quantize",
+    "AsyncStream", "Batch", "BatchStream", "BusyError", "CapacityError", "Constraint", "Context", "ContextInfo",
+    "Conversation", "DataError", "Engine", "Generation", "GenerationOptions", "LceError", "Method", "ModelError",
+    "ModelInfo", "Operations", "Piece", "Plan", "Profile", "Progress", "Sampling", "SelectiveMethod", "Stats",
+    "Stream", "TokenLogprobs", "TokenScores", "Trace", "UsageError", "WindowWarning", "__version__", "info", "load",
+    "methods", "operations", "plan", "profiled", "quantize",
 ]  # fmt: skip
 
 

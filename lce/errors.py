@@ -4,7 +4,8 @@
     ├── UsageError           2   an option, name or value that cannot be used
     ├── ModelError           3   a checkpoint, config or tokenizer that is missing, damaged or unsupported
     ├── DataError            3   a text, a context file or a file of learned maps that cannot be used
-    └── CapacityError        4   not enough memory or disk
+    ├── CapacityError        4   not enough memory or disk
+    └── BusyError            1   a batch's queue is full, or the batch is closed
 
 The number is the exit code of the command line. A message is one line that says what was wrong, what was expected and
 what to do. `UsageError` is a `ValueError`, too, because a caller gave the value; the others are about files, models and
@@ -50,6 +51,10 @@ class CapacityError(LceError):
     """The error for a request that needs more memory or disk space than is available."""
 
     exit_code = 4
+
+
+class BusyError(LceError):
+    """The error for a request that a batch does not take now: its queue is full, or it is closed. Ask again later."""
 
 
 class WindowWarning(UserWarning):

@@ -17,6 +17,7 @@ from lce.engine.lanes import Lane, forward
 from lce.engine.stream import CancelFlag
 from lce.methods.run import Driver
 from lce.models.layers import Model
+from lce.models.products import Slices
 from lce.progress import Progress, reported
 from lce.system import uses_threads
 from lce.tokenizer.tokenizer import Tokenizer
@@ -53,7 +54,10 @@ class Alone:
         recorder = context._graph if driver is None else None
         return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, ahead=ahead, decoding=decoding)
 
-    def append(self, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: bool) -> Lane:
+    def append(
+        self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, slices: Slices | None = None,
+        **how: bool,
+    ) -> Lane:  # fmt: skip
         """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
 
         After an error or an interruption the cache has all tokens of the block or none.
@@ -61,7 +65,7 @@ class Alone:
         lane = self.lane(context, ids, driver, **how)
         uses_threads()
         try:
-            forward(self.model, [lane])
+            forward(self.model, [lane], slices)
             lane.check()
         except Exception as error:
             context._data.blame(error)

@@ -109,7 +109,7 @@ class Answer:
     def ahead(self) -> bool:
         """Whether the next step may be launched before its token is read: if sampling is greedy and a step follows."""
         options = self.options
-        plain = options.sampling.greedy and options.logprobs is None
+        plain = options.sampling.greedy and options.logprobs is None and options.constraint is None
         return plain and len(self.result.token_ids) + 1 < options.max_tokens
 
     def take(self, logits: Tensor, likeliest: int | None = None) -> str:
@@ -120,8 +120,12 @@ class Answer:
         options, result, stats, stop = self.options, self.result, self.result.stats, self.options.sampling.stop
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
         try:
-            known = likeliest if options.sampling.greedy else None
-            token_id = self._sampler.pick(logits, result.token_ids) if known is None else known
+            constraint = options.constraint
+            allowed = logits if constraint is None else constraint.apply(logits)
+            known = likeliest if options.sampling.greedy and constraint is None else None
+            token_id = self._sampler.pick(allowed, result.token_ids) if known is None else known
+            if constraint is not None:
+                constraint.accept(token_id)
             now = time.perf_counter()
             if not n:
                 stats.first_token_s, self._since = stats.prefill_s + now - self._since, now

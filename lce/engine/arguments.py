@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.layout import Budgets
-from lce.engine.sampling import Sampling
+from lce.engine.sampling import Constraint, Sampling
 from lce.errors import UsageError, nearest, shown
 from lce.files import path_of
 from lce.models.config import ROPE_KINDS, LongRope, RopeConfig
@@ -50,6 +50,8 @@ class GenerationOptions(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    constraint: Constraint | None  # what the text must match; an object for one answer alone
     logprobs: int | None  # record log-probabilities: each token's own, and those of this many likeliest tokens
     progress: Progress | bool | None  # prefill's progress: True for a bar, or a callback (tokens done, total)
 
@@ -64,6 +66,7 @@ class Options:
     max_tokens: int = 256
     context: Context | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    constraint: Constraint | None = None
     logprobs: int | None = None
     progress: Progress | bool | None = None
 
@@ -77,6 +80,8 @@ def generation_options(given: Mapping[str, Any]) -> Options:
         checked["max_tokens"] = count(given["max_tokens"], "max_tokens")
     if given.get("logprobs") is not None:
         checked["logprobs"] = count(given["logprobs"], "logprobs", least=0)
+    if given.get("constraint") is not None and not hasattr(given["constraint"], "apply"):
+        raise UsageError(f"constraint is {shown(given['constraint'])}; expected an object with `apply` and `accept`")
     knobs = {knob: given[knob] for knob in SAMPLING if knob in given}
     return Options(**checked | {"sampling": sampling_of(given.get("sampling"), knobs)})
 

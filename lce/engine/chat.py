@@ -12,14 +12,12 @@ from lce.engine.answer import Generation
 from lce.engine.arguments import GenerationOptions, generation_options
 from lce.engine.context import Context, Unique
 from lce.engine.stream import CancelFlag, Stream
-from lce.errors import ModelError, UsageError
+from lce.errors import UsageError
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText
 
 if TYPE_CHECKING:
     from lce.engine.engine import Engine
-
-_SAID = "This is what was said before."  # stands for the text of a given context, whose messages are unknown
 
 
 @dataclass(frozen=True)
@@ -176,18 +174,7 @@ class Conversation(Unique):
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
         """Return the chat template's text of the messages, as a continuation of the context given at first, if any."""
-        tokenizer = self.engine.tokenizer
-        if not self._before:
-            return tokenizer.render_chat(messages)
-        before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}]
-        chat = tokenizer.render_chat([*before, *messages])
-        at = chat.text.find(_SAID) + len(_SAID)
-        if at < len(_SAID):
-            raise ModelError(
-                "nothing can be asked behind this context, because the chat template leaves out earlier answers; "
-                "begin a new conversation"
-            )
-        return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
+        return self.engine.tokenizer.render_chat(messages, following=bool(self._before))
 
     def _fit(self, chat: ChatText) -> list[int]:
         """Truncate the context to the tokens that agree with the text `chat`; return the ids to prefill after them."""

@@ -19,6 +19,7 @@ from lce.cache.layout import CacheLayout
 from lce.engine.alone import Alone, Keep, blocks
 from lce.engine.answer import Generation, Piece, Stats
 from lce.engine.arguments import GenerationOptions, Options, Prompt, Prompts, are_many, generation_options, ids_of
+from lce.engine.batch import Batch
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
 from lce.engine.eviction import attention_peaks, best_rows, check_evictable, checked_keep, copy_rows, repetitions
@@ -37,6 +38,7 @@ from lce.methods.observed import Observed
 from lce.methods.run import Driver
 from lce.models.config import RopeConfig
 from lce.models.layers import Model
+from lce.models.products import SHARED_ROWS
 from lce.models.rope import Rope
 from lce.progress import Progress, check_progress, reported
 from lce.sizes import count
@@ -58,7 +60,7 @@ class Engine(Unique):
 
     def __init__(
         self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, layout: CacheLayout, method: Method,
-        attention: Attention, window: int, rope: RopeConfig, weights: str | None,
+        attention: Attention, window: int, rope: RopeConfig, weights: str | None, again: Callable[..., Engine],
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
@@ -71,6 +73,7 @@ class Engine(Unique):
         self.rope = rope
         self.weights = weights
         self._fingerprint = checkpoint.fingerprint
+        self._again = again  # `load` with the options of this engine
         config = model.config
         self.identity = Identity(
             lambda: config.identity(checkpoint.fingerprint()),
@@ -91,6 +94,14 @@ class Engine(Unique):
     def recommended_sampling(self) -> Sampling | None:
         """The sampling that the model's generation_config.json recommends, for `sampling=`; None if it names none."""
         return recommended(self.model.config.generation)
+
+    def using(self, method: str | Method) -> Engine:
+        """Return an engine with another method, and this engine's weights and options.
+
+        A method that reads prompts alone (`prefill_method`) is not taken over. Raises `UsageError` for a method or a
+        knob that cannot be used.
+        """
+        return self._again(method=method, sharing=self)
 
     def __repr__(self) -> str:
         where, parts = str(self.device), self.layout.by_device
@@ -113,7 +124,7 @@ class Engine(Unique):
         `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each token and of the k likeliest, and
         `progress`: True for a bar, or a function of the tokens done and the total.
 
-        A list of prompts gives a list of results. The prompts are answered one after the other, each on its own fork of
+        A list of prompts gives a list of results. Up to 8 prompts are answered at once, each on its own fork of
         `context`, if given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError`
         before any work if memory cannot hold the prompt and `max_tokens` more tokens. Warns by `WindowWarning` if the
         text is longer than the method can read. After any error or Ctrl-C, `context` is as it was before.
@@ -122,11 +133,9 @@ class Engine(Unique):
         all_ids = [self._ids(each, checked.context) for each in (prompt if many else [prompt])]
         if not many:
             return self._stream(all_ids[0], checked, CancelFlag(), keep="nothing").finish()
-        found = []
-        for ids in all_ids:
-            fork = None if checked.context is None else checked.context.fork()
-            found.append(self._stream(ids, replace(checked, context=fork), CancelFlag()).finish())
-        return found
+        lanes = min(len(all_ids), SHARED_ROWS)
+        with Batch(self, lanes, len(all_ids), keep=False) as batch:
+            return [stream.finish() for stream in [batch.stream(ids, **options) for ids in all_ids]]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Return a stream that generates text piece by piece from its first `next` on; `stream.result` has the figures.
@@ -142,6 +151,18 @@ class Engine(Unique):
         """Generate like `stream`, for `async for`. The stream's own thread does the work once the loop starts."""
         checked = self._options(options)
         return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
+
+    def batch(
+        self, max_lanes: int | str = SHARED_ROWS, max_waiting: int | str = 256, *, cache_dir: str | Path | None = None,
+        cache_budget: int | str = "50GiB",
+    ) -> Batch:  # fmt: skip
+        """Begin a batch, which runs many requests at once.
+
+        Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
+        requests are kept, and a prompt that begins with the tokens of one is read from there on. With `cache_dir`, a
+        folder, they are kept as files, too, of up to `cache_budget` bytes together, and outlive the process.
+        """
+        return Batch(self, max_lanes, max_waiting, cache_dir, cache_budget)
 
     def beyond(self, n_tokens: int) -> str | None:
         """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""

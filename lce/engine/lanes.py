@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from lce.cache.kv import KVCache
 from lce.engine.sampling import check_logits
 from lce.methods.run import Block, Driver
 from lce.models.layers import Model
-from lce.models.products import SHARED_ROWS
+from lce.models.products import SHARED_ROWS, Slices, put_token, seam, sliced
 from lce.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -98,6 +98,14 @@ class Lane:
                 self.fail(error)
         return torch.zeros_like(q)
 
+    def memory(self) -> list[list[tuple[int, int]]] | None:
+        """Return `Block.memory` of the lane's pass; None if the lane fails."""
+        try:
+            return None if self.error else self._block.memory()
+        except Exception as error:
+            self.fail(error)
+            return None
+
     def finish(self, hidden: Tensor, logits: Tensor) -> None:
         """Commit the lane's tokens to the cache, unless the lane has failed or its logits are not finite."""
         try:
@@ -115,8 +123,10 @@ class Lane:
             self.hidden, self.logits, self.error = None, None, error
 
 
-def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
+def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -> Tensor:
     """Append each lane's tokens to its cache; return the logits after each of the B lanes, `[B, vocab]` float32.
+
+    With `slices`, the kernels of a lane of more than `SHARED_ROWS` tokens on a CPU run in slices.
 
     If a lane fails, its `error` says why, its logits are NaN, and the other lanes go on. After an interruption each
     cache has all tokens of its lane or none.
@@ -129,8 +139,9 @@ def forward(model: Model, lanes: Sequence[Lane]) -> Tensor:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
-                    attend = begun[0]._block if len(begun) == 1 else partial(_attend, begun)
-                    hidden = model(ids, indices, attend)
+                    attend = begun[0]._block if len(begun) == 1 else _LanesAttend(begun)
+                    with sliced(slices if len(ids) > SHARED_ROWS else None):
+                        hidden = model(ids, indices, attend)
                     last = model.logits(hidden[-1:] if len(begun) == 1 else hidden)
                     parts = hidden.split([len(lane.token_ids) for lane in begun])
                     for lane, part, logits in zip(begun, parts, last, strict=True):
@@ -154,8 +165,24 @@ def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
     return [*shared, *([lane] for lane in lanes if len(lane.token_ids) > 1)]
 
 
-def _attend(lanes: Sequence[Lane], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the attention of several lanes, each on its slice of the T tokens of `q [H, T, D]`, `k v [G, T, D]`."""
-    sizes = [len(lane.token_ids) for lane in lanes]
-    parts = zip(lanes, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
-    return torch.cat([lane.attend(layer, *part) for lane, *part in parts], dim=1)
+class _LanesAttend:
+    """The attention of several lanes of one token each, on `q [H, B, D]`, `k v [G, B, D]`: see `AlikeAttend`."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes, self.n_lanes = lanes, len(lanes)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        joined = q.new_empty(self.n_lanes, len(q), q.shape[2]).transpose(0, 1)
+        for i, lane in enumerate(self.lanes):
+            put_token(lane.attend(layer, *(x[:, i : i + 1] for x in (q, k, v))), joined, i)
+            seam()
+        return joined
+
+    def memory(self) -> list[list[tuple[int, int]]] | None:
+        """Return `Block.memory` of all lanes, layer by layer; None if it is None for any lane."""
+        found = []
+        for lane in self.lanes:
+            if (memory := lane.memory()) is None:
+                return None
+            found.append(memory)
+        return [list(chain(*layer)) for layer in zip(*found, strict=True)]

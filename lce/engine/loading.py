@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -78,6 +78,11 @@ def load(
 
     Raises `ModelError` for what is no valid model or cannot be had, and `UsageError` for options that cannot be used.
     """
+    loading: dict[str, Any] = {
+        "device": device, "dtype": dtype, "block": block, "window": window, "attention": attention, "rope": rope,
+        "rope_factor": rope_factor, "kv_device_budget": kv_device_budget, "kv_host_budget": kv_host_budget,
+        "spill_dir": spill_dir, "kv_dtype": kv_dtype, "weights": weights, "length": length,
+    }  # fmt: skip
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
         torch.set_num_threads(_within_cores(count(threads, "threads", most=MOST_THREADS), usable_cores()))
@@ -99,7 +104,7 @@ def load(
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
     if sharing is not None:
         _check_same(sharing, config, checkpoint, layout, scheme)
-        return Engine(sharing.model, tokenizer, checkpoint, *options)
+        return Engine(sharing.model, tokenizer, checkpoint, *options, again=sharing._again)
     if layout.dtype != checkpoint.dtype() or (checkpoint.quantised and not checkpoint.manifest):
         uses_threads()  # converting weights may start threads
     family = model_class(config)
@@ -113,7 +118,8 @@ def load(
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
-    return Engine(family(config, loaded), tokenizer, checkpoint, *options)
+    again = partial(load, model, **loading)
+    return Engine(family(config, loaded), tokenizer, checkpoint, *options, again=again)
 
 
 @cache

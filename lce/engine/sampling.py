@@ -6,8 +6,8 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") 
 class Sampling:
     """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
 
-    Penalties come first, also at temperature 0. `repetition_penalty` divides the positive logits and multiplies the
+    `logit_bias` maps token ids to numbers that are added to their logits, -100 to 100. Penalties come next, also at
+    temperature 0. `repetition_penalty` divides the positive logits and multiplies the
     negative ones of all tokens in context, prompt and answer so far; 1 is off. `presence_penalty` is subtracted from
     the logits of tokens in the answer so far, `frequency_penalty` once for each time the token is there; 0 is off.
 
@@ -45,6 +46,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks = (
@@ -57,6 +59,7 @@ class Sampling:
             ("repetition_penalty", "0.01 to 100; 1 is off", _number, lambda x: 0.01 <= x <= 100),
             ("presence_penalty", "-2 to 2; 0 is off", _number, lambda x: -2 <= x <= 2),
             ("frequency_penalty", "-2 to 2; 0 is off", _number, lambda x: -2 <= x <= 2),
+            ("logit_bias", "token ids with numbers from -100 to 100", _bias, lambda x: True),
         )
         for knob, expected, kind, holds in checks:
             value = getattr(self, knob)
@@ -64,7 +67,7 @@ class Sampling:
                 plain = kind(value)
                 if not holds(plain):
                     raise ValueError
-            except (TypeError, ValueError, OverflowError):
+            except (TypeError, ValueError, OverflowError, AttributeError):
                 raise UsageError(f"{knob} is {shown(value)}; expected {expected}") from None
             object.__setattr__(self, knob, plain)
 
@@ -78,10 +81,30 @@ class Sampling:
         """Whether the next token depends on the tokens before it by more than the model's logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
+    def biased(self, logits: Tensor) -> Tensor:
+        """Return logits `[vocab]` with `logit_bias` added. Raises `UsageError` for ids that the logits do not have."""
+        if not self.logit_bias:
+            return logits
+        if (wrong := max(self.logit_bias)) >= len(logits):
+            raise UsageError(f"logit_bias has token {wrong}; expected ids below {len(logits)}, the model's vocabulary")
+        logits = logits.float().cpu().clone()
+        logits[list(self.logit_bias)] += torch.tensor(list(self.logit_bias.values()))
+        return logits
+
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest by the model's logits: at temperature 0 without penalties."""
-        return self.temperature == 0 and not self.penalises
+        """Whether each token is the likeliest by the model's logits: at temperature 0 without penalties or biases."""
+        return self.temperature == 0 and not self.penalises and not self.logit_bias
+
+
+class Constraint(Protocol):
+    """What a text must match, such as a grammar: it says which tokens may come next."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return logits `[vocab]` with -inf for tokens that may not come next."""
+
+    def accept(self, token_id: int) -> None:
+        """Take the token that comes next."""
 
 
 def _number(value: Any) -> float:
@@ -94,6 +117,13 @@ def _whole(value: Any) -> int | None:
     if isinstance(value, bool):
         raise TypeError
     return None if value is None else operator.index(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    found = {operator.index(token_id): _number(bias) for token_id, bias in value.items()}
+    if any(token_id < 0 or not -100 <= bias <= 100 for token_id, bias in found.items()):
+        raise ValueError
+    return found
 
 
 def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
@@ -141,6 +171,7 @@ class Sampler:
 
         Time: O(vocab), or O(vocab log vocab) if `top_p` keeps thousands; with penalties also O(n log n) for n tokens.
         """
+        logits = self.sampling.biased(logits)
         if self.sampling.penalises:
             logits = penalised(logits.float().cpu(), self.sampling, self._prompt, answer)
         if self.sampling.temperature == 0:

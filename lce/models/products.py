@@ -18,6 +18,9 @@ from lce.kernels.code.shared import Gate as Gate  # for families
 from lce.kernels.cpu import elementwise, panels
 from lce.kernels.cpu.elementwise import runs_on
 from lce.kernels.cpu.kernel import DTYPES
+from lce.kernels.cpu.kernel import Slices as Slices  # for lanes and batches
+from lce.kernels.cpu.kernel import seam as seam
+from lce.kernels.cpu.kernel import sliced as sliced
 from lce.kernels.cpu.products import product
 from lce.kernels.cpu.replay import Replays as Replays  # for models
 from lce.kernels.cuda import launching
@@ -202,6 +205,15 @@ def merge_heads(out: Tensor) -> Tensor:
     """Return the heads' outputs `[H, T, D]` side by side, `[T, H · D]`. The result for one token is a view."""
     n = out.shape[1]
     return out.reshape(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
+
+
+def put_token(out: Tensor, joined: Tensor, token: int) -> None:
+    """Copy attention's output for a token, `[H, 1, D]`, to `joined [H, B, D]`, whose memory is that of `[B, H, D]`."""
+    rows = joined.transpose(0, 1)[token][:, None]
+    if runs_on(out) and out.dtype is rows.dtype:
+        elementwise.append(out, out, rows, rows, 0, None, None)
+    else:
+        rows.copy_(out)
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, float32, int64
 
 from lce.kernels.code import vectors
-from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
+from lce.kernels.code.compiling import ByDtype, by_dtype, features, inner, kernel, number_of
 from lce.kernels.code.numbers import (
     exp,
     gate_power,
@@ -24,6 +24,8 @@ from lce.kernels.code.numbers import (
 )
 from lce.kernels.code.shared import BEGUN_BYTES, LANES, MOST_ROWS, PRODUCT_ROWS
 
+_TOGETHER = 2 if "avx512f" in features() else 1  # weight rows that are multiplied at a time with four rows of x
+_PIECE = 12  # steps that are done at a time with all rows of a task, so that x stays in the L1 cache
 _CHAINS = 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 
 
@@ -36,7 +38,9 @@ def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_
     n_parts = 2 if gate else 1
     x_at_first = memory + BEGUN_BYTES
     x = carray(pointer(x_at_first, float32), (n if n <= 2 else (n + 3) // 4 * 4, size + _APART))
-    sums = carray(pointer(x_at_first + 4 * MOST_ROWS * (size + _APART), float32), (2, MOST_ROWS, PRODUCT_ROWS))
+    sums_at = x_at_first + 4 * MOST_ROWS * (size + _APART)
+    sums = carray(pointer(sums_at, float32), (2, MOST_ROWS, PRODUCT_ROWS))
+    held_at = sums_at + 4 * 2 * MOST_ROWS * PRODUCT_ROWS
     if begins(memory):
         norm = carray(pointer(norm_at, stored), (size,))
         x[n:] = np.float32(0)
@@ -52,7 +56,7 @@ def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_
         for part in range(n_parts):
             row_at = part * n_out + first
             bias = carray(pointer(bias_at + row_at * itemsize, stored), (PRODUCT_ROWS,))
-            _dots(x, n, weight_at + row_at * size * itemsize, size, n_here, sums[part])
+            _dots(x, n, weight_at + row_at * size * itemsize, size, n_here, sums[part], held_at)
             if bias_at:
                 for i in range(n):
                     for row in range(n_here):
@@ -100,10 +104,35 @@ _squares = sum_of_squares["float32"]
 
 
 _dots_of = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1, 2: 1, 4: 1}, _CHAINS))
+_add_dots = ByDtype(lambda dtype: vectors.add_dots(dtype, 4, _TOGETHER, _CHAINS))
+_put_dots = vectors.put_dots(4, _TOGETHER, _CHAINS)
 
 
 @by_dtype(inner)
-def _dots(x, n, weight_at, size, n_here, sums):
+def _dots_in_pieces(x, n, weight_at, size, n_rows, n_steps, sums, held_at):
+    """Do what `_dots` does for more than two rows of x, a multiple of `_TOGETHER` weight rows, and whole steps.
+
+    The sums have the same order. The memory at `held_at` has them while other pieces of the inputs are multiplied.
+    """
+    n_sums = 4 * _TOGETHER * _CHAINS
+    x_row, sums_row, w_row = 4 * x.shape[1], 4 * sums.shape[1], size * itemsize
+    n_tiles, n_fours = n_rows // _TOGETHER, (n + 3) // 4
+    held = carray(pointer(held_at, float32), (PRODUCT_ROWS // _TOGETHER, 2, n_sums, LANES))
+    held[:n_tiles, :n_fours] = np.float32(0)
+    for first in range(0, n_steps, _PIECE):
+        n_here = min(_PIECE, n_steps - first)
+        x_at, w_at = first * _CHAINS * LANES * 4, first * _CHAINS * LANES * itemsize
+        for tile in range(n_tiles):
+            at = weight_at + tile * _TOGETHER * w_row + w_at
+            for i in range(n_fours):
+                _add_dots(x[4 * i].ctypes.data + x_at, x_row, at, w_row, held[tile, i].ctypes.data, n_here)
+    for tile in range(n_tiles):
+        for i in range(n_fours):
+            _put_dots(held[tile, i].ctypes.data, sums[4 * i, tile * _TOGETHER :].ctypes.data, sums_row)
+
+
+@by_dtype(inner)
+def _dots(x, n, weight_at, size, n_here, sums, held_at):
     """Write the dot products of n rows of x with the `n_here` weight rows at an address to `sums [n, n_here]`.
 
     The first `size` numbers of a row of x are used. If n > 2, x and `sums` have padding up to a multiple of four rows.
@@ -112,7 +141,10 @@ def _dots(x, n, weight_at, size, n_here, sums):
     """
     n_steps, x_row, sums_row = size // (_CHAINS * LANES), 4 * x.shape[1], 4 * sums.shape[1]
     whole, rows = n_steps * _CHAINS * LANES, min(n, 4) if n != 3 else 4
-    for row in range(n_here if n_steps else 0):
+    done = n_here // _TOGETHER * _TOGETHER if n > 2 and n_steps else 0
+    if done:
+        _dots_in_pieces(x, n, weight_at, size, done, n_steps, sums, held_at)
+    for row in range(done, n_here if n_steps else 0):
         at, to = weight_at + row * size * itemsize, sums[0, row:].ctypes.data
         for i in range(0, n, 4):
             _dots_of(rows, x[i].ctypes.data, x_row, at, 0, to + i * sums_row, sums_row, n_steps)

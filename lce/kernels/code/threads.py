@@ -151,10 +151,25 @@ def run(first, stop, memory, job):
         job = load(job + words.CALL_NEXT)
 
 
+@kernel
+def run_chains(first, stop, memory, table):
+    """Run jobs one after the other, from each of some addresses on: a chain has all its work done by one thread."""
+    for number in range(first, stop):
+        job = load(table + 8 * number)
+        while job:
+            if load(job + words.CALL_STRIDE):
+                store(memory, 0)
+            kernel_at, n_args = load(job + words.CALL_KERNEL), load(job + words.CALL_N_ARGS)
+            from_item, to_item = load(job + words.CALL_FIRST), load(job + words.CALL_ITEMS)
+            call_packed(kernel_at, from_item, to_item, memory, job + words.CALL_ARGS, n_args)
+            job = load(job + words.CALL_NEXT)
+
+
 @inner
 def _run_job(job):
     """Run a job: with the pool's workers, or alone if another thread has the pool."""
-    pool, n, n_threads = load(job + words.CALL_POOL), load(job + words.CALL_ITEMS), load(job + words.CALL_THREADS)
+    pool, n_threads = load(job + words.CALL_POOL), load(job + words.CALL_THREADS)
+    first, stop = load(job + words.CALL_FIRST), load(job + words.CALL_ITEMS)
     memory_at, stride = load(job + words.CALL_MEMORY), load(job + words.CALL_STRIDE)
     for i in range(n_threads if stride else 0):
         store(memory_at + i * stride, 0)
@@ -163,11 +178,11 @@ def _run_job(job):
         if now < load(pool + words.UNTIL):
             n_threads = min(n_threads, load(pool + words.FEWER))
         if n_threads > 1:
-            _share(pool, job, n, n_threads, now)
+            _share(pool, job, stop - first, n_threads, now)
             store(pool + words.LOCK, 0)
             return
         store(pool + words.LOCK, 0)
-    _run(job, 0, 0, n)
+    _run(job, 0, first, stop)
 
 
 @inner

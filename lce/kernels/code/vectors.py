@@ -183,48 +183,101 @@ def dots(pairs: bool, dtype: str, columns: dict[int, int], chains: int = 1, lane
     `dtype`. With `pairs`, Q and K are bfloat16, and a vector has 32 numbers. A vector has at least `rows · columns`
     lanes. The order of a sum does not depend on `rows` and `columns`.
     """
-    width, kind = lanes * 4 if pairs else lanes * ITEMSIZE[dtype], "float32" if pairs else dtype
-    floats, n_bytes = ir.VectorType(_F32, lanes), 4 * lanes
+    kind = "float32" if pairs else dtype
 
     def emit(builder: Any, rows: int, n_keys: int, args: Any) -> None:
         q, q_stride, k, k_stride, out, out_stride, n = args
-        cells = [(chain, i, j) for chain in range(chains) for j in range(n_keys) for i in range(rows)]
-
-        def turn(step: Any, sums: Any) -> Any:
-            left, right, after = {}, {}, {}
-            for chain, i, j in cells:
-                if j == 0:
-                    here = builder.add(builder.mul(step, i64(n_bytes * chains)), i64(n_bytes * chain))
-                    at = builder.add(builder.mul(q_stride, i64(i)), here)
-                    left[i] = _load_words(builder, q, at, "float32", lanes)
-                if i == 0:
-                    there = builder.add(builder.mul(step, i64(width * chains)), i64(width * chain))
-                    right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, i64(j)), there), kind, lanes)
-                after[chain, i, j] = multiply_add(builder, pairs, left[i], right[j], sums[chain, i, j])
-            return after
-
-        after = loop(builder, n, dict.fromkeys(cells, ir.Constant(floats, [0.0] * lanes)), turn)
-        sums = [after[0, i, j] for i in range(rows) for j in range(n_keys)]
-        for chain in range(1, chains):
-            sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
-        sums += [ir.Constant(floats, [0.0] * lanes)] * ((1 << (len(sums) - 1).bit_length()) - len(sums))
-        for distance in _halves(lanes):
-            if distance < len(sums):  # two vectors become one vector with the partial sums of both
-                halves = [exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
-                sums = [builder.fadd(*pair) for pair in halves]
-            else:
-                order = ir.Constant(ir.VectorType(_I32, lanes), [lane ^ distance for lane in range(lanes)])
-                sums = [builder.fadd(each, builder.shuffle_vector(each, each, order)) for each in sums]
-        for i in range(rows):
-            chosen = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
-            part = builder.shuffle_vector(sums[0], sums[0], chosen)
-            place = _at(builder, out, builder.mul(out_stride, i64(i)), ir.VectorType(_F32, n_keys))
-            builder.store(part, place, align=4)
+        zero = ir.Constant(ir.VectorType(_F32, lanes), [0.0] * lanes)
+        starts = dict.fromkeys(_cells(rows, n_keys, chains), zero)
+        after = _added(builder, pairs, kind, starts, (q, q_stride, k, k_stride, n), lanes)
+        _put_dots(builder, rows, n_keys, after, out, out_stride, lanes)
 
     def emit_all(builder: Any, n_rows: Any, *args: Any) -> None:
         switch(builder, n_rows, {rows: partial(emit, builder, rows, n, args) for rows, n in columns.items()})
 
     return intrinsic_of(f"dots {pairs} {dtype} {columns} {chains} {lanes}", types.void(*[types.intp] * 8), emit_all)
+
+
+def add_dots(dtype: str, rows: int, n_keys: int, chains: int) -> Callable[..., Any]:
+    """Return the intrinsic `(q, q_stride, k, k_stride, sums, n)`, which does some steps of `dots`.
+
+    It adds to vectors `sums [chains · rows · n_keys, 16]` in memory. They have the results of `dots` once all steps are
+    done, and `put_dots` has added up each of them. So steps can be done in pieces for which a cache has space.
+    """
+    floats, cells = ir.VectorType(_F32, LANES), _cells(rows, n_keys, chains)
+
+    def emit(builder: Any, *args: Any) -> None:
+        *matrices, sums, n = args
+        places = {cell: _at(builder, sums, i64(4 * LANES * i), floats) for i, cell in enumerate(cells)}
+        starts = {cell: builder.load(places[cell], align=4) for cell in cells}
+        after = _added(builder, False, dtype, starts, (*matrices, n), LANES)
+        for cell in cells:
+            builder.store(after[cell], places[cell], align=4)
+
+    return intrinsic_of(f"add dots {dtype} {rows} {n_keys} {chains}", types.void(*[types.intp] * 6), emit)
+
+
+def put_dots(rows: int, n_keys: int, chains: int) -> Callable[..., Any]:
+    """Return the intrinsic `(sums, out, out_stride)`, which writes what `add_dots` has added up, `[rows, n_keys]`."""
+    floats, cells = ir.VectorType(_F32, LANES), _cells(rows, n_keys, chains)
+
+    def emit(builder: Any, sums: Any, out: Any, out_stride: Any) -> None:
+        places = (_at(builder, sums, i64(4 * LANES * i), floats) for i in range(len(cells)))
+        after = {cell: builder.load(place, align=4) for cell, place in zip(cells, places, strict=True)}
+        _put_dots(builder, rows, n_keys, after, out, out_stride, LANES)
+
+    return intrinsic_of(f"put dots {rows} {n_keys} {chains}", types.void(*[types.intp] * 3), emit)
+
+
+def _cells(rows: int, n_keys: int, chains: int) -> list[tuple[int, int, int]]:
+    """Return the keys of the partial sums of `dots`: a chain, a row of Q, a row of K."""
+    return [(chain, i, j) for chain in range(chains) for j in range(n_keys) for i in range(rows)]
+
+
+def _added(
+    builder: Any, pairs: bool, kind: str, starts: dict[tuple[int, int, int], Any], args: Any, lanes: int
+) -> dict[tuple[int, int, int], Any]:
+    """Emit steps of `dots`, from the partial sums `starts` on; return those after the last step."""
+    q, q_stride, k, k_stride, n = args
+    chains, n_bytes = 1 + max(chain for chain, _, _ in starts), 4 * lanes
+    width = n_bytes if pairs else lanes * ITEMSIZE[kind]
+
+    def turn(step: Any, sums: Any) -> Any:
+        left, right, after = {}, {}, {}
+        for chain, i, j in starts:
+            if j == 0:
+                here = builder.add(builder.mul(step, i64(n_bytes * chains)), i64(n_bytes * chain))
+                at = builder.add(builder.mul(q_stride, i64(i)), here)
+                left[i] = _load_words(builder, q, at, "float32", lanes)
+            if i == 0:
+                there = builder.add(builder.mul(step, i64(width * chains)), i64(width * chain))
+                right[j] = _load_words(builder, k, builder.add(builder.mul(k_stride, i64(j)), there), kind, lanes)
+            after[chain, i, j] = multiply_add(builder, pairs, left[i], right[j], sums[chain, i, j])
+        return after
+
+    return loop(builder, n, starts, turn)
+
+
+def _put_dots(builder: Any, rows: int, n_keys: int, after: Any, out: Any, out_stride: Any, lanes: int) -> None:
+    """Emit the addition of each cell's partial sums, and store the results, `[rows, n_keys]`."""
+    chains = 1 + max(chain for chain, _, _ in after)
+    sums = [after[0, i, j] for i in range(rows) for j in range(n_keys)]
+    for chain in range(1, chains):
+        sums = [builder.fadd(sums[i * n_keys + j], after[chain, i, j]) for i in range(rows) for j in range(n_keys)]
+    zero = ir.Constant(ir.VectorType(_F32, lanes), [0.0] * lanes)
+    sums += [zero] * ((1 << (len(sums) - 1).bit_length()) - len(sums))
+    for distance in _halves(lanes):
+        if distance < len(sums):  # two vectors become one vector with the partial sums of both
+            halves = [exchanged(builder, sums[i], sums[i + distance], distance) for i in range(distance)]
+            sums = [builder.fadd(*pair) for pair in halves]
+        else:
+            order = ir.Constant(ir.VectorType(_I32, lanes), [lane ^ distance for lane in range(lanes)])
+            sums = [builder.fadd(each, builder.shuffle_vector(each, each, order)) for each in sums]
+    for i in range(rows):
+        chosen = ir.Constant(ir.VectorType(_I32, n_keys), list(range(i * n_keys, (i + 1) * n_keys)))
+        part = builder.shuffle_vector(sums[0], sums[0], chosen)
+        place = _at(builder, out, builder.mul(out_stride, i64(i)), ir.VectorType(_F32, n_keys))
+        builder.store(part, place, align=4)
 
 
 def _halves(lanes: int) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -16,7 +17,46 @@ from lce.kernels.cpu import library, threads
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in kernels' code
 
-_thread = threading.local()  # `calls`: where this thread's calls of kernels are recorded, if they are
+_SHARES = 64  # A slice is at first this share of a kernel's items, because nothing says how long an item takes.
+
+
+class _Thread(threading.local):
+    """Of each Python thread: where its calls of kernels are recorded, and what cuts them into slices."""
+
+    calls: list[Any] | None = None
+    slices: Slices | None = None
+
+
+class Slices:
+    """Runs kernels in slices of their items, and calls `pause` between two slices once its time has come.
+
+    `pause` returns the seconds until it is to be called again. It may run kernels, and those are not cut. Results have
+    the same bits as without slices, because an item's result depends on no other item.
+    """
+
+    def __init__(self, pause: Callable[[], float]) -> None:
+        self._pause = pause
+        self._until = 0.0
+
+    def run(self, address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int]) -> None:
+        """Run a kernel, as `threads.run` does."""
+        least = max(least, 1) * torch.get_num_threads()
+        first, stop = 0, min(n, max(least, n // _SHARES))
+        while first < n:
+            began = time.perf_counter()
+            threads.run(address, stop, args, least // torch.get_num_threads(), memory, tail, first)
+            now = time.perf_counter()
+            item_s = (now - began) / (stop - first)
+            if now >= self._until:
+                with sliced(None), recording(None):
+                    seconds = self._pause()
+                now = time.perf_counter()
+                self._until = now + seconds
+            size = max(least, int((self._until - now) / item_s))
+            first, stop = stop, n if stop + 2 * size >= n else stop + size
+
+
+_thread = _Thread()
 
 
 class Kernel:
@@ -35,10 +75,10 @@ class Kernel:
 
         Each thread has `memory` bytes of its own; a `tail` is one more argument, an address: as `threads.run` says.
         """
-        calls: list[threads.Call] | None = getattr(_thread, "calls", None)
-        if calls is not None:
-            calls.append((self.address, n, args, least, memory, tail))
-        threads.run(self.address, n, args, least, memory, tail)
+        if _thread.calls is not None:
+            _thread.calls.append((self.address, n, args, least, memory, tail))
+        run = threads.run if _thread.slices is None else _thread.slices.run
+        run(self.address, n, args, least, memory, tail)
 
     @cached_property
     def address(self) -> int:
@@ -46,10 +86,26 @@ class Kernel:
         return library.address(self.name, self.kind)
 
 
+def seam() -> None:
+    """Tell a recording that the calls since the last seam do not depend on those before them: it gets None."""
+    if _thread.calls is not None:
+        _thread.calls.append(None)
+
+
 @contextmanager
-def recording(calls: list[threads.Call] | None) -> Iterator[list[threads.Call]]:
+def sliced(slices: Slices | None) -> Iterator[None]:
+    """Have this thread's calls of kernels inside `with` cut into slices; None stops that."""
+    before, _thread.slices = _thread.slices, slices
+    try:
+        yield
+    finally:
+        _thread.slices = before
+
+
+@contextmanager
+def recording(calls: list[Any] | None) -> Iterator[list[Any]]:
     """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
-    before, _thread.calls = getattr(_thread, "calls", None), calls
+    before, _thread.calls = _thread.calls, calls
     try:
         yield calls if calls is not None else []
     finally:

@@ -28,13 +28,13 @@ def product(
 
     All tensors are contiguous, on the CPU and of one dtype, except that `out_dtype`, `onto` and an x with a norm may be
     float32. Arithmetic is float32, rounded once at the end. A row of the result has the same bits for any T and number
-    of threads. Bytes moved: the weights once. Eight rows take two to four times as long as one row.
+    of threads. Bytes moved: the weights once. Eight rows take less than twice the time of one row with AVX-512.
     """
     (n_rows, size), dtype = weight.shape, weight.dtype
     own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype)
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
-    memory = BEGUN_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART)
+    memory = BEGUN_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART + 32 * PRODUCT_ROWS)
     _product[dtype](-(-n_out // PRODUCT_ROWS), x.data_ptr(), weight.data_ptr(), *given, memory=memory)
     return out
 

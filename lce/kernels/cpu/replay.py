@@ -59,19 +59,21 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class AlikeAttend(Protocol):
-    """Attention that may be alike in all layers."""
+    """Attention of `n_lanes` tokens, each of its own text, that may be alike in all layers."""
+
+    n_lanes: int
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
     def memory(self) -> Sequence[Sequence[Range]] | None:
-        """Prepare all layers for the pass' token, and return the memory of each layer's keys and values.
+        """Prepare all layers for the pass' tokens, and return the memory of each layer's keys and values.
 
         None: one layer's attention does not tell what the other layers' would do.
         """
 
 
 class _Recording:
-    """The kernels of a pass of one token through a model, in parts that end with a call of attention.
+    """The kernels of a pass of one token of each of n lanes, in parts that end with a call of attention.
 
     `x` is the memory of the hidden states before the pass, `result` that of the hidden states after it. For each call
     of attention there is what it was asked, what it answered, and the places of the answer's address in the arguments
@@ -79,7 +81,7 @@ class _Recording:
     """
 
     def __init__(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> None:
-        """Run `layers` on `x [1, hidden]`, and record its kernels."""
+        """Run `layers` on `x [n, hidden]`, and record its kernels."""
         self.x, self.watch, self.kept = x, _Watch(), False
         self.asked: list[_Asked] = []
         self.answers: list[Tensor] = []
@@ -116,7 +118,7 @@ class _Recording:
             part.run()
             if number < len(self.asked):
                 template = number == _TEMPLATE and memory
-                watch, calls = _Watch(), list[Call]()
+                watch, calls = _Watch(), list[Call | None]()
                 with watch if template else nullcontext(), recording(calls):
                     answer, before = self._answer(attend, number), self.answers[number]
                 if (answer.shape, answer.stride(), answer.dtype) != (before.shape, before.stride(), before.dtype):
@@ -135,7 +137,7 @@ class _Recording:
             self.parts[number + 1].set(*place, answer.data_ptr())
         self.answers[number] = answer
 
-    def _replay_alike(self, calls: Sequence[Call], answer: Tensor, memory: Sequence[Sequence[Range]]) -> None:
+    def _replay_alike(self, calls: Sequence[Call | None], answer: Tensor, memory: Sequence[Sequence[Range]]) -> None:
         """Run all that follows the template's attention: the same `calls` in each layer, with the layer's own memory.
 
         Each layer's attention overwrites the answer of the one before, which was read.
@@ -179,29 +181,39 @@ def _resumed(answers: Sequence[Tensor], attend: Attend) -> Attend:
     return resumed
 
 
-class Replays:
-    """A model's recorded pass of one token, one for each thread that runs the model."""
+class _Held(threading.local):
+    """A thread's recordings by the number of lanes; False: a pass cannot be replayed, None: it is to be recorded."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self.recordings: dict[int, _Recording | bool | None] = {}
+
+
+class Replays:
+    """A model's recorded passes of one token of each of n lanes: for each thread and n, one."""
+
+    def __init__(self) -> None:
+        self._local = _Held()
 
     def run(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)` for `x [T, hidden]`; the second pass of one token on a CPU replays the first.
+        """Return `layers(x, attend)` for `x [T, hidden]`; on a CPU, the second pass of T lanes replays the first.
 
-        Nothing is replayed if an operator of PyTorch computes anything between two kernels, or while a profile is
-        taken. Replayed results have the same bits. Bytes kept: the activations of one token in each layer.
+        `attend.n_lanes`, 1 if `attend` does not have it, says how many lanes there are. Nothing is replayed unless
+        each has one token, if an operator of PyTorch computes anything between two kernels, or while a profile is
+        taken. Replayed results have the same bits. Bytes kept: the activations of T tokens in each layer.
         """
-        if len(x) != 1 or not x.is_cpu or not torch.is_inference_mode_enabled() or is_profiling():
+        n = len(x)
+        if n != getattr(attend, "n_lanes", 1) or not x.is_cpu or not torch.is_inference_mode_enabled():
             return layers(x, attend)
-        found: _Recording | bool | None = getattr(self._local, "recording", None)
-        if found is False:
+        held = self._local.recordings
+        found = held.get(n)
+        if found is False or is_profiling():
             return layers(x, attend)
-        self._local.recording = None  # and so it stays if attention raises an error, which may keep vectors
+        held[n] = None  # and so it stays if attention raises an error, which may keep vectors
         if isinstance(found, _Recording):
             result = found.replay(x, layers, attend)
         else:
             found = _Recording(x, layers, attend)
             result = found.result.clone()
         # What attention keeps must not be written again: the next pass is recorded with memory of its own.
-        self._local.recording = None if found.kept else False if found.watch.computes else found
+        held[n] = None if found.kept else False if found.watch.computes else found
         return result

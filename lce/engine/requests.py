@@ -1,0 +1,184 @@
+"""The requests of a batch, and the streams by which their callers read the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self
+
+from lce.engine.answer import Answer, Generation, Piece
+from lce.engine.arguments import Options
+from lce.engine.context import Context, Unique
+from lce.progress import Progress
+from lce.tokenizer.chat import ChatText
+
+if TYPE_CHECKING:
+    from lce.engine.engine import Engine
+
+State = Literal["waiting", "prefill", "decode", "done"]
+Item = Piece | BaseException | None  # None ends the stream
+
+
+class Channel:
+    """A queue of a stream's items from the engine's thread to one reader, in a thread or in an event loop."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._changed = threading.Condition()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def put(self, item: Item) -> None:
+        """Add an item; any thread may call this."""
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify_all()
+            if self._waiting is not None and not self._waiting[0].is_closed():
+                self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
+
+    def get(self) -> Item:
+        """Wait for an item and return it. The last one stays, so that it is found again."""
+        with self._changed:
+            while not self._items:
+                self._changed.wait()
+            return self._next()
+
+    async def receive(self) -> Item:
+        """Wait for an item like `get`, in an event loop. A task that is cancelled while it waits loses no item."""
+        while True:
+            with self._changed:
+                if self._items:
+                    self._waiting = None
+                    return self._next()
+                event = asyncio.Event()
+                self._waiting = asyncio.get_running_loop(), event
+            await event.wait()
+
+    def _next(self) -> Item:
+        return self._items.popleft() if isinstance(self._items[0], Piece) else self._items[0]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its options, and how far a batch is with the answer. The engine's thread alone changes it.
+
+    `start` is the context that the prompt continues, if any; a fork of it is read on. `context` has the tokens from the
+    time on when the prompt is read; `n_before` of its tokens precede the prompt. `name` is the name under which the
+    context is kept once the prompt is read; then no answer is generated.
+    """
+
+    engine: Engine
+    prompt: Sequence[int] | ChatText
+    ids: list[int]
+    options: Options
+    start: Context | None = None
+    name: str | None = None
+    result: Generation = field(default_factory=Generation)
+    channel: Channel = field(default_factory=Channel)
+    state: State = "waiting"
+    cancelled: bool = False
+    asked: float = 0.0  # the time of the request
+    context: Context | None = None
+    answer: Answer | None = None
+    n_before: int = 0
+    n_said: int = 0  # tokens of the context before the answer
+    n_read: int = 0  # tokens of the prompt that are cached
+    report: Progress | None = None
+    closing: ExitStack = field(default_factory=ExitStack)
+
+
+def _cancel(request: Request) -> None:
+    request.cancelled = True
+
+
+class BatchStream(Unique):
+    """The answer to a request of a batch: an iterator over its pieces, for `for` and for `async for`.
+
+    `result` has the text so far, and is complete at the end. A stream that nobody holds any more is cancelled.
+    """
+
+    _instead = "its result can be"
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._end = weakref.finalize(self, _cancel, request)
+        self._end.atexit = False
+
+    @property
+    def result(self) -> Generation:
+        """The generation so far. `stats.read_before` counts the tokens of the prompt that were cached."""
+        return self._request.result
+
+    @property
+    def state(self) -> State:
+        """What the batch does with the request: it is waiting, in prefill, in decode, or done."""
+        return self._request.state
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The ids of the prompt."""
+        return self._request.ids
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The number of the prompt's tokens that are read or were cached, and the number of its tokens."""
+        return self._request.n_read, len(self._request.ids)
+
+    def cancel(self) -> None:
+        """Ask the request to end, and return at once. What was read of the prompt stays cached."""
+        self._request.cancelled = True
+
+    close = cancel
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if (item := self._request.channel.get()) is None:
+            raise StopIteration
+        return self._raised(item)
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if (item := await self._request.channel.receive()) is None:
+            raise StopAsyncIteration
+        return self._raised(item)
+
+    @staticmethod
+    def _raised(item: Item) -> Piece:
+        if isinstance(item, BaseException):
+            raise item
+        assert item is not None
+        return item
+
+    def finish(self) -> Generation:
+        """Wait for the end of the answer, and return the result. Raises the request's error."""
+        try:
+            for _ in self:
+                pass
+        except BaseException:
+            self.cancel()
+            raise
+        return self.result
+
+    async def afinish(self) -> Generation:
+        """Wait like `finish`, in an event loop."""
+        try:
+            async for _ in self:
+                pass
+        except BaseException:
+            self.cancel()
+            raise
+        return self.result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
