@@ -69,6 +69,8 @@ class Face:
             "Engine.logits": (self.engine.logits, {"token_ids": [5]}),
             "Engine.score": (self.engine.score, {"token_ids": [5, 6]}),
             "Engine.trace": (self.engine.trace, {"token_ids": [5]}),
+            "Engine.batch": (lambda **o: self.engine.batch(**o).close(), {}),
+            "Engine.using": (self.engine.using, {"method": "full"}),
             "Engine.beyond": (self.engine.beyond, {"n_tokens": 3}),
             "Engine.new_context": (self.engine.new_context, {"length": 3}),
             "Engine.rope_of": (self.engine.rope_of, {"length": 3}),

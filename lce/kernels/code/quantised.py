@@ -26,9 +26,9 @@ from lce.kernels.code.codes import dot, rows_of_block, sum_factor
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
 from lce.kernels.code.numbers import STORED, bits_of_float, float_of_bits, pointer, read, read_row, write
 from lce.kernels.code.products import around_of, begins, finish_row
-from lce.kernels.code.shared import BEGUN_BYTES, INT4, INT8, ITEMSIZE, LANES, LAYOUTS, QUANTISED_TASK, SUPER
+from lce.kernels.code.shared import BEGUN_BYTES, INT4, INT8, ITEMSIZE, LANES, LAYOUTS, MOST_ROWS, QUANTISED_TASK, SUPER
 
-_ROWS = 4  # rows of x that are multiplied with a block at a time; a single row is multiplied alone
+_FEW = 4  # rows of x that are multiplied with a block at a time; more are multiplied eight at a time, one alone
 _PLANES = {"float32": 2, "bfloat16": 1, "float16": 1}  # number of planes: halfwords per number
 _SHRINKS = 4  # ranges of weights that 4-bit quantisation tries for each group
 _SHRINK = np.float32(0.06)  # each range tried is narrower than the last by this part of the group's whole range
@@ -50,7 +50,8 @@ _read = ByDtype(lambda kind: read[kind[1]])
 _read_row = ByDtype(lambda kind: read_row[kind[1]])
 _finish_row = ByDtype(lambda kind: finish_row[kind[1]])
 _dot_1 = ByDtype(lambda kind: dot(kind[0], 1, _PLANES[kind[1]]))
-_dot_4 = ByDtype(lambda kind: dot(kind[0], _ROWS, _PLANES[kind[1]]))
+_dot_few = ByDtype(lambda kind: dot(kind[0], _FEW, _PLANES[kind[1]]))
+_dot_many = ByDtype(lambda kind: dot(kind[0], MOST_ROWS, _PLANES[kind[1]]))
 _unpacked = ByDtype(lambda kind: rows_of_block(*kind))
 _itemsize = ByDtype(lambda kind: ITEMSIZE[kind[1]])
 _read_scale, _write_scale = read["bfloat16"], write["bfloat16"]
@@ -63,7 +64,7 @@ def product(
     gate, adds, wide_x, wide_out = around_of(around)
     n_parts = 2 if gate else 1
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
-    rows = 1 if n == 1 else _ROWS
+    rows = 1 if n == 1 else _FEW if n <= _FEW else MOST_ROWS
     n_tiles = (n + rows - 1) // rows
     tile_size = rows * n_groups  # groups in a tile; a tile is `rows` rows of x, multiplied with a block together.
     # Each thread has its own memory for x as integers, for factors, for one row of x as float32, and for dot products.
@@ -85,8 +86,10 @@ def product(
                 of_tile, to = factors_at + 8 * tile * tile_size, dots[part, tile * rows].ctypes.data
                 if rows == 1:
                     _dot_1(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
+                elif rows == MOST_ROWS:
+                    _dot_many(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
                 else:
-                    _dot_4(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
+                    _dot_few(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
         row = first * LANES
         n_here = min(LANES, n_out - row)
         for part in range(n_parts if bias_at else 0):
