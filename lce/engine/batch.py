@@ -15,7 +15,8 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -84,7 +85,7 @@ class Batch(Unique):
         self._changed = threading.Condition()
         self._prefixes = PrefixCache(folder, (free_host_memory() or 8 << 30) // 2, budget, self._wake)
         self._engines: dict[Method, Engine] = {engine.method: engine}
-        self._named: dict[str, Context] = {}
+        self._named: dict[str, tuple[Engine, Context]] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order in which they were admitted
         self._ending: float | None = None  # the time until which running requests may go on; None: no end is planned
@@ -92,6 +93,8 @@ class Batch(Unique):
         self._slice_s = 0.0  # the seconds of the next slice of prefill
         self._shortest_s: dict[int, float] = {}  # by the number of lanes: the time of a pass of decode at its fastest
         self._slices = Slices(self._pause)
+        # A thread of its own for decode: prefill, which it interrupts, goes on with what its own thread keeps in memory.
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="lce-decode")
         self._thread = threading.Thread(target=self._work, name="lce-batch", daemon=True)
         self._thread.start()
 
@@ -131,10 +134,10 @@ class Batch(Unique):
         if isinstance(context, str):
             if context not in self._named:
                 raise UsageError(f"there is no context {shown(context)}; {nearest(context, self._named)}")
-            start = self._named[context]
-            if method is not None and start._identity is not engine.identity:
+            own, start = self._named[context]
+            if method is not None and own is not engine:
                 raise UsageError(f"the context {context} has a method of its own; leave `method` out")
-            engine = next(each for each in self._engines.values() if each.identity is start._identity)
+            engine = own
         elif context is not None:
             start = engine._own(context)
         checked = engine._options(cast(GenerationOptions, options))
@@ -152,7 +155,7 @@ class Batch(Unique):
     def add_context(self, name: str, path: str | Path) -> None:
         """Keep the context in a file, made with the batch's engine, under a name. Raises `DataError` if it is none."""
         self._check_name(name)
-        self._named[name] = self.engine.open_context(path)
+        self._named[name] = self.engine, self.engine.open_context(path)
 
     def _check_name(self, name: object) -> None:
         if not isinstance(name, str) or not name or len(name) > 200 or not name.isprintable() or "@" in name:
@@ -163,7 +166,7 @@ class Batch(Unique):
     @property
     def contexts(self) -> dict[str, Context]:
         """The named contexts."""
-        return dict(self._named)
+        return {name: context for name, (_, context) in self._named.items()}
 
     def drop_context(self, name: str) -> None:
         """Give up a named context. Requests that have begun with it go on. Raises `UsageError` if there is none."""
@@ -238,12 +241,15 @@ class Batch(Unique):
                 self._running.append(self._waiting.popleft())
 
     def _decode(self) -> None:
-        """Generate one token of every answer."""
+        """Generate one token of every answer, and wait for that."""
         for request in [each for each in self._running if each.cancelled and each.state == "decode"]:
             self._end(request)
         asked = [each for each in self._running if each.state == "decode"]
-        if not asked:
-            return
+        if asked:
+            self._decoder.submit(self._decode_all, asked).result()
+
+    @torch.inference_mode()
+    def _decode_all(self, asked: Sequence[Request]) -> None:
         began = time.perf_counter()
         lanes = []
         for each in asked:
@@ -353,7 +359,7 @@ class Batch(Unique):
             return
         stats.prefill_s = time.perf_counter() - request.asked
         if request.name is not None:
-            self._named[request.name] = context
+            self._named[request.name] = engine, context
             self._end(request)
             return
         request.n_said, request.state = len(context), "decode"
@@ -378,7 +384,8 @@ class Batch(Unique):
                 result.warning = result.warning or request.engine.beyond(len(context))
                 del context.token_ids[max(context.cache.n_tokens, request.n_said and len(context)) :]
                 ALLOWANCE.give_back(context.cache, len(context))
-                if self._named.get(request.name or "") is not context and request.start is None and self._keeps:
+                is_named = context in self.contexts.values()
+                if not is_named and request.start is None and self._keeps:
                     self._prefixes.put(request.engine, context)
         except Exception as failure:
             error = error or failure
@@ -396,8 +403,9 @@ class Batch(Unique):
             self._ending = min(self._ending or float("inf"), time.perf_counter() + drain_s)
             self._changed.notify_all()
         self._thread.join()
+        self._decoder.shutdown()
         self._prefixes.close(save=self._keeps)
-        for context in self._named.values():
+        for context in self.contexts.values():
             with suppress(LceError):
                 context.close()
 

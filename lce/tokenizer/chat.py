@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -54,42 +54,81 @@ class ChatText:
 
 def render_chat(
     template: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     special: Mapping[str, str | bool],
     controls: Iterable[str] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> ChatText:
     """Render `messages` with `template`. A token of `controls` in a message is split, to be encoded as plain text.
 
-    `special` has `bos_token`, `eos_token`, `add_generation_prompt`. Raises DataError for messages that are not a list
-    of {"role": str, "content": str} or that the template refuses with `raise_exception`, and ModelError for a template
-    that is broken or exceeds its limits.
+    `special` has `bos_token`, `eos_token`, `add_generation_prompt`. `variables` has what else the template may read,
+    such as `tools`, as JSON values; `special` overrides them, and control tokens in them are split too. Raises
+    DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
+    `raise_exception`, and ModelError for a template that is broken or exceeds its limits. A message may have
+    `tool_calls`, a JSON value; its `content` may then be None.
     """
+    given = {"tools": None, "documents": None, **(variables or {})}
     conversation = _checked(messages)
-    texts = [text for message in conversation for text in message.values()]
+    texts = list(_texts([conversation, given]))
     cut = next((char for char in _CUTS if not any(char in text for text in (template, *texts))), None)
     if cut is None:
         raise DataError("the messages hold all of U+FDD0 to U+FDEF, which are no characters; expected Unicode text")
     rests = _rests(texts, controls)
-    conversation = [
-        {key: (cut if text.startswith(rests) else "") + _split(text, controls, cut) for key, text in message.items()}
-        for message in conversation
-    ]
-    given = {"messages": conversation, **special, "tools": None, "documents": None}
-    parts = _rendered(template, given, sum(map(len, texts))).split(cut)
+
+    def split(text: str) -> str:
+        return (cut if text.startswith(rests) else "") + _split(text, controls, cut)
+
+    written = {**_mapped(given, split), "messages": _mapped(conversation, split), **special}
+    parts = _rendered(template, written, sum(map(len, texts))).split(cut)
     return ChatText("".join(parts), tuple(accumulate(map(len, parts[:-1]))))
 
 
-def _checked(messages: object) -> list[dict[str, str]]:
+def _checked(messages: object) -> list[dict[str, Any]]:
     """Return plain copies of the messages. Raises DataError for a value that is not a list of messages."""
     expected = 'expected a list of {"role": a string, "content": a string}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError(f"the messages are {shown(messages)}; {expected}")
     for number, message in enumerate(messages):
-        fields = message.items() if isinstance(message, Mapping) else ()
-        names = {name for name, text in fields if isinstance(name, str) and isinstance(text, str)}
-        if len(names) < len(fields) or not {"role", "content"} <= names:
+        fields = dict(message) if isinstance(message, Mapping) else {}
+        calls = fields.pop("tool_calls", [])
+        if calls and fields.get("content") is None:
+            fields["content"] = ""
+        texts = {name for name, text in fields.items() if isinstance(name, str) and isinstance(text, str)}
+        if len(texts) < len(fields) or not {"role", "content"} <= texts or not _is_json(calls):
             raise DataError(f"message {number} is {shown(message)}; {expected}")
-    return [{str(key): str(text) for key, text in message.items()} for message in messages]
+    return [dict(message) for message in messages]
+
+
+def _is_json(value: object) -> bool:
+    """Return whether a value is made of what JSON has: texts, numbers, truth values, None, lists and objects."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+    return all(map(_is_json, value)) if isinstance(value, list) else isinstance(value, str | int | float | None)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield all texts in a JSON value. Names of objects are not among them, but see `_mapped`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+        if isinstance(value, dict):
+            yield from value
+
+
+def _mapped(value: Any, change: Callable[[str], str], *, names: bool = False) -> Any:
+    """Return a JSON value with all its texts changed. With `names`, the names of inner objects too.
+
+    The template looks up the names of a message's fields, so those of the outer objects stay.
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(inner, change, names=names) for inner in value]
+    if isinstance(value, dict):
+        return {(change(key) if names else key): _mapped(inner, change, names=True) for key, inner in value.items()}
+    return value
 
 
 def _rests(texts: Iterable[str], controls: Iterable[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import index
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lce.errors import DataError, ModelError, UsageError, shown
 from lce.files import Reader, named, reader
@@ -28,6 +28,7 @@ from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vo
 LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
 BYTES_A_TOKEN = 1024  # The most bytes of such a file per token of the vocabulary. Published files have about 130.
 _REMEDY = "use the tokenizer files that came with this checkpoint"
+_SAID = "This is what was said before."  # stands for the text of a given context, whose messages are unknown
 
 
 class Detokenizer:
@@ -195,11 +196,33 @@ class Tokenizer:
         """
         return self.encode_parts(self.render_chat(messages, add_generation_prompt))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> ChatText:
-        """Return the chat's text, and where it is split to encode control tokens in messages as plain text."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
+        variables: Mapping[str, Any] | None = None, following: bool = False,
+    ) -> ChatText:  # fmt: skip
+        """Return the chat's text, and where it is split to encode control tokens in messages as plain text.
+
+        `variables` has what else the template may read, such as `tools`. With `following`, the messages are formatted
+        as if they followed an answer, and the text is what comes behind this answer. Raises ModelError if the template
+        leaves out earlier answers then.
+        """
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
-        return render_chat(self.require_chat(), messages, given, self._controls)
+        before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}] if following else []
+        chat = render_chat(self.require_chat(), [*before, *messages], given, self._controls, variables)
+        if not following:
+            return chat
+        at = chat.text.find(_SAID) + len(_SAID)
+        if at < len(_SAID):
+            raise ModelError(
+                "nothing can be asked behind this context, because the chat template leaves out earlier answers; "
+                "begin a new conversation"
+            )
+        return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """Return the bytes that a token adds to a text; None for a control token, and for an id without a token."""
+        return None if token_id in self._special else self._bytes_of(token_id, False)
 
     def has_control(self, text: str) -> bool:
         """Return whether `text` has a control token written out, as a prompt in the chat format has."""

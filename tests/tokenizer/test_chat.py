@@ -402,3 +402,38 @@ def test_a_message_may_hold_what_marks_the_cuts() -> None:
     assert chat.parts() == [wanted + "<", "s>"]
     with pytest.raises(DataError, match="U\\+FDD0"):
         render_chat("", messages([("user", wanted + "\ufdef")]), {})
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
+    "{% endfor %}{{ mood or '' }}"
+)
+
+
+def test_tools_calls_and_variables_reach_the_template() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    variables = {"tools": [{"name": "add"}], "mood": "calm"}
+    text = render_chat(TOOLS_TEMPLATE, said, {}, (), variables).text
+    assert text == '[{"name": "add"}][user]Hi[assistant](add {"a": 1})[tool]2calm'
+    assert render_chat(TOOLS_TEMPLATE, said[:1], {}).text == "[user]Hi"
+
+
+def test_control_tokens_in_tools_and_calls_are_split() -> None:
+    call = {"function": {"name": "f", "arguments": {"<end>": "a<end>"}}}
+    said = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    variables = {"tools": [{"description": "<end>", "<end>": 1}], "mood": "<end>"}
+    chat = render_chat(TOOLS_TEMPLATE, said, {}, ["<end>"], variables)
+    assert chat.text.count("<end>") == 5
+    assert not any("<end>" in part for part in chat.parts())
+
+
+@pytest.mark.parametrize("calls", [{1: 2}, [object()], [{"a": b"x"}]])
+def test_calls_are_json(calls: object) -> None:
+    with pytest.raises(DataError, match="expected a list"):
+        render_chat(TOOLS_TEMPLATE, [{"role": "assistant", "content": None, "tool_calls": calls}], {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -39,7 +40,10 @@ class Slices:
         self._until = 0.0
 
     def run(self, address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int]) -> None:
-        """Run a kernel, as `threads.run` does."""
+        """Run a kernel, as `threads.run` does. All slices share the `tail`: kernels count there what is done."""
+        shared = array("q", tail)
+        if tail:
+            args, tail = (*args, shared.buffer_info()[0]), ()
         least = max(least, 1) * torch.get_num_threads()
         first, stop = 0, min(n, max(least, n // _SHARES))
         while first < n:
