@@ -30,7 +30,7 @@ from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
-from lce.errors import BusyError, CapacityError, LceError, UsageError, nearest, shown
+from lce.errors import BusyError, CapacityError, DataError, LceError, UsageError, nearest, shown
 from lce.files import path_of
 from lce.methods.base import Method
 from lce.methods.registry import make
@@ -84,6 +84,7 @@ class Batch(Unique):
         self._keeps = keep
         self._changed = threading.Condition()
         self._prefixes = PrefixCache(folder, (free_host_memory() or 8 << 30) // 2, budget, self._wake)
+        self._choosing = threading.Lock()  # for `_engines`
         self._engines: dict[Method, Engine] = {engine.method: engine}
         self._named: dict[str, tuple[Engine, Context]] = {}
         self._waiting: deque[Request] = deque()
@@ -93,7 +94,7 @@ class Batch(Unique):
         self._slice_s = 0.0  # the seconds of the next slice of prefill
         self._shortest_s: dict[int, float] = {}  # by the number of lanes: the time of a pass of decode at its fastest
         self._slices = Slices(self._pause)
-        # A thread of its own for decode: prefill, which it interrupts, goes on with what its own thread keeps in memory.
+        # A thread of its own for decode: prefill, which it interrupts, goes on with what its thread keeps in memory.
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="lce-decode")
         self._thread = threading.Thread(target=self._work, name="lce-batch", daemon=True)
         self._thread.start()
@@ -103,6 +104,8 @@ class Batch(Unique):
 
         Raises `UsageError` for a method or knobs that cannot be used.
         """
+        if options is not None and not isinstance(options, Mapping):
+            raise UsageError(f"method_options is {shown(options)}; expected a mapping of knobs to values")
         if method is None and not options:
             return self.engine
         if method is None:
@@ -111,11 +114,14 @@ class Batch(Unique):
             method = make(method, dict(options or {}))
         elif options:
             raise UsageError("method_options are for a method's name; give the method its knobs")
-        if method not in self._engines:
-            if len(self._engines) >= MOST_METHODS:
-                self._engines = {self.engine.method: self.engine}
-            self._engines[method] = self.engine.using(method)
-        return self._engines[method]
+        if not isinstance(method, Method):
+            raise UsageError(f"method is {shown(method)}; expected a method's name, or an instance of Method")
+        with self._choosing:
+            if method not in self._engines:
+                if len(self._engines) >= MOST_METHODS:
+                    self._engines = {self.engine.method: self.engine}
+                self._engines[method] = self.engine.using(method)
+            return self._engines[method]
 
     def stream(
         self, prompt: Prompt | ChatText, *, method: str | Method | None = None,
@@ -132,10 +138,11 @@ class Batch(Unique):
         engine = self.engine_of(method, method_options)
         start: Context | None = None
         if isinstance(context, str):
-            if context not in self._named:
-                raise UsageError(f"there is no context {shown(context)}; {nearest(context, self._named)}")
-            own, start = self._named[context]
-            if method is not None and own is not engine:
+            with self._changed:
+                if context not in self._named:
+                    raise UsageError(f"there is no context {shown(context)}; {nearest(context, self._named)}")
+                own, start = self._named[context]
+            if method is not None and own.method != engine.method:
                 raise UsageError(f"the context {context} has a method of its own; leave `method` out")
             engine = own
         elif context is not None:
@@ -155,29 +162,37 @@ class Batch(Unique):
     def add_context(self, name: str, path: str | Path) -> None:
         """Keep the context in a file, made with the batch's engine, under a name. Raises `DataError` if it is none."""
         self._check_name(name)
-        self._named[name] = self.engine, self.engine.open_context(path)
+        context = self.engine.open_context(path)
+        with self._changed:
+            self._check_name(name)
+            self._named[name] = self.engine, context
 
     def _check_name(self, name: object) -> None:
         if not isinstance(name, str) or not name or len(name) > 200 or not name.isprintable() or "@" in name:
             raise UsageError(f"a context's name is {shown(name)}; expected some printable characters without @")
-        if name in self._named:
-            raise UsageError(f"there is a context {name} already; name another, or drop it first")
+        with self._changed:
+            if name in self._named:
+                raise UsageError(f"there is a context {name} already; name another, or drop it first")
 
     @property
     def contexts(self) -> dict[str, Context]:
         """The named contexts."""
-        return {name: context for name, (_, context) in self._named.items()}
+        with self._changed:
+            return {name: context for name, (_, context) in self._named.items()}
 
     def drop_context(self, name: str) -> None:
         """Give up a named context. Requests that have begun with it go on. Raises `UsageError` if there is none."""
-        if self._named.pop(name, None) is None:
-            raise UsageError(f"there is no context {shown(name)}; {nearest(name, self._named)}")
+        with self._changed:
+            if self._named.pop(name, None) is None:
+                raise UsageError(f"there is no context {shown(name)}; {nearest(name, self._named)}")
 
     def _submit(
         self, engine: Engine, prompt: Prompt | ChatText, options: Options, start: Context | None, name: str | None
     ) -> BatchStream:
         ids = engine.tokenizer.encode_parts(prompt) if isinstance(prompt, ChatText) else engine._ids(prompt, start)
         request = Request(engine, prompt if isinstance(prompt, ChatText) else ids, ids, options, start, name)
+        if not ids and start is None:
+            raise UsageError("the prompt is empty; expected some text")
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)
         request.result.logprobs = None if options.logprobs is None else []
@@ -197,7 +212,10 @@ class Batch(Unique):
 
     def gauges(self) -> dict[str, float]:
         """Return figures about the batch: requests now, tokens so far, and the share of memory that contexts use."""
-        held = sum(sum(each.context.cache.bytes_by_tier.values()) for each in [*self._running] if each.context)
+        held = 0
+        for context in [each.context for each in [*self._running]]:
+            with suppress(UsageError, RuntimeError):  # it was closed just now, or its memory is being rearranged
+                held += 0 if context is None else sum(context.cache.bytes_by_tier.values())
         kept = self._prefixes.memory_bytes
         free = free_host_memory() or 0
         return {
@@ -224,7 +242,7 @@ class Batch(Unique):
                     self._admit()
                     self._decode()
                     self._read()
-                except Exception as error:  # a fault of ours: it must not end the thread, for others wait for it
+                except BaseException as error:  # a fault of ours: it must not end the thread, for others wait for it
                     for request in [*self._running]:
                         self._end(request, error)
 
@@ -259,11 +277,12 @@ class Batch(Unique):
         forward(self.engine.model, lanes)
         for request, lane in zip(asked, lanes, strict=True):
             assert request.context is not None
+            request.is_sound = lane.error is None
             try:
                 lane.check()
                 request.context._store_logits(lane)
                 self._say(request, lane.likeliest)
-            except Exception as error:
+            except BaseException as error:  # a callback may raise any, and it must not end the thread
                 self._end(request, error)
         seconds = time.perf_counter() - began
         shortest = min(seconds, self._shortest_s.get(len(asked), seconds) * FORGET)
@@ -300,8 +319,9 @@ class Batch(Unique):
                 if request.state == "waiting" and not self._begin(request):
                     continue
                 self._read_block(request)
-            except Exception as error:
-                self._end(request, error)
+            except BaseException as error:  # a callback may raise any, and it must not end the thread
+                if not self._begins_again(request, error):
+                    self._end(request, error)
             return
         if self._running and all(each.state == "waiting" for each in self._running):
             with self._changed:
@@ -345,12 +365,25 @@ class Batch(Unique):
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         return True
 
+    def _begins_again(self, request: Request, error: BaseException) -> bool:
+        """Return whether a prompt is to be read anew, because a file of the cache with its beginning is damaged."""
+        context = request.context
+        if request.is_sound or context is None or not isinstance(error, DataError):
+            return False
+        if request.start is not None or not self._prefixes.forget(context, error):
+            return False
+        request.closing.close()
+        request.context, request.state, request.is_sound, request.n_read = None, "waiting", True, 0
+        return True
+
     def _read_block(self, request: Request) -> None:
         """Read the next block of a prompt; after the last one, draw the first token."""
         engine, context, stats = request.engine, request.context, request.result.stats
         assert context is not None
         if uncached := context._uncached[: engine.block]:
+            request.is_sound = False
             engine.alone.append(context, uncached, slices=self._slices)
+            request.is_sound = True
             request.n_read = min(len(request.ids), context.cache.n_tokens - request.n_before)
             self._totals["prompt_tokens"] += len(uncached)
             if request.report is not None:
@@ -359,7 +392,9 @@ class Batch(Unique):
             return
         stats.prefill_s = time.perf_counter() - request.asked
         if request.name is not None:
-            self._named[request.name] = engine, context
+            with self._changed:
+                self._check_name(request.name)
+                self._named[request.name] = engine, context
             self._end(request)
             return
         request.n_said, request.state = len(context), "decode"
@@ -375,7 +410,8 @@ class Batch(Unique):
         request.state, request.context = "done", None
         with suppress(Exception):
             request.closing.close()
-        if error is None and not result.finish_reason and request.name is None:
+        is_named = context is not None and context in self.contexts.values()
+        if error is None and not result.finish_reason and not is_named:
             result.finish_reason = "cancelled"
         self._totals["decode_tokens"] += len(result.token_ids)
         try:
@@ -384,8 +420,9 @@ class Batch(Unique):
                 result.warning = result.warning or request.engine.beyond(len(context))
                 del context.token_ids[max(context.cache.n_tokens, request.n_said and len(context)) :]
                 ALLOWANCE.give_back(context.cache, len(context))
-                is_named = context in self.contexts.values()
-                if not is_named and request.start is None and self._keeps:
+                if isinstance(error, DataError):
+                    self._prefixes.forget(context, error)
+                if not is_named and request.start is None and self._keeps and request.is_sound:
                     self._prefixes.put(request.engine, context)
         except Exception as failure:
             error = error or failure

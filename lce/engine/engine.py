@@ -91,6 +91,11 @@ class Engine(Unique):
         return self._fingerprint()
 
     @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self.alone.eos_ids
+
+    @property
     def recommended_sampling(self) -> Sampling | None:
         """The sampling that the model's generation_config.json recommends, for `sampling=`; None if it names none."""
         return recommended(self.model.config.generation)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import threading
 import time
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 
 from lce.engine.context import Context, Unique
 from lce.errors import CapacityError, LceError
-from lce.files import remove_leftover, write_whole
+from lce.files import open_regular, remove_leftover, write_whole
 from lce.progress import notice
 from lce.tokenizer.chat import ChatText
 
@@ -46,6 +47,9 @@ SAVED_BYTES_PER_S = 500 << 20  # an estimate, by which the time that a context m
 LEAST_SHARED = 16  # tokens: a fork is not made for fewer
 FORKED_TOKENS = 128  # copying so many tokens' keys and values for a first fork takes less time than reading one token
 ABANDONED_S = 3600  # a file of tokens without its context is removed after so many seconds
+MOST_IDS_BYTES = 1 << 30  # of a file of tokens
+SETTLED_NS = 100_000_000  # two changes of a folder within so many nanoseconds may have the same time
+GROUP = re.compile("[0-9a-f]{16}")  # the name of a folder of contexts: see `group_of`
 
 Ids = NDArray[np.int32]
 
@@ -70,6 +74,11 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.digests = chain(self.ids)
+
+    @property
+    def is_savable(self) -> bool:
+        """Whether the context may be saved."""
+        return not self.unsavable and len(self.ids) >= LEAST_SAVED
 
     @property
     def memory_bytes(self) -> int:
@@ -108,6 +117,7 @@ class PrefixCache(Unique):
         self._entries: set[Entry] = set()
         self._index: dict[tuple[str, bytes], set[Entry]] = {}
         self._scanned: dict[str, int] = {}  # of each group's folder: its time of change when it was read
+        self._refused: set[str] = set()  # the names of files of tokens that cannot be read
         self._closing = False
         self._saver: threading.Thread | None = None
 
@@ -121,32 +131,35 @@ class PrefixCache(Unique):
         group = group_of(engine)
         with self._lock:
             self._scan(group)
-            entry, n = self._best(group, wanted)
-            in_use = max(also, key=lambda each: common(np.asarray(each.token_ids, np.int32), wanted), default=None)
-            if in_use is not None:
-                n_used = common(np.asarray(in_use.token_ids, np.int32), wanted)
-                if n_used > n and _is_worth(n_used, len(in_use)):
-                    return _cut(in_use.fork(), n_used), False
-            if entry is None or not (n == len(entry.ids) or _is_worth(n, len(entry.ids))):
-                return None, False
-            if entry.busy:
-                return None, True
-            entry.used = time.time()
-            if entry.path is not None:
-                with suppress(OSError):
-                    os.utime(entry.path)
-            context = entry.context
-            if context is None:
-                context = self._opened(engine, entry)
-                if context is None:
-                    return self.find(engine, ids, also)
-            elif n == len(entry.ids):
-                entry.context = None  # taken: the request appends to it
-                if entry.path is None:
-                    self._remove(entry)
-            else:
-                context = context.fork()
-        return _cut(context, n), False
+            while True:  # until no damaged file is found
+                entry, n = self._best(group, wanted)
+                in_use = max(also, key=lambda each: common(np.asarray(each.token_ids, np.int32), wanted), default=None)
+                if in_use is not None:
+                    n_used = common(np.asarray(in_use.token_ids, np.int32), wanted)
+                    if n_used > n and _is_worth(n_used, len(in_use)):
+                        return _cut(in_use.fork(), n_used), False
+                if entry is None or not (n == len(entry.ids) or _is_worth(n, len(entry.ids))):
+                    return None, False
+                if entry.busy:
+                    return None, True
+                if (context := self._taken(engine, entry, n)) is not None:
+                    return _cut(context, n), False
+
+    def _taken(self, engine: Engine, entry: Entry, n_tokens: int) -> Context | None:
+        """Return an entry's context, or a fork if it has more than `n_tokens`; None if its file cannot be used."""
+        entry.used = time.time()
+        if entry.path is not None:
+            with suppress(OSError):
+                os.utime(entry.path)
+        context = entry.context
+        if context is None:
+            return self._opened(engine, entry)
+        if n_tokens < len(entry.ids):
+            return context.fork()
+        entry.context = None  # the request appends to it
+        if entry.path is None:
+            self._remove(entry)
+        return context
 
     def _opened(self, engine: Engine, entry: Entry) -> Context | None:
         """Open an entry's file. An entry whose file is gone, or has other tokens, is removed."""
@@ -162,6 +175,17 @@ class PrefixCache(Unique):
                 notice(f"a kept context cannot be opened and is removed: {error}")
         self._remove(entry)
         return None
+
+    def forget(self, context: Context, error: BaseException) -> bool:
+        """Remove the file from which a context was opened, if this cache has the file; return whether it had."""
+        with self._lock:
+            found = [each for each in self._entries if each.path is not None and each.path == context.source]
+            for entry in found:
+                notice(f"a kept context cannot be read and is removed: {error}")
+                self._unlink(entry)
+                if not entry.busy:
+                    self._remove(entry)
+        return bool(found)
 
     def _best(self, group: str, wanted: Ids) -> tuple[Entry | None, int]:
         """Return the entry with the longest common prefix, one in memory first, and the prefix' length."""
@@ -216,7 +240,7 @@ class PrefixCache(Unique):
                 excess -= entry.memory_bytes
                 dropped = True
                 assert entry.context is not None
-                if entry.busy or (self.folder is not None and entry.path is None and not entry.unsavable):
+                if entry.busy or (self.folder is not None and entry.path is None and entry.is_savable):
                     entry.urgent = True
                     self._wake.notify_all()
                     continue
@@ -262,7 +286,7 @@ class PrefixCache(Unique):
             return
         if self._scanned.get(group) == changed:
             return
-        self._scanned[group] = changed
+        self._scanned[group] = changed if time.time_ns() - changed > SETTLED_NS else 0
         known = {each.path.stem for each in self._entries if each.path is not None and each.group == group}
         for path in folder.glob("*.ids"):
             file = path.with_suffix(".lce")
@@ -270,17 +294,19 @@ class PrefixCache(Unique):
                 continue
             try:
                 if file.exists():
-                    stat, ids = file.stat(), np.frombuffer(path.read_bytes()[: 4 << 28], dtype=np.int32)
-                    self._add(Entry(ids, group, None, file, stat.st_size, stat.st_mtime))
+                    stat = file.stat()
+                    self._add(Entry(_read_ids(path), group, None, file, stat.st_size, stat.st_mtime))
                 elif time.time() - path.stat().st_mtime > ABANDONED_S:
                     path.unlink(missing_ok=True)
-            except (OSError, ValueError):
-                continue
+            except (OSError, ValueError, LceError) as error:
+                if path.name not in self._refused:
+                    self._refused.add(path.name)
+                    notice(f"a kept context is not used: {error}")
         for entry in [each for each in self._entries if each.path is not None and each.group == group]:
             assert entry.path is not None
             if not entry.path.exists() and entry.context is None and not entry.busy:
                 self._remove(entry)
-        for path in folder.glob(".*.tmp"):
+        for path in (*folder.glob(".*.lce.*.tmp"), *folder.glob(".*.ids.*.tmp")):
             remove_leftover(path)
 
     def _start_saver(self) -> None:
@@ -306,7 +332,7 @@ class PrefixCache(Unique):
     def _unsaved(self) -> list[Entry]:
         """Return the entries that are to be saved."""
         held = (each for each in self._entries if each.context is not None and each.path is None)
-        return [each for each in held if len(each.ids) >= LEAST_SAVED and not each.unsavable and not each.busy]
+        return [each for each in held if each.is_savable and not each.busy]
 
     def _save(self, entry: Entry) -> None:
         """Write a busy entry's files. If they cannot be written, the entry stays in memory alone."""
@@ -320,7 +346,7 @@ class PrefixCache(Unique):
             write_whole(path.with_suffix(".ids"), entry.ids.tobytes())
             entry.context.save(path)
             n_bytes = path.stat().st_size
-        except (LceError, OSError) as error:
+        except Exception as error:  # any one: the saver must go on, and requests may wait for the entry
             with suppress(OSError):
                 path.with_suffix(".ids").unlink(missing_ok=True)
             notice(f"a context of {len(entry.ids):,} tokens is not kept on disk: {error}")
@@ -337,7 +363,7 @@ class PrefixCache(Unique):
         """Remove files, the least recently used first, until `n_bytes` more fit the budget; return whether they do."""
         assert self.folder is not None
         with self._lock:
-            for group in [each.name for each in self.folder.iterdir() if each.is_dir()]:
+            for group in [each.name for each in self.folder.iterdir() if GROUP.fullmatch(each.name) and each.is_dir()]:
                 self._scan(group)
             files = sorted((each for each in self._entries if each.path is not None), key=lambda each: each.used)
             total = sum(each.n_bytes for each in files)
@@ -398,6 +424,15 @@ class PrefixCache(Unique):
 def group_of(engine: Engine) -> str:
     """Return the name of the folder for contexts of engines that can use each other's."""
     return hashlib.sha256(json.dumps(engine.identity.facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read_ids(path: Path) -> Ids:
+    """Return the tokens in a file. Raises `OSError`, `DataError` or `ValueError` for what is no such file."""
+    with open(open_regular(path), "rb") as file:
+        raw = file.read(MOST_IDS_BYTES)
+    if not raw or len(raw) % 4:
+        raise ValueError(f"{path} has {len(raw)} bytes; expected some tokens of 4 bytes each")
+    return np.frombuffer(raw, dtype=np.int32)
 
 
 def _idle_s(entry: Entry) -> float:

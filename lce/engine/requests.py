@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -37,8 +37,9 @@ class Channel:
         with self._changed:
             self._items.append(item)
             self._changed.notify_all()
-            if self._waiting is not None and not self._waiting[0].is_closed():
-                self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
+            if self._waiting is not None:
+                with suppress(RuntimeError):  # the reader's loop was closed
+                    self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
 
     def get(self) -> Item:
         """Wait for an item and return it. The last one stays, so that it is found again."""
@@ -83,6 +84,7 @@ class Request:
     cancelled: bool = False
     asked: float = 0.0  # the time of the request
     context: Context | None = None
+    is_sound: bool = True  # whether no pass with the context has failed
     answer: Answer | None = None
     n_before: int = 0
     n_said: int = 0  # tokens of the context before the answer
@@ -152,6 +154,8 @@ class BatchStream(Unique):
 
     @staticmethod
     def _raised(item: Item) -> Piece:
+        if isinstance(item, StopIteration | StopAsyncIteration):  # the stream would seem to end
+            raise RuntimeError(f"a callback raised {type(item).__name__}") from item
         if isinstance(item, BaseException):
             raise item
         assert item is not None

@@ -74,7 +74,7 @@ class Service:
 
         if self._vocabulary is None:
             engine = self.batch.engine
-            self._vocabulary = Vocabulary(engine.tokenizer, frozenset(engine.alone.eos_ids))
+            self._vocabulary = Vocabulary(engine.tokenizer, frozenset(engine.eos_ids))
         return self._vocabulary
 
     def context_of(self, model: str | None, context: str | None) -> str | None:

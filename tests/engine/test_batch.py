@@ -1,0 +1,559 @@
+"""Batches: the bits that each request has alone, prefixes that are read once, and faults that are one request's own."""
+
+import asyncio
+import gc
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lce
+from lce.engine.batch import Batch
+from lce.engine.requests import BatchStream
+from lce.errors import BusyError, CapacityError, DataError, UsageError
+from lce.tokenizer.chat import ChatText
+from tests.checkpoints import save_tiny, tokens
+from tests.command import start, until, within
+
+SLOW = pytest.mark.slow
+BLOCK = 32
+PCA = {"compress": "pca", "low_dim": 4}
+CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [  # a method, its knobs, a prompt's length, and options
+    ("full", {}, 50, {"max_tokens": 30}),
+    ("longheads", {"chunk_size": 8}, 150, {"max_tokens": 24, "temperature": 0.8, "seed": 3, "logprobs": 2}),
+    ("esa", PCA, 170, {"max_tokens": 20, "repetition_penalty": 1.3, "logprobs": 1}),
+    ("dca", {}, 90, {"max_tokens": 26, "top_k": 20, "temperature": 1.0, "seed": 4}),
+    ("pages", {}, 140, {"max_tokens": 20, "stop": ["e", "7"]}),
+    ("self_extend", {}, 33, {"max_tokens": 1}),
+    ("infllm", {}, 160, {"max_tokens": 22, "logprobs": 0, "logit_bias": {5: 4.0}}),
+    ("streaming", {}, 64, {"max_tokens": 28, "presence_penalty": 0.5, "frequency_penalty": 0.3}),
+    ("rerope", {}, 1, {"max_tokens": 18, "min_p": 0.05, "temperature": 0.7, "seed": 5}),
+    ("quest", {}, 120, {"max_tokens": 16, "stop": lambda text: len(text) > 12}),
+]  # fmt: skip
+
+
+def facts(result: lce.Generation) -> tuple[Any, ...]:
+    return result.token_ids, result.text, result.finish_reason, result.logprobs
+
+
+def finish(stream: BatchStream, seconds: float = 60) -> lce.Generation:
+    return within(stream.finish, seconds)
+
+
+@pytest.fixture(scope="module")
+def full(tiny_model: Path) -> lce.Engine:
+    return lce.load(tiny_model, block=BLOCK)
+
+
+@pytest.fixture
+def batch(full: lce.Engine) -> Iterator[Batch]:
+    with full.batch() as made:
+        yield made
+
+
+def test_every_request_has_the_bits_that_it_has_alone(tmp_path: Path) -> None:
+    check_alike(save_tiny(tmp_path), {})
+
+
+@SLOW
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"}, {"kv_dtype": "int8-device"}, {"weights": "int8"}, {"weights": "int4"},
+        {"dtype": "bfloat16", "weights": "int8"}, {"budget": "auto"}, {"kv_dtype": "int8", "budget": "auto"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_request_has_the_bits_that_it_has_alone_in_any_storage(
+    options: dict[str, Any], threads: int, tmp_path: Path
+) -> None:
+    torch.set_num_threads(threads)
+    if options.pop("budget", None):
+        options |= {"kv_device_budget": 1 << 17, "spill_dir": tmp_path / "spill"}
+        (tmp_path / "spill").mkdir()
+    check_alike(save_tiny(tmp_path), options)
+
+
+def check_alike(folder: Path, options: dict[str, Any]) -> None:
+    """Mixed methods, samplings and lengths, which come one after another, also while others read or answer."""
+    engine = lce.load(folder, block=BLOCK, **options)
+    with engine.batch(max_lanes=8) as batch:
+        streams: list[BatchStream] = []
+        for i, (method, knobs, n, how) in enumerate(CASES):
+            ids = tokens(n, seed=i)
+            streams.append(batch.stream(ids, method=method, method_options=knobs, **how))
+            if i % 3 == 2:
+                within(lambda: next(streams[-1], None))
+        found = [facts(finish(stream)) for stream in streams]
+        for i, (method, knobs, n, how) in enumerate(CASES):
+            alone = batch.engine_of(method, knobs).generate(tokens(n, seed=i), **how)
+            assert found[i] == facts(alone), (method, found[i], facts(alone))
+
+
+def test_a_prompt_that_continues_a_kept_context_reads_only_the_rest(batch: Batch) -> None:
+    engine = batch.engine
+    first, more = tokens(100), tokens(20, seed=1)
+    one = finish(batch.stream(first, max_tokens=8))
+    two = finish(batch.stream([*first, *one.token_ids, *more], max_tokens=8, logprobs=1))
+    context = engine.prefill(first)
+    assert facts(one) == facts(engine.generate([], context=context, max_tokens=8))
+    assert facts(two) == facts(engine.generate(more, context=context, max_tokens=8, logprobs=1))
+    assert one.stats.read_before == 0
+    assert two.stats.read_before == 107
+    assert two.stats.prompt_tokens == 128
+
+
+@pytest.mark.parametrize("method", ["infllm", "esa", "longheads", "streaming"])
+def test_a_method_that_cannot_go_back_continues_too(method: str, batch: Batch) -> None:
+    knobs = PCA if method == "esa" else {}
+    engine = batch.engine_of(method, knobs)
+    how: dict[str, Any] = {"method": method, "method_options": knobs, "max_tokens": 8}
+    first, more = tokens(150), tokens(20, seed=1)
+    one = finish(batch.stream(first, **how))
+    two = finish(batch.stream([*first, *one.token_ids, *more], **how))
+    context = engine.prefill(first)
+    engine.generate([], context=context, max_tokens=8)
+    assert facts(two) == facts(engine.generate(more, context=context, max_tokens=8))
+    assert two.stats.read_before == 157
+    other = tokens(20, seed=2)
+    three = finish(batch.stream([*first, *other], **how))  # goes back to the end of `first`, as far as it can
+    context = engine.prefill(first)
+    engine.generate([], context=context, max_tokens=8)
+    context.cache.truncate(context.cache.nearest(150))
+    del context.token_ids[150:]
+    if three.stats.read_before == context.cache.n_tokens:
+        assert facts(three) == facts(engine.generate(other, context=context, max_tokens=8))
+
+
+def test_requests_share_a_prefix_while_one_of_them_answers(batch: Batch) -> None:
+    prefix = tokens(96)
+    prompts = [[*prefix, *tokens(10 + i, seed=1 + i)] for i in range(6)]
+    streams = [batch.stream(ids, max_tokens=40) for ids in prompts]
+    found = [finish(stream) for stream in streams]
+    assert sum(each.stats.read_before for each in found) >= 5 * 90
+    for ids, each in zip(prompts, found, strict=True):
+        assert facts(each) == facts(batch.engine.generate(ids, max_tokens=40))
+
+
+def test_the_same_prompt_again_reads_its_last_token(batch: Batch) -> None:
+    ids = tokens(70)
+    results = [finish(batch.stream(ids, max_tokens=5)) for _ in range(3)]
+    assert {tuple(each.token_ids) for each in results} == {tuple(batch.engine.generate(ids, max_tokens=5).token_ids)}
+    assert [each.stats.read_before for each in results] == [0, 70, 70] or results[1].stats.read_before >= 69
+    assert batch.gauges()["contexts"] == 1
+
+
+def test_named_contexts_are_read_once_and_stay(batch: Batch, tmp_path: Path) -> None:
+    text = tokens(80)
+    assert finish(batch.make_context("book", text)).token_ids == []
+    asked = [batch.stream(tokens(5, seed=i), context="book", max_tokens=6) for i in range(4)]
+    found = [finish(stream) for stream in asked]
+    for i, each in enumerate(found):
+        truth = batch.engine.generate(tokens(5, seed=i), context=batch.engine.prefill(text), max_tokens=6)
+        assert facts(each) == facts(truth)
+        assert each.stats.prompt_tokens == 5
+    assert len(batch.contexts["book"]) == 80
+    batch.contexts["book"].save(tmp_path / "book.lce")
+    batch.add_context("again", tmp_path / "book.lce")
+    assert facts(finish(batch.stream(tokens(5), context="again", max_tokens=6))) == facts(found[0])
+    with pytest.raises(UsageError, match="already"):
+        batch.make_context("book", text)
+    with pytest.raises(UsageError, match="again"):
+        batch.stream(text, context="agaim")
+    batch.drop_context("book")
+    with pytest.raises(UsageError, match="no context"):
+        batch.drop_context("book")
+
+
+def test_a_context_of_a_method_is_asked_by_naming_the_method_or_not(batch: Batch) -> None:
+    finish(batch.make_context("book", tokens(60), method="streaming"))
+    for i in range(40):  # more engines than a batch keeps
+        batch.engine_of("streaming", {"local": 20 + i})
+    found = [finish(batch.stream([5], context="book", method=name, max_tokens=4)) for name in (None, "streaming")]
+    assert facts(found[0]) == facts(found[1])
+    with pytest.raises(UsageError, match="of its own"):
+        batch.stream([5], context="book", method="dca")
+
+
+def test_two_of_the_same_name_and_one_that_is_cancelled(batch: Batch) -> None:
+    streams = [batch.make_context("book", tokens(300, seed=i)) for i in range(2)]
+    assert finish(streams[0]).finish_reason == ""
+    with pytest.raises(UsageError, match="already"):
+        finish(streams[1])
+    stream = batch.make_context("more", tokens(3000))
+    stream.cancel()
+    assert finish(stream).finish_reason == "cancelled"
+    assert list(batch.contexts) == ["book"]
+
+
+WRONG: dict[str, Callable[[Batch], object]] = {
+    "empty": lambda batch: batch.stream(""),
+    "no ids": lambda batch: batch.stream([]),
+    "empty chat": lambda batch: batch.stream(ChatText("")),
+    "vocabulary": lambda batch: batch.stream([5, 300]),
+    "method": lambda batch: batch.stream([5], method="longhead"),
+    "kind": lambda batch: batch.stream([5], method=[]),  # type: ignore[arg-type]
+    "number": lambda batch: batch.stream([5], method=7),  # type: ignore[arg-type]
+    "knob": lambda batch: batch.stream([5], method="dca", method_options={"chunk": 3}),
+    "knobs": lambda batch: batch.stream([5], method="dca", method_options="chunk_size=3"),  # type: ignore[arg-type]
+    "knobs of none": lambda batch: batch.stream([5], method_options=[3]),  # type: ignore[arg-type]
+    "option": lambda batch: batch.stream([5], max_token=3),
+    "length": lambda batch: batch.stream([5], max_tokens=0),
+    "context": lambda batch: batch.stream([5], context="none"),
+    "context's kind": lambda batch: batch.stream([5], context=3),  # type: ignore[arg-type]
+    "constraint": lambda batch: batch.stream([5], constraint=3),
+    "name": lambda batch: batch.make_context("a@b", [5]),
+    "no name": lambda batch: batch.make_context("", [5]),
+    "empty book": lambda batch: batch.make_context("a", ""),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_used_is_refused_at_once(what: str, batch: Batch) -> None:
+    with pytest.raises(UsageError):
+        WRONG[what](batch)
+    assert finish(batch.stream([5, 6], max_tokens=2)).token_ids
+
+
+def test_another_engines_context_is_refused(batch: Batch, tiny_model: Path) -> None:
+    other = lce.load(tiny_model, block=BLOCK).prefill(tokens(9))
+    with pytest.raises(UsageError, match="another engine"):
+        batch.stream([5], context=other)
+    closed = batch.engine.prefill(tokens(9))
+    closed.close()
+    with pytest.raises(UsageError, match="closed"):
+        finish(batch.stream([5], context=closed))
+
+
+# Ends
+
+
+def test_a_request_is_cancelled_at_any_moment(batch: Batch) -> None:
+    busy = [batch.stream(tokens(40, seed=i), max_tokens=300) for i in range(8)]
+    waiting = batch.stream(tokens(50), max_tokens=5)
+    assert waiting.state == "waiting"
+    waiting.cancel()
+    assert finish(waiting).finish_reason == "cancelled"
+    within(lambda: [next(stream) for stream in busy])
+    threading.Thread(target=busy[0].cancel).start()
+    assert finish(busy[0]).finish_reason == "cancelled"
+    request = busy[1]._request
+    del busy[1]
+    gc.collect()
+    until(lambda: request.state == "done")
+    for stream in busy:
+        stream.cancel()
+    assert {finish(stream).finish_reason for stream in busy} == {"cancelled"}
+    assert batch.gauges()["running"] == 0
+
+
+def test_what_a_cancelled_request_read_stays_cached(batch: Batch) -> None:
+    ids = tokens(4000)
+    stream = batch.stream(ids, max_tokens=5)
+    until(lambda: stream.progress[0] >= 64)
+    stream.cancel()
+    assert finish(stream).finish_reason == "cancelled"
+    n_read = stream.progress[0]
+    assert 64 <= n_read < 4000
+    again = batch.stream(ids[:n_read], max_tokens=5)
+    assert finish(again).stats.read_before >= n_read - 1
+
+
+def test_a_cancelled_task_loses_no_piece(batch: Batch) -> None:
+    async def main() -> str:
+        stream, text = batch.stream(tokens(40), max_tokens=60), ""
+        while True:
+            try:
+                text += (await asyncio.wait_for(anext(stream), 0.001)).text
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                return text
+
+    assert within(lambda: asyncio.run(main())) == batch.engine.generate(tokens(40), max_tokens=60).text
+
+
+def test_a_loop_that_was_closed_ends_nobody_elses_request(batch: Batch) -> None:
+    held: list[BatchStream] = []
+
+    async def main() -> None:
+        held.append(batch.stream(tokens(2000), max_tokens=30))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(held[0]), 0.001)
+
+    asyncio.run(main())
+    assert finish(batch.stream(tokens(30, seed=1), max_tokens=4)).finish_reason
+    assert len(finish(held[0]).token_ids) == 30
+
+
+class Raising:
+    """A constraint that raises at its n-th call."""
+
+    def __init__(self, error: BaseException, n: int, at: str = "apply") -> None:
+        self.error, self.n, self.at = error, n, at
+
+    def _count(self, name: str) -> None:
+        if name == self.at:
+            self.n -= 1
+            if not self.n:
+                raise self.error
+
+    def apply(self, logits: Tensor) -> Tensor:
+        self._count("apply")
+        return logits
+
+    def accept(self, token_id: int) -> None:
+        self._count("accept")
+
+
+def raising(error: BaseException, n: int = 1) -> Callable[..., object]:
+    """A callback that raises at its n-th call."""
+    constraint = Raising(error, n)
+    return lambda *args: constraint._count("apply")
+
+
+ERRORS = [KeyError("mine"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
+
+
+@pytest.mark.parametrize("error", [*ERRORS, StopIteration()], ids=repr)
+@pytest.mark.parametrize("where", ["progress", "stop", "constraint"])
+def test_a_callback_that_raises_ends_its_request_alone(error: BaseException, where: str, batch: Batch) -> None:
+    other = batch.stream(tokens(40), max_tokens=50)
+    how: dict[str, Any] = {
+        "progress": {"progress": raising(error, 2)},
+        "stop": {"stop": raising(error, 3)},
+        "constraint": {"constraint": Raising(error, 2, "accept")},
+    }[where]
+    stream = batch.stream(tokens(100, seed=1), max_tokens=20, **how)
+    expected: type[BaseException] = RuntimeError if isinstance(error, StopIteration) else type(error)
+    with pytest.raises(expected):
+        for _ in stream:
+            pass
+    assert facts(finish(other)) == facts(batch.engine.generate(tokens(40), max_tokens=50))
+    again = finish(batch.stream(tokens(100, seed=1), max_tokens=20))  # on what the failed one read
+    assert facts(again) == facts(batch.engine.generate(tokens(100, seed=1), max_tokens=20))
+
+
+def test_a_callback_that_raises_between_slices_ends_its_request_alone(batch: Batch) -> None:
+    """While another prompt is read, the answers' callbacks are called inside of its kernels."""
+    answers = [batch.stream(tokens(20, seed=i), max_tokens=400, stop=raising(ERRORS[i], 20 * i + 9)) for i in range(3)]
+    reading = batch.stream(tokens(3000, seed=9), max_tokens=4)
+    for stream, error in zip(answers, ERRORS, strict=False):
+        with pytest.raises(type(error)):
+            for _ in stream:
+                pass
+    assert facts(finish(reading)) == facts(batch.engine.generate(tokens(3000, seed=9), max_tokens=4))
+
+
+def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Path) -> None:
+    """Also beside kept contexts that are too short to be saved."""
+    engine = lce.load(tiny_model, block=BLOCK)
+    with engine.batch(cache_dir=tmp_path) as batch:
+        finish(batch.stream(tokens(3), max_tokens=2))
+        other = batch.stream(tokens(30, seed=1), max_tokens=30)
+        big = batch.stream(tokens(40), max_tokens=1 << 40)
+        with pytest.raises(CapacityError):
+            finish(big)
+        assert finish(other).finish_reason
+
+
+def test_a_constraint_and_biases_decide(batch: Batch) -> None:
+    class Only:
+        def __init__(self) -> None:
+            self.taken: list[int] = []
+
+        def apply(self, logits: Tensor) -> Tensor:
+            allowed = torch.full_like(logits, -torch.inf)
+            allowed[[7, 8 + len(self.taken)]] = logits[[7, 8 + len(self.taken)]]
+            return allowed
+
+        def accept(self, token_id: int) -> None:
+            self.taken.append(token_id)
+
+    only = [Only() for _ in range(3)]
+    streams = [batch.stream(tokens(30, seed=i), max_tokens=9, constraint=each) for i, each in enumerate(only)]
+    for each, stream in zip(only, streams, strict=True):
+        assert finish(stream).token_ids == each.taken
+        assert set(each.taken) <= {7, *range(8, 17)}
+    assert set(finish(batch.stream(tokens(30), max_tokens=5, logit_bias={9: 100.0})).token_ids) == {9}
+
+
+def test_a_full_queue_refuses(full: lce.Engine) -> None:
+    with full.batch(max_lanes=2, max_waiting=1) as batch:
+        streams = [batch.stream(tokens(2000, seed=i), max_tokens=500) for i in range(3)]
+        with pytest.raises(BusyError):
+            batch.stream([5])
+        for stream in streams:
+            stream.cancel()
+        for stream in streams:
+            finish(stream)
+        assert finish(batch.stream([5], max_tokens=3)).finish_reason
+
+
+def test_close_ends_what_runs_and_may_be_called_again(full: lce.Engine) -> None:
+    batch = full.batch(max_lanes=2)
+    streams = [batch.stream(tokens(60, seed=i), max_tokens=3000) for i in range(5)]
+    within(lambda: next(streams[0]))
+    closers = [threading.Thread(target=batch.close) for _ in range(3)]
+    for closer in closers:
+        closer.start()
+    assert {finish(stream).finish_reason for stream in streams} == {"cancelled"}
+    for closer in closers:
+        closer.join(30)
+        assert not closer.is_alive()
+    within(batch.close)
+    with pytest.raises(BusyError, match="closed"):
+        batch.stream([5])
+    assert batch.gauges()["running"] == 0
+    until(lambda: not [each for each in threading.enumerate() if each in (batch._thread, batch._prefixes._saver)])
+
+
+def test_close_drains(full: lce.Engine) -> None:
+    batch = full.batch(max_lanes=2)
+    short, long = batch.stream(tokens(20), max_tokens=8), batch.stream(tokens(20, seed=1), max_tokens=100_000)
+    before = time.monotonic()
+    within(lambda: batch.close(drain_s=0.5))
+    assert time.monotonic() - before < 20
+    assert finish(short).finish_reason in ("length", "stop")
+    assert finish(long).finish_reason in ("cancelled", "stop")
+
+
+def test_an_event_loop_closes_a_batch(full: lce.Engine) -> None:
+    async def main() -> list[str]:
+        async with full.batch() as batch:
+            streams = [batch.stream(tokens(30, seed=i), max_tokens=9) for i in range(4)]
+            return [result.text for result in await asyncio.gather(*(stream.afinish() for stream in streams))]
+
+    expected = [full.generate(tokens(30, seed=i), max_tokens=9).text for i in range(4)]
+    assert within(lambda: asyncio.run(main())) == expected
+
+
+EXITS = """
+import random, sys, time, lce
+engine = lce.load(sys.argv[1], block=32)
+batch = engine.batch(cache_dir=sys.argv[2])
+streams = [batch.stream([5 + i] * 3000, max_tokens=500) for i in range(4)]
+time.sleep(random.random())
+"""
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(30, marks=SLOW)])
+def test_an_interpreter_may_end_without_close(n: int, tiny_model: Path, tmp_path: Path) -> None:
+    for _ in range(n):
+        with start(EXITS, tiny_model, tmp_path) as process:
+            _, err = process.communicate(timeout=60)
+            assert (process.process.returncode, err) == (0, "") if hasattr(process, "process") else True
+
+
+# Threads
+
+
+def test_many_threads_ask_at_once(full: lce.Engine) -> None:
+    found: dict[int, Any] = {}
+    methods = ["full", "streaming", "dca", "longheads"]
+    with full.batch(max_lanes=5) as batch:
+
+        def ask(i: int) -> None:
+            for j in range(3):
+                stream = batch.stream(tokens(20 + i, seed=i), method=methods[(i + j) % 4], max_tokens=6)
+                batch.gauges()
+                if j == 1 and i % 3 == 0:
+                    stream.cancel()
+                result = stream.finish()
+                if result.finish_reason != "cancelled":
+                    found[i, j] = result.token_ids  # type: ignore[index]
+                name = f"{i}-{j}"
+                batch.make_context(name, tokens(9, seed=i)).finish()
+                batch.drop_context(name)
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert len(found) >= 26
+        for (i, j), ids in found.items():  # type: ignore[misc]
+            method = methods[(i + j) % 4]
+            assert ids == batch.engine_of(method).generate(tokens(20 + i, seed=i), max_tokens=6).token_ids
+
+
+def test_threads_that_want_a_method_get_one_engine(full: lce.Engine) -> None:
+    found: set[int] = set()
+    with full.batch() as batch:
+        threads = [threading.Thread(target=lambda: found.add(id(batch.engine_of("dca")))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(found) == 1
+
+
+def test_memory_stays_level(full: lce.Engine) -> None:
+    with full.batch() as batch:
+
+        def ask(first: int) -> None:
+            for seed in range(first, first + 100, 5):
+                streams = [batch.stream(tokens(60, seed=seed + i), max_tokens=3) for i in range(5)]
+                for stream in streams:
+                    finish(stream)
+
+        batch._prefixes.memory = 1 << 20
+        ask(0)
+        gc.collect()
+        before, n_before = resident(), batch.gauges()["contexts"]
+        ask(100)
+        ask(200)
+        gc.collect()
+        assert batch._prefixes.memory_bytes <= 1 << 20
+        assert batch.gauges()["contexts"] <= n_before + 2
+        assert resident() - before < 8 << 20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# Files of the cache that are damaged
+
+
+def test_a_kept_file_with_damaged_rows_is_read_anew(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:
+    ids = tokens(400)
+    engine = lce.load(tiny_model, block=BLOCK)
+    with engine.batch(cache_dir=tmp_path) as batch:
+        finish(batch.stream(ids, max_tokens=4))
+    (file,) = tmp_path.glob("*/*.lce")
+    raw = bytearray(file.read_bytes())
+    raw[-3000] ^= 0xFF
+    file.write_bytes(raw)
+    with engine.batch(cache_dir=tmp_path) as batch:
+        result = finish(batch.stream([*ids, 5], max_tokens=4))
+        assert facts(result) == facts(engine.generate([*ids, 5], max_tokens=4))
+        assert not file.exists()
+    assert "removed" in capfd.readouterr().err
+
+
+def test_a_lane_that_fails_is_not_kept(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = batch.stream(tokens(20, seed=1), max_tokens=200)
+    within(lambda: next(other))
+    stream = batch.stream(tokens(90), max_tokens=200)
+    within(lambda: next(stream))
+    cache = stream._request.context.cache  # type: ignore[union-attr]
+
+    def commit() -> None:
+        raise DataError("the disk is gone")
+
+    monkeypatch.setattr(cache, "commit", commit)
+    with pytest.raises(DataError, match="gone"):
+        finish(stream)
+    assert len(finish(other).token_ids) == 200 or other.result.finish_reason == "stop"
+    assert facts(finish(batch.stream(tokens(90), max_tokens=5))) == facts(
+        batch.engine.generate(tokens(90), max_tokens=5)
+    )
