@@ -35,7 +35,8 @@ METHODS: list[tuple[str | None, dict[str, Any]]] = [
 ]  # fmt: skip
 FAULTS = [
     b"{", b"\xff\xfe", b"[]", b'{"prompt": 3}', b'{"prompt": "a", "max_tokens": -1}',
-    b'{"prompt": "a", "method": "no"}', b'{"prompt": [99999999]}', b'{"messages": []}', b'{"prompt": "a", "temperature": "hot"}', b"[" * 5000,
+    b'{"prompt": "a", "method": "no"}', b'{"prompt": [99999999]}', b'{"messages": []}',
+    b'{"prompt": "a", "temperature": "hot"}', b"[" * 5000,
 ]  # fmt: skip
 
 

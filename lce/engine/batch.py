@@ -12,6 +12,8 @@ leave memory. On a CPU, the bits of an answer do not depend on other requests.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -98,6 +100,8 @@ class Batch(Unique):
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="lce-decode")
         self._thread = threading.Thread(target=self._work, name="lce-batch", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
+        atexit.register(self._exit)
 
     def engine_of(self, method: str | Method | None = None, options: Mapping[str, Any] | None = None) -> Engine:
         """Return the engine for a method and its knobs, with the batch's model; the batch's own engine for None.
@@ -434,14 +438,23 @@ class Batch(Unique):
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more requests, let running ones go on for `drain_s` seconds, and save contexts that are not saved.
 
-        Contexts are saved only with a `cache_dir`.
+        Contexts are saved only with a `cache_dir`. An interpreter that ends without `close` saves no more contexts.
         """
+        self._stop(drain_s, save=self._keeps)
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        """End the threads before the interpreter ends: a thread within a library's code would abort the process."""
+        if os.getpid() == self._process:
+            self._stop(0.0, save=False)
+
+    def _stop(self, drain_s: float, *, save: bool) -> None:
         with self._changed:
             self._ending = min(self._ending or float("inf"), time.perf_counter() + drain_s)
             self._changed.notify_all()
         self._thread.join()
         self._decoder.shutdown()
-        self._prefixes.close(save=self._keeps)
+        self._prefixes.close(save=save)
         for context in self.contexts.values():
             with suppress(LceError):
                 context.close()

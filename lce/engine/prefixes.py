@@ -179,7 +179,7 @@ class PrefixCache(Unique):
     def forget(self, context: Context, error: BaseException) -> bool:
         """Remove the file from which a context was opened, if this cache has the file; return whether it had."""
         with self._lock:
-            found = [each for each in self._entries if each.path is not None and each.path == context.source]
+            found = [each for each in self._entries if each.path is not None and str(each.path) == context.source]
             for entry in found:
                 notice(f"a kept context cannot be read and is removed: {error}")
                 self._unlink(entry)
@@ -357,6 +357,7 @@ class PrefixCache(Unique):
                 for other in self._prefixes(entry):
                     if other.context is None:
                         self._remove(other)
+                self._make_space(0)  # the file may be larger than the estimate
             self.shrink()
 
     def _make_space(self, n_bytes: int) -> bool:
@@ -386,9 +387,11 @@ class PrefixCache(Unique):
             self._wake.notify_all()
         if self._saver is not None:
             self._saver.join()
-        for entry in self._entries:
-            if entry.context is not None:
-                entry.context.close()
+        with self._lock:
+            for entry in self._entries:
+                if entry.context is not None:
+                    entry.context.close()
+                    entry.context = None
 
     def spelled(self, engine: Engine, chat: ChatText, ids: list[int]) -> list[int]:
         """Return a chat's ids, with the tokens of a kept context where it holds the beginning of the chat's text.

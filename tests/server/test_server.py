@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from lce.server.service import Service, Settings
+from tests.command import Process
 from tests.server.conftest import serving
 
 HI: Any = [{"role": "user", "content": "the quick fox"}]
@@ -196,10 +197,9 @@ def test_a_signal_lets_streams_end(chat_model: Path, sig: int, code: int) -> Non
     start = "import sys; from lce.cli import main; sys.argv[0] = 'lce'; main()"
     command[1:3] = ["-c", start]
     own = {**os.environ, "LCE_API_KEY": "k"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own)
+    process = Process(command, env=own)
     try:
-        assert process.stderr is not None
-        lines = [process.stderr.readline(), process.stderr.readline()]
+        lines = [process.line("stderr"), process.line("stderr")]
         assert "is loaded" in lines[1], lines
         address = lines[0].split()[-1]
         body = json.dumps({"messages": HI, "stream": True, "max_tokens": 1500, "logit_bias": {"77": 100}}).encode()
@@ -207,7 +207,7 @@ def test_a_signal_lets_streams_end(chat_model: Path, sig: int, code: int) -> Non
         with urllib.request.urlopen(
             urllib.request.Request(f"{address}/v1/chat/completions", body, head), timeout=30
         ) as answer:
-            assert b"lce" in answer.readline()
+            assert b"lce" in answer.readline(1 << 16)
             process.send_signal(sig)
             text = answer.read()
         assert text.rstrip().endswith(b"data: [DONE]")
