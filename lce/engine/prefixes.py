@@ -65,7 +65,7 @@ class Entry:
     group: str
     context: Context | None = None
     path: Path | None = None
-    n_bytes: int = 0  # of the file
+    n_bytes: int = 0  # of its files
     used: float = 0.0
     busy: bool = False
     urgent: bool = False
@@ -117,6 +117,7 @@ class PrefixCache(Unique):
         self._entries: set[Entry] = set()
         self._index: dict[tuple[str, bytes], set[Entry]] = {}
         self._scanned: dict[str, int] = {}  # of each group's folder: its time of change when it was read
+        self._writing = ""  # the stem of the names that the saver writes to; no other entry is made of these files
         self._refused: set[str] = set()  # the names of files of tokens that cannot be read
         self._closing = False
         self._saver: threading.Thread | None = None
@@ -290,12 +291,12 @@ class PrefixCache(Unique):
         known = {each.path.stem for each in self._entries if each.path is not None and each.group == group}
         for path in folder.glob("*.ids"):
             file = path.with_suffix(".lce")
-            if path.stem in known:
+            if path.stem in known or path.stem == self._writing:
                 continue
             try:
                 if file.exists():
-                    stat = file.stat()
-                    self._add(Entry(_read_ids(path), group, None, file, stat.st_size, stat.st_mtime))
+                    ids, stat = _read_ids(path), file.stat()
+                    self._add(Entry(ids, group, None, file, stat.st_size + ids.nbytes, stat.st_mtime))
                 elif time.time() - path.stat().st_mtime > ABANDONED_S:
                     path.unlink(missing_ok=True)
             except (OSError, ValueError, LceError) as error:
@@ -339,20 +340,21 @@ class PrefixCache(Unique):
         assert self.folder is not None
         assert entry.context is not None
         path, n_bytes = self.folder / entry.group / f"{secrets.token_hex(8)}.lce", 0
+        self._writing = path.stem
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._make_space(entry.memory_bytes):
+            if not self._make_space(_file_bytes(entry)):
                 raise CapacityError("it is larger than the budget for kept contexts")
             write_whole(path.with_suffix(".ids"), entry.ids.tobytes())
             entry.context.save(path)
-            n_bytes = path.stat().st_size
+            n_bytes = path.stat().st_size + entry.ids.nbytes
         except Exception as error:  # any one: the saver must go on, and requests may wait for the entry
             with suppress(OSError):
                 path.with_suffix(".ids").unlink(missing_ok=True)
             notice(f"a context of {len(entry.ids):,} tokens is not kept on disk: {error}")
         with self._lock:
             entry.path, entry.n_bytes, entry.unsavable = path if n_bytes else None, n_bytes, not n_bytes
-            entry.busy = False
+            entry.busy, self._writing = False, ""
             if n_bytes:
                 for other in self._prefixes(entry):
                     if other.context is None:
@@ -364,7 +366,7 @@ class PrefixCache(Unique):
         """Remove files, the least recently used first, until `n_bytes` more fit the budget; return whether they do."""
         assert self.folder is not None
         with self._lock:
-            for group in [each.name for each in self.folder.iterdir() if GROUP.fullmatch(each.name) and each.is_dir()]:
+            for group in filter(GROUP.fullmatch, _names(self.folder)):
                 self._scan(group)
             files = sorted((each for each in self._entries if each.path is not None), key=lambda each: each.used)
             total = sum(each.n_bytes for each in files)
@@ -427,6 +429,24 @@ class PrefixCache(Unique):
 def group_of(engine: Engine) -> str:
     """Return the name of the folder for contexts of engines that can use each other's."""
     return hashlib.sha256(json.dumps(engine.identity.facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder; none if it cannot be read, for example because it was removed."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _file_bytes(entry: Entry) -> int:
+    """Return the bytes of the files that an entry with a context will have."""
+    assert entry.context is not None
+    data = entry.context._data
+    tensors = data.tensors().values()
+    layout = data.cache.layout.file(data.cache.length)
+    n_bytes: int = layout.small_start + sum(each.nbytes for each in tensors) + entry.ids.nbytes
+    return n_bytes
 
 
 def _read_ids(path: Path) -> Ids:

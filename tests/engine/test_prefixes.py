@@ -1,20 +1,26 @@
 """Contexts that a batch keeps as files: found by other processes, never a wrong token, and within their budget."""
 
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import lce
 from lce.engine import prefixes
+from lce.engine.prefixes import Entry, PrefixCache, chain, common
+from lce.errors import DataError
 from tests.checkpoints import save_tiny, tokens
-from tests.command import start, until
+from tests.command import output, start, until, within
 
 BLOCK = 32
 
@@ -205,3 +211,314 @@ def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp
         path.stem for path in files if path.suffix == ".ids" and path.with_suffix(".lce").exists()
     }
     assert sum(path.stat().st_size for path in files if path.suffix == ".lce") <= budget
+
+
+# Files that are damaged or strange in other ways, folders that change, and saves that fail
+
+
+@pytest.fixture(scope="module")
+def full(tiny_model: Path) -> lce.Engine:
+    return lce.load(tiny_model, block=BLOCK)
+
+
+def listed(folder: Path, kind: str = "lce") -> list[Path]:
+    return sorted(folder.glob(f"*/*.{kind}"))
+
+
+TEXT = tokens(200)
+
+
+@pytest.fixture(scope="module")
+def truth(full: lce.Engine) -> list[int]:
+    """The answer to TEXT and one more token."""
+    return full.generate([*TEXT, 5], max_tokens=6).token_ids
+
+
+@pytest.fixture
+def folder(full: lce.Engine, tmp_path: Path) -> Path:
+    """A folder of kept contexts, with that of TEXT."""
+    asked(full, tmp_path, TEXT)
+    assert len(listed(tmp_path)) == 1
+    return tmp_path
+
+
+def asked(engine: lce.Engine, folder: Path, *prompts: list[int], **options: Any) -> list[lce.Generation]:
+    """The answers of a new batch, one after another."""
+    with engine.batch(cache_dir=folder, **options) as batch:
+        return [within(batch.stream(ids, max_tokens=6).finish) for ids in prompts]
+
+
+ASK = """
+import sys, warnings, lce
+warnings.simplefilter("ignore")
+engine = lce.load(sys.argv[1], block=32)
+with engine.batch(cache_dir=sys.argv[2]) as batch:
+    result = batch.stream(eval(sys.argv[3]), max_tokens=6).finish()
+print(result.stats.read_before, *result.token_ids)
+"""
+
+
+def test_another_process_finds_a_kept_context(tiny_model: Path, folder: Path, truth: list[int]) -> None:
+    n_before, *ids = map(int, output(ASK, tiny_model, folder, repr([*TEXT, 5])).split())
+    assert n_before >= 199
+    assert ids == truth
+
+
+def test_a_conversation_leaves_one_file(full: lce.Engine, tmp_path: Path) -> None:
+    with full.batch(cache_dir=tmp_path) as batch:
+        ids = tokens(60)
+        for turn in range(4):
+            result = within(batch.stream(ids, max_tokens=6).finish)
+            until(lambda: all(each.path for each in batch._prefixes._entries))
+            ids = [*ids, *result.token_ids, *tokens(9, seed=turn)]
+    assert len(listed(tmp_path)) == len(listed(tmp_path, "ids")) == 1
+    assert len(listed(tmp_path)[0].with_suffix(".ids").read_bytes()) == 4 * (len(ids) - 9)
+
+
+# Files that are damaged or of another kind
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/nowhere")
+
+
+DAMAGES: dict[str, Any] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "odd": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "noise": lambda path: path.write_bytes(random.Random(0).randbytes(path.stat().st_size)),
+    "others": lambda path: path.write_bytes(path.read_bytes()[:400] + np.array([7], np.int32).tobytes() * 50),
+    "longer": lambda path: path.write_bytes(path.read_bytes() * 2),
+    "fifo": fifo,
+    "folder": directory,
+    "dangling": dangling,
+}
+
+
+@pytest.mark.parametrize("kind", ["lce", "ids"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_a_miss(
+    damage: str, kind: str, full: lce.Engine, folder: Path, truth: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second prompt has what the changed file of tokens would promise."""
+    (path,) = listed(folder, kind)
+    DAMAGES[damage](path)
+    claimed = [*TEXT[:100], *[7] * 50]
+    found = asked(full, folder, [*TEXT, 5], claimed)
+    assert found[0].token_ids == truth
+    assert found[1].token_ids == full.generate(claimed, max_tokens=6).token_ids
+    said = capfd.readouterr().err
+    if (damage, kind) in {("missing", "lce"), ("missing", "ids"), ("dangling", "lce"), ("noise", "ids")}:
+        return
+    assert said.count("a kept context") + said.count("does not hold") >= 1, said
+    assert "Traceback" not in said
+
+
+def test_a_flipped_bit_never_changes_a_token(full: lce.Engine, folder: Path, truth: list[int]) -> None:
+    """A damaged file is read anew, whatever byte is wrong."""
+    (path,) = listed(folder)
+    raw, ids = path.read_bytes(), path.with_suffix(".ids").read_bytes()
+    generator = random.Random(1)
+    places = [generator.randrange(len(raw)) for _ in range(12)] + [9, 40, len(raw) - 1]
+    for place in places:
+        damaged = bytearray(raw)
+        damaged[place] ^= 1 << generator.randrange(8)
+        for each in (*listed(folder), *listed(folder, "ids")):
+            each.unlink()
+        path.write_bytes(damaged)
+        path.with_suffix(".ids").write_bytes(ids)
+        (found,) = asked(full, folder, [*TEXT, 5])
+        assert found.token_ids == truth, place
+
+
+def test_hundreds_of_damaged_files_are_one_miss(full: lce.Engine, folder: Path, truth: list[int]) -> None:
+    (path,) = listed(folder)
+    ids = path.with_suffix(".ids").read_bytes()
+    for i in range(1200):
+        path.with_name(f"{i:016x}.lce").write_bytes(b"not a context")
+        path.with_name(f"{i:016x}.ids").write_bytes(ids)
+    path.write_bytes(b"neither")
+    (found,) = asked(full, folder, [*TEXT, 5])
+    assert found.token_ids == truth
+    assert len(listed(folder)) == 1
+
+
+def test_files_that_may_not_be_read(full: lce.Engine, folder: Path, truth: list[int]) -> None:
+    for path in (*listed(folder), *listed(folder, "ids")):
+        path.chmod(0)
+    (found,) = asked(full, folder, [*TEXT, 5])  # root reads them all the same
+    assert found.token_ids == truth
+
+
+def test_what_is_not_the_caches_stays(full: lce.Engine, tmp_path: Path) -> None:
+    """The folder may be one that has other folders."""
+    (tmp_path / "mine").mkdir()
+    own = [tmp_path / "mine" / name for name in (".draft.tmp", "a.ids", "a.lce", "b.ids", ".a.lce.1-2.tmp")]
+    for path in own:
+        path.write_bytes(b"abcd")
+        os.utime(path, (0, 0))
+    asked(full, tmp_path, *(tokens(60, seed=i) for i in range(3)), cache_budget=60_000)
+    assert all(path.exists() for path in own)
+
+
+def test_a_folder_that_vanishes_is_made_again(full: lce.Engine, tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+    with full.batch(cache_dir=place) as batch:
+        within(batch.stream(TEXT, max_tokens=6).finish)
+        until(lambda: listed(place))
+        for path in place.rglob("*.*"):
+            path.unlink()
+        next(iter(place.iterdir())).rmdir()
+        place.rmdir()
+        assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).token_ids
+        until(lambda: listed(place))
+
+
+# Budgets
+
+
+def taken(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_budget_is_kept_and_the_least_recently_used_file_goes(full: lce.Engine, tmp_path: Path) -> None:
+    texts = [tokens(100, seed=i) for i in range(6)]
+    asked(full, tmp_path, texts[0])
+    size = taken(tmp_path)
+    budget = 7 * size // 2
+    with full.batch(cache_dir=tmp_path, cache_budget=budget) as batch:
+        for i, text in enumerate(texts[1:]):
+            within(batch.stream(text, max_tokens=6).finish)
+            until(lambda: not batch._prefixes._unsaved() and not any(e.busy for e in batch._prefixes._entries))
+            assert taken(tmp_path) <= budget
+            if i < 4:
+                within(batch.stream([*texts[0], 9], max_tokens=1).finish)  # the oldest is used again and again
+    with full.batch(cache_dir=tmp_path, cache_budget=budget) as batch:
+        assert within(batch.stream([*texts[0], 9, 9], max_tokens=1).finish).stats.read_before >= 100
+        assert within(batch.stream([*texts[1], 9, 9], max_tokens=1).finish).stats.read_before == 0
+
+
+def test_a_context_larger_than_the_budget_is_not_saved(full: lce.Engine, tmp_path: Path) -> None:
+    with full.batch(cache_dir=tmp_path, cache_budget=1000) as batch:
+        within(batch.stream(TEXT, max_tokens=6).finish)
+        until(lambda: any(each.unsavable for each in batch._prefixes._entries))
+        assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).stats.read_before >= 199
+    assert not listed(tmp_path)
+    assert not listed(tmp_path, "ids")
+
+
+def test_two_caches_use_one_folder(full: lce.Engine, tmp_path: Path) -> None:
+    texts = [tokens(80, seed=i) for i in range(4)]
+    with full.batch(cache_dir=tmp_path) as one, full.batch(cache_dir=tmp_path) as two:
+        for i, text in enumerate(texts):
+            first, second = (one, two) if i % 2 else (two, one)
+            within(first.stream(text, max_tokens=2).finish)
+            until(
+                lambda first=first: not first._prefixes._unsaved() and all(not e.busy for e in first._prefixes._entries)
+            )
+            found = within(second.stream([*text, 5], max_tokens=4).finish)
+            assert found.stats.read_before >= 79
+            assert found.token_ids == full.generate([*text, 5], max_tokens=4).token_ids
+        for path in (*listed(tmp_path), *listed(tmp_path, "ids")):
+            path.unlink()  # as the other's budget would
+        for text in texts:
+            found = within(one.stream([*text, 6], max_tokens=4).finish)
+            assert found.token_ids == full.generate([*text, 6], max_tokens=4).token_ids
+
+
+# Faults
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("ours")], ids=repr)
+@pytest.mark.parametrize("call", ["os.fsync", "os.replace", "os.pwrite"])
+def test_a_save_that_fails_leaves_the_context_in_memory(
+    call: str, error: Exception, full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any, **how: Any) -> None:
+        raise error
+
+    with full.batch(cache_dir=tmp_path) as batch:
+        monkeypatch.setattr(call, failing)
+        within(batch.stream(TEXT, max_tokens=6).finish)
+        until(lambda: any(each.unsavable or each.path for each in batch._prefixes._entries))
+        monkeypatch.undo()
+        assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).stats.read_before >= 199
+        within(batch.stream(tokens(99, seed=1), max_tokens=6).finish)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert len(listed(tmp_path)) >= 1
+
+
+# The parts
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[PrefixCache]:
+    made = PrefixCache(tmp_path, 1 << 30, 1 << 30, lambda: None)
+    yield made
+    within(lambda: made.close(save=False))
+
+
+def test_prefixes_are_found_by_their_pieces(full: lce.Engine, cache: PrefixCache) -> None:
+    for n in (10, 63, 64, 65, 128, 200):
+        cache._add(Entry(np.array(tokens(n), np.int32), "g"))
+    cache._add(Entry(np.array([*tokens(100), *tokens(100, seed=1)], np.int32), "g"))
+    for n_asked in range(1, 260, 7):
+        asked = np.array(tokens(n_asked) if n_asked <= 200 else [*TEXT, *tokens(n_asked - 200, seed=3)], np.int32)
+        entry, n = cache._best("g", asked)
+        assert entry is not None
+        assert n == max(common(each.ids, asked) for each in cache._entries)
+    assert cache._best("h", np.array(TEXT, np.int32)) == (None, 0)
+
+
+def test_digests_and_common_lengths() -> None:
+    one, other = np.arange(130, dtype=np.int32), np.arange(130, dtype=np.int32)
+    other[100] = 7
+    assert [a == b for a, b in zip(chain(one), chain(other), strict=True)] == [True, False]
+    assert (common(one, other), common(one[:50], other), common(one[:0], other)) == (100, 50, 0)
+
+
+def test_a_context_that_is_being_saved_is_waited_for(
+    full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, begun = threading.Event(), threading.Event()
+    save = lce.Context.save
+
+    def slowly(self: lce.Context, path: Path, **how: Any) -> None:
+        begun.set()
+        assert going.wait(30)
+        save(self, path, **how)
+
+    monkeypatch.setattr(lce.Context, "save", slowly)
+    with full.batch(cache_dir=tmp_path) as batch:
+        within(batch.stream(TEXT, max_tokens=6).finish)
+        assert begun.wait(30)
+        stream = batch.stream([*TEXT, 5], max_tokens=6)
+        other = within(batch.stream(tokens(40, seed=4), max_tokens=6).finish)
+        assert other.finish_reason
+        assert stream.state == "waiting"
+        going.set()
+        assert within(stream.finish).stats.read_before >= 199
+
+
+def test_a_file_whose_rows_are_damaged_is_forgotten(full: lce.Engine, folder: Path) -> None:
+    with full.batch(cache_dir=folder) as batch:
+        (path,) = listed(folder)
+        context, busy = batch._prefixes.find(full, [*TEXT, 5])
+        assert context is not None
+        assert not busy
+        assert batch._prefixes.forget(context, DataError("mine"))
+        assert not path.exists()
+        assert not batch._prefixes.forget(context, DataError("mine"))
