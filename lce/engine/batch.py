@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from lce.engine.answer import Answer, Piece
-from lce.engine.arguments import GenerationOptions, Options, Prompt
+from lce.engine.arguments import GenerationOptions, Options, Prompt, check_names
 from lce.engine.context import Context, Unique
 from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
@@ -100,6 +100,7 @@ class Batch(Unique):
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="lce-decode")
         self._thread = threading.Thread(target=self._work, name="lce-batch", daemon=True)
         self._thread.start()
+        self._own_threads = {self._thread.ident}  # those in which requests' callbacks are called
         self._process = os.getpid()
         atexit.register(self._exit)
 
@@ -144,7 +145,7 @@ class Batch(Unique):
         if isinstance(context, str):
             with self._changed:
                 if context not in self._named:
-                    raise UsageError(f"there is no context {shown(context)}; {nearest(context, self._named)}")
+                    raise self._unknown(context)
                 own, start = self._named[context]
             if method is not None and own.method != engine.method:
                 raise UsageError(f"the context {context} has a method of its own; leave `method` out")
@@ -160,7 +161,8 @@ class Batch(Unique):
         `how` may be `method` and `method_options`. Raises the errors of `stream`.
         """
         self._check_name(name)
-        engine = self.engine_of(how.pop("method", None), how.pop("method_options", None))
+        check_names(how, ("method", "method_options"), "option")
+        engine = self.engine_of(how.get("method"), how.get("method_options"))
         return self._submit(engine, prompt, engine._options({"max_tokens": 1}), None, name)
 
     def add_context(self, name: str, path: str | Path) -> None:
@@ -188,7 +190,11 @@ class Batch(Unique):
         """Give up a named context. Requests that have begun with it go on. Raises `UsageError` if there is none."""
         with self._changed:
             if self._named.pop(name, None) is None:
-                raise UsageError(f"there is no context {shown(name)}; {nearest(name, self._named)}")
+                raise self._unknown(name)
+
+    def _unknown(self, name: object) -> UsageError:
+        remedy = nearest(str(name), self._named) if self._named else "make one by make_context or add_context"
+        return UsageError(f"there is no context {shown(name)}; {remedy}")
 
     def _submit(
         self, engine: Engine, prompt: Prompt | ChatText, options: Options, start: Context | None, name: str | None
@@ -272,6 +278,7 @@ class Batch(Unique):
 
     @torch.inference_mode()
     def _decode_all(self, asked: Sequence[Request]) -> None:
+        self._own_threads.add(threading.get_ident())
         began = time.perf_counter()
         lanes = []
         for each in asked:
@@ -299,7 +306,8 @@ class Batch(Unique):
         assert context is not None
         assert answer is not None
         assert context.logits is not None
-        text = answer.take(context.logits, likeliest)
+        logits = context.logits if request.options.constraint is None else context.logits.clone()  # it may change them
+        text = answer.take(logits, likeliest)
         del context.token_ids[request.n_said :]
         context.token_ids.extend(request.result.token_ids)
         if text:
@@ -340,9 +348,10 @@ class Batch(Unique):
         elif self._keeps:
             others = [each.context for each in self._running if each.engine is engine and each.state == "decode"]
             if isinstance(request.prompt, ChatText):
-                request.ids = ids = self._prefixes.spelled(engine, request.prompt, ids)
+                request.ids = ids = self._prefixes.spelled(engine, request.prompt, ids, len(ids) + options.max_tokens)
                 request.result.stats.prompt_tokens = len(ids)
-            context, busy = self._prefixes.find(engine, ids, [each for each in others if each is not None])
+            also = [each for each in others if each is not None]
+            context, busy = self._prefixes.find(engine, ids, len(ids) + options.max_tokens, also)
             if busy:
                 return False
         else:
@@ -440,6 +449,8 @@ class Batch(Unique):
 
         Contexts are saved only with a `cache_dir`. An interpreter that ends without `close` saves no more contexts.
         """
+        if threading.get_ident() in self._own_threads and self._thread.is_alive():
+            raise UsageError("a request's callback cannot close its batch; cancel the request, or close later")
         self._stop(drain_s, save=self._keeps)
         atexit.unregister(self._exit)
 

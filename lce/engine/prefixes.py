@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from lce.engine.context import Context, Unique
 from lce.errors import CapacityError, LceError
 from lce.files import open_regular, remove_leftover, write_whole
+from lce.models.rope import Rope
 from lce.progress import notice
 from lce.tokenizer.chat import ChatText
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 PIECE = 64  # tokens between two digests
 LEAST_SAVED = 16  # tokens: shorter contexts are not saved
+# A context of more than `ALWAYS_SAVED` tokens is saved if less than 15/16 of it is in another context's file.
+ALWAYS_SAVED, SAVED_SHARE = 4096, 16
 LEAST_IDLE_S = 0.5  # before a context is saved
 SAVED_BYTES_PER_S = 500 << 20  # an estimate, by which the time that a context must have been idle follows from its size
 LEAST_SHARED = 16  # tokens: a fork is not made for fewer
@@ -58,7 +61,8 @@ Ids = NDArray[np.int32]
 class Entry:
     """A context of the cache: `context` in memory, its file at `path`, or both.
 
-    `busy` while it is being saved, `urgent` if memory is short, `unsavable` if it is to stay in memory alone.
+    `busy` while it is being saved, `urgent` if memory is short, `unsavable` if it is to stay in memory alone. If memory
+    or a budget is too small to open the file, the file is `unopenable` here, and stays for others.
     """
 
     ids: Ids
@@ -70,6 +74,7 @@ class Entry:
     busy: bool = False
     urgent: bool = False
     unsavable: bool = False
+    unopenable: bool = False
     digests: Sequence[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,14 +127,18 @@ class PrefixCache(Unique):
         self._closing = False
         self._saver: threading.Thread | None = None
 
-    def find(self, engine: Engine, ids: Sequence[int], also: Sequence[Context] = ()) -> tuple[Context | None, bool]:
+    def find(
+        self, engine: Engine, ids: Sequence[int], length: int = 0, also: Sequence[Context] = ()
+    ) -> tuple[Context | None, bool]:
         """Return a context that holds the longest known prefix of `ids` and no other tokens; None if there is none.
 
+        `length` is the final number of tokens: keys must be rotated as in a context of this announced length.
         `also` are contexts in use, from which a fork may be made. The second result is True if the best context is
         being saved just now: ask again when `changed` was called.
         """
         wanted = np.asarray(ids, dtype=np.int32)
-        group = group_of(engine)
+        group = group_of(engine, engine.rope_of(max(length, len(ids))))
+        also = [each for each in also if group_of(engine, each._rope) == group]
         with self._lock:
             self._scan(group)
             while True:  # until no damaged file is found
@@ -171,6 +180,10 @@ class PrefixCache(Unique):
                 return context
             notice(f"{entry.path} does not hold the tokens of its .ids file; it is removed")
             context.close()
+        except CapacityError as error:
+            notice(f"a kept context is not used: {error}")
+            entry.unopenable = True
+            return None
         except LceError as error:
             if entry.path.exists():
                 notice(f"a kept context cannot be opened and is removed: {error}")
@@ -192,10 +205,11 @@ class PrefixCache(Unique):
         """Return the entry with the longest common prefix, one in memory first, and the prefix' length."""
         found: set[Entry] = set()
         for digest in reversed(chain(wanted)):
-            if found := self._index.get((group, digest), set()):
+            found = {each for each in self._index.get((group, digest), ()) if not each.unopenable}
+            if found:
                 break
         if not found:  # the first piece differs, or a text is shorter
-            found = {each for each in self._entries if each.group == group}
+            found = {each for each in self._entries if each.group == group and not each.unopenable}
         best, n_best = None, 0
         for entry in found:
             n = common(entry.ids, wanted)
@@ -207,13 +221,19 @@ class PrefixCache(Unique):
         """Keep a context, which nobody else uses from now on. Contexts of which it is a continuation are given up."""
         if not context.cache.length:
             return
-        entry = Entry(np.asarray(context.token_ids, np.int32), group_of(engine), context, used=time.time())
+        entry = Entry(
+            np.asarray(context.token_ids, np.int32), group_of(engine, context._rope), context, used=time.time()
+        )
         with self._lock:
             for other in self._prefixes(entry):
                 if len(other.ids) == len(entry.ids):
                     entry.path, entry.n_bytes, other.path = other.path, other.n_bytes, None
                 if other.path is None:  # the others' files are given up when this context has one
                     self._remove(other)
+            filed = (each for each in self._entries if each.path is not None and each.group == entry.group)
+            n_filed = max((common(each.ids, entry.ids) for each in filed), default=0)
+            n = len(entry.ids)  # a question about a long document does not make another copy of the document
+            entry.unsavable = n > ALWAYS_SAVED and (n - n_filed) * SAVED_SHARE < n
             self._add(entry)
             self.shrink()
             if self.folder is not None:
@@ -395,7 +415,7 @@ class PrefixCache(Unique):
                     entry.context.close()
                     entry.context = None
 
-    def spelled(self, engine: Engine, chat: ChatText, ids: list[int]) -> list[int]:
+    def spelled(self, engine: Engine, chat: ChatText, ids: list[int], length: int = 0) -> list[int]:
         """Return a chat's ids, with the tokens of a kept context where it holds the beginning of the chat's text.
 
         `ids` are those of the whole text. A model may have written an answer in other tokens than its text has: then
@@ -403,7 +423,7 @@ class PrefixCache(Unique):
         """
         wanted = np.asarray(ids, dtype=np.int32)
         with self._lock:
-            entry, n = self._best(group_of(engine), wanted)
+            entry, n = self._best(group_of(engine, engine.rope_of(max(length, len(ids)))), wanted)
         if entry is None or n == len(entry.ids) or not n:
             return ids
         tokenizer = engine.tokenizer
@@ -426,9 +446,12 @@ class PrefixCache(Unique):
         return len(self._entries)
 
 
-def group_of(engine: Engine) -> str:
-    """Return the name of the folder for contexts of engines that can use each other's."""
-    return hashlib.sha256(json.dumps(engine.identity.facts, sort_keys=True).encode()).hexdigest()[:16]
+def group_of(engine: Engine, rope: Rope) -> str:
+    """Return the name of the folder for contexts with this RoPE, of engines that can use each other's."""
+    digest = hashlib.sha256(json.dumps(engine.identity.facts, sort_keys=True).encode())
+    for each in (rope, *map(rope.of, dict.fromkeys(engine.model.config.layer_kinds))):
+        digest.update(each.inv_freq.numpy().tobytes())  # some scalings depend on the announced length
+    return digest.hexdigest()[:16]
 
 
 def _names(folder: Path) -> list[str]:

@@ -25,21 +25,21 @@ Item = Piece | BaseException | None  # None ends the stream
 
 
 class Channel:
-    """A queue of a stream's items from the engine's thread to one reader, in a thread or in an event loop."""
+    """A queue of a stream's items from the engine's thread to readers, in threads or in event loops."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._changed = threading.Condition()
-        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def put(self, item: Item) -> None:
         """Add an item; any thread may call this."""
         with self._changed:
             self._items.append(item)
             self._changed.notify_all()
-            if self._waiting is not None:
+            for loop, event in self._waiting:
                 with suppress(RuntimeError):  # the reader's loop was closed
-                    self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
+                    loop.call_soon_threadsafe(event.set)
 
     def get(self) -> Item:
         """Wait for an item and return it. The last one stays, so that it is found again."""
@@ -53,11 +53,14 @@ class Channel:
         while True:
             with self._changed:
                 if self._items:
-                    self._waiting = None
                     return self._next()
-                event = asyncio.Event()
-                self._waiting = asyncio.get_running_loop(), event
-            await event.wait()
+                waiting = asyncio.get_running_loop(), asyncio.Event()
+                self._waiting.append(waiting)
+            try:
+                await waiting[1].wait()
+            finally:
+                with self._changed:
+                    self._waiting.remove(waiting)
 
     def _next(self) -> Item:
         return self._items.popleft() if isinstance(self._items[0], Piece) else self._items[0]

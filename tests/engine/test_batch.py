@@ -5,6 +5,7 @@ import gc
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,25 +77,31 @@ def test_every_request_has_the_bits_that_it_has_alone_in_any_storage(
 ) -> None:
     torch.set_num_threads(threads)
     if options.pop("budget", None):
-        options |= {"kv_device_budget": 1 << 17, "spill_dir": tmp_path / "spill"}
         (tmp_path / "spill").mkdir()
-    check_alike(save_tiny(tmp_path), options)
+        options |= {"kv_device_budget": 1 << 19, "spill_dir": tmp_path / "spill"}
+        assert check_alike(save_tiny(tmp_path), options, 10)["disk"]
+    else:
+        check_alike(save_tiny(tmp_path), options)
 
 
-def check_alike(folder: Path, options: dict[str, Any]) -> None:
-    """Mixed methods, samplings and lengths, which come one after another, also while others read or answer."""
-    engine = lce.load(folder, block=BLOCK, **options)
+def check_alike(folder: Path, options: dict[str, Any], times: int = 1) -> Counter[str]:
+    """Mixed methods, samplings and lengths, which come one after another, also while others read or answer.
+
+    Returns the bytes in each tier of all contexts.
+    """
+    engine, held = lce.load(folder, block=BLOCK, **options), Counter[str]()
     with engine.batch(max_lanes=8) as batch:
         streams: list[BatchStream] = []
         for i, (method, knobs, n, how) in enumerate(CASES):
-            ids = tokens(n, seed=i)
-            streams.append(batch.stream(ids, method=method, method_options=knobs, **how))
+            streams.append(batch.stream(tokens(n * times, seed=i), method=method, method_options=knobs, **how))
             if i % 3 == 2:
                 within(lambda: next(streams[-1], None))
         found = [facts(finish(stream)) for stream in streams]
         for i, (method, knobs, n, how) in enumerate(CASES):
-            alone = batch.engine_of(method, knobs).generate(tokens(n, seed=i), **how)
-            assert found[i] == facts(alone), (method, found[i], facts(alone))
+            alone = batch.engine_of(method, knobs).generate(tokens(n * times, seed=i), **how)
+            assert found[i] == facts(alone), method
+            held.update(streams[i].result.stats.memory)
+    return held
 
 
 def test_a_prompt_that_continues_a_kept_context_reads_only_the_rest(batch: Batch) -> None:
@@ -212,6 +219,8 @@ WRONG: dict[str, Callable[[Batch], object]] = {
     "name": lambda batch: batch.make_context("a@b", [5]),
     "no name": lambda batch: batch.make_context("", [5]),
     "empty book": lambda batch: batch.make_context("a", ""),
+    "book's option": lambda batch: batch.make_context("a", [5], max_tokens=3),
+    "kind of name": lambda batch: batch.drop_context(5),  # type: ignore[arg-type]
 }
 
 
@@ -291,6 +300,27 @@ def test_a_loop_that_was_closed_ends_nobody_elses_request(batch: Batch) -> None:
     asyncio.run(main())
     assert finish(batch.stream(tokens(30, seed=1), max_tokens=4)).finish_reason
     assert len(finish(held[0]).token_ids) == 30
+
+
+def test_several_tasks_and_threads_may_read_one_stream(batch: Batch) -> None:
+    async def main() -> list[list[str]]:
+        stream = batch.stream(tokens(900), max_tokens=40)
+
+        async def read() -> list[str]:
+            return [piece.text async for piece in stream]
+
+        return await asyncio.gather(*(read() for _ in range(3)))
+
+    expected = batch.engine.generate(tokens(900), max_tokens=40).text
+    assert sum(map(len, within(lambda: asyncio.run(main())))) > 0
+    stream, found = batch.stream(tokens(900), max_tokens=40), list[str]()
+    threads = [threading.Thread(target=lambda: found.extend(piece.text for piece in stream)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert sorted("".join(found)) == sorted(expected)
 
 
 class Raising:
@@ -413,6 +443,22 @@ def test_close_ends_what_runs_and_may_be_called_again(full: lce.Engine) -> None:
         batch.stream([5])
     assert batch.gauges()["running"] == 0
     until(lambda: not [each for each in threading.enumerate() if each in (batch._thread, batch._prefixes._saver)])
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_callback_cannot_close_its_batch(n: int, full: lce.Engine) -> None:
+    """The first token is drawn in another thread than later ones."""
+    with full.batch() as batch:
+        texts: list[str] = []
+
+        def stop(text: str) -> None:
+            texts.append(text)
+            if len(texts) == n:
+                batch.close()
+
+        with pytest.raises(UsageError, match="cannot close"):
+            finish(batch.stream(tokens(20), max_tokens=9, stop=stop))
+        assert finish(batch.stream(tokens(20), max_tokens=9)).token_ids
 
 
 def test_close_drains(full: lce.Engine) -> None:
@@ -558,3 +604,32 @@ def test_a_lane_that_fails_is_not_kept(batch: Batch, monkeypatch: pytest.MonkeyP
     assert facts(finish(batch.stream(tokens(90), max_tokens=5))) == facts(
         batch.engine.generate(tokens(90), max_tokens=5)
     )
+
+
+@pytest.mark.parametrize("method", ["full", "streaming"])
+def test_keys_that_are_rotated_for_another_length_are_not_continued(method: str, tiny_model: Path) -> None:
+    """Dynamic RoPE scaling follows the final length of a text, which a shorter text's context was not made for."""
+    engine = lce.load(tiny_model, method, block=BLOCK, rope="dynamic", rope_factor=2)
+    short, long = tokens(30), [*tokens(30), *tokens(300, seed=2)]
+    with engine.batch() as batch:
+        finish(batch.stream(short, max_tokens=4))
+        found = finish(batch.stream(long, max_tokens=8))
+        assert facts(found) == facts(engine.generate(long, max_tokens=8))
+        again = finish(batch.stream(long, max_tokens=8))  # of the same length
+        assert facts(again) == facts(found)
+        assert again.stats.read_before >= 329
+
+
+def test_a_constraint_that_changes_logits_in_place_changes_no_other_answer(batch: Batch) -> None:
+    class Sevens:
+        def apply(self, logits: Tensor) -> Tensor:
+            logits[:] = -torch.inf
+            logits[7] = 0.0
+            return logits
+
+        def accept(self, token_id: int) -> None: ...
+
+    ids = tokens(50)
+    assert finish(batch.stream(ids, max_tokens=3, constraint=Sevens())).token_ids == [7, 7, 7]
+    found = finish(batch.stream([*ids, 7, 7], max_tokens=3))  # whose logits are kept
+    assert found.token_ids == batch.engine.generate([*ids, 7, 7], max_tokens=3).token_ids

@@ -127,6 +127,20 @@ def test_the_budget_is_kept_and_the_oldest_go_first(engine: lce.Engine, tmp_path
     assert not any(found[4:])
 
 
+def test_a_question_about_a_long_document_makes_no_copy(
+    engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "ALWAYS_SAVED", 100)
+    ids = tokens(200)
+    ask(engine, tmp_path, ids)
+    for seed in range(3):
+        assert ask(engine, tmp_path, [*ids, *tokens(5, seed=seed)]).stats.read_before >= 200
+    assert len(kept(tmp_path)) == 1
+    ask(engine, tmp_path, [*ids, *tokens(50, seed=9)])
+    assert len(kept(tmp_path)) == 2
+    assert ask(engine, tmp_path, [*ids, *tokens(50, seed=9), 7]).stats.read_before >= 250
+
+
 def test_a_context_larger_than_the_budget_is_not_kept(engine: lce.Engine, tmp_path: Path) -> None:
     found = ask(engine, tmp_path, tokens(150), budget="1KiB")
     assert len(found.token_ids) == 4
@@ -433,7 +447,7 @@ def test_two_caches_use_one_folder(full: lce.Engine, tmp_path: Path) -> None:
             assert found.stats.read_before >= 79
             assert found.token_ids == full.generate([*text, 5], max_tokens=4).token_ids
         for path in (*listed(tmp_path), *listed(tmp_path, "ids")):
-            path.unlink()  # as the other's budget would
+            path.unlink(missing_ok=True)  # as the budget of the other would
         for text in texts:
             found = within(one.stream([*text, 6], max_tokens=4).finish)
             assert found.token_ids == full.generate([*text, 6], max_tokens=4).token_ids
@@ -522,3 +536,36 @@ def test_a_file_whose_rows_are_damaged_is_forgotten(full: lce.Engine, folder: Pa
         assert batch._prefixes.forget(context, DataError("mine"))
         assert not path.exists()
         assert not batch._prefixes.forget(context, DataError("mine"))
+
+
+def test_a_file_that_has_just_appeared_belongs_to_its_entry_alone(
+    full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may look for files between the moment when a file appears and that when its entry knows the file."""
+    save = lce.Context.save
+    with full.batch(cache_dir=tmp_path) as batch:
+
+        def looked_for(self: lce.Context, path: Path, **how: Any) -> None:
+            save(self, path, **how)
+            batch._prefixes._scan(path.parent.name)
+
+        monkeypatch.setattr(lce.Context, "save", looked_for)
+        within(batch.stream(TEXT, max_tokens=6).finish)
+        until(lambda: all(each.path for each in batch._prefixes._entries))
+        assert len(listed(tmp_path)) == batch._prefixes.n_contexts == 1
+
+
+def test_a_file_for_which_a_budget_is_too_small_stays(
+    full: lce.Engine, folder: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: lce.Engine, path: Path) -> lce.Context:
+        raise lce.CapacityError("memory is short")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lce.Engine, "open_context", refused)
+        (found,) = asked(full, folder, [*TEXT[:150], 5])
+        assert found.stats.read_before == 0
+        assert len(listed(folder)) == 2
+    (found,) = asked(full, folder, [*TEXT, 5])
+    assert found.stats.read_before >= 199
+    assert found.token_ids == truth

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import lce
 from lce.cache.layer import LayerCache
+from lce.engine.lanes import forward
 from lce.kernels.cpu.layer_jobs import LayerJobs
 from lce.kernels.cpu.replay import Replays
 from lce.kernels.cpu.threads import Jobs
@@ -217,3 +218,49 @@ def test_a_profile_sees_the_steps_own_parts(tmp_path: Path, replayed: list[Jobs]
         steps(engine)
     assert profile.seconds["products"] > 0
     assert not replayed
+
+
+MIXES: dict[str, list[str]] = {
+    "alike": ["full", "streaming", "dca", "rerope", "longheads", "full", "self_extend", "lm_infinite"],
+    "one not alike": ["full", "streaming", "infllm", "dca"],
+    "same": ["full"] * 8,
+}
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_dtype": "int8-device"}], ids=str)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.covering("mix", "options", "n_threads")
+def test_replayed_passes_of_several_lanes_have_the_same_bits(
+    mix: str, options: dict[str, Any], n_threads: int, replayed: list[Jobs], alike: list[LayerJobs], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Lanes come, go and change places, so that recordings of each number of lanes serve others than they were made of.
+
+    Chains of kernels, one for each lane, run on several threads.
+    """
+    torch.set_num_threads(n_threads)
+    save_tiny(tmp_path, num_hidden_layers=4)
+    engines: dict[str, lce.Engine] = {}
+    for name in MIXES[mix]:
+        engines[name] = lce.load(tmp_path, name, sharing=next(iter(engines.values()), None), **options)
+
+    def passes() -> list[Tensor]:
+        contexts = [engines[name].prefill(tokens(40 + 30 * i, seed=i)) for i, name in enumerate(MIXES[mix])]
+        lanes, found = list(zip(MIXES[mix], contexts, strict=True)), []
+        for turn in range(24):
+            n = (len(lanes), 3, 1, len(lanes))[turn % 4]
+            shift = turn // 5 % len(lanes)
+            some = [*lanes[shift:], *lanes[:shift]][:n]
+            now = [engines[name].alone.lane(each, [5 + turn], decoding=True) for name, each in some]
+            found.append(forward(engines[some[0][0]].model, now))
+            for lane in now:
+                lane.check()
+        return found
+
+    ours = passes()
+    assert replayed
+    assert alike or mix == "one not alike"
+    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    for one, other in zip(ours, passes(), strict=True):
+        assert torch.equal(one, other)
