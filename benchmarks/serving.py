@@ -39,7 +39,7 @@ START_S = 300  # seconds in which a server must start
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default="smollm2")
-    parser.add_argument("--method", default="full")
+    parser.add_argument("--method", default="full", help='with its knobs: "longheads -o chunks=8"')
     parser.add_argument("--llama-server", help="the program of llama.cpp")
     parser.add_argument("--gguf", help="the same weights for llama.cpp")
     parser.add_argument("--threads", type=int, default=2, help="of llama.cpp")
@@ -220,7 +220,7 @@ def restart(args: argparse.Namespace, folder: Path, prompt: list[int]) -> None:
             at_once(port, [prompt[-PROMPT:]])
             times: list[float] = []
             began = time.perf_counter()
-            usage = streamed(port, prompt, 8, times)
+            usage = streamed(port, [*prompt, *prompt[: 10 if state == "new" else 20]], 8, times)
             cached = usage.get("prompt_tokens_details", {}).get("cached_tokens")
             print(
                 f"lce: {len(prompt):,} tokens, {state}: first token after {times[0] - began:.3f} s, "

@@ -250,3 +250,52 @@ def test_what_cannot_be_scored_is_refused(engine: lce.Engine) -> None:
     with pytest.raises(lce.UsageError, match="first is 0"):
         engine.score(IDS, first=0)
     assert len(engine.score([], context=engine.prefill(IDS[:5]))) == 0
+
+
+# Biases and constraints
+
+
+def test_biases_are_added_before_penalties_and_cuts() -> None:
+    logits = torch.tensor([3.0, 2.0, -1.0, 0.0])
+    untouched = logits.clone()
+    assert Sampler(Sampling(logit_bias={2: 5.0})).pick(logits) == 2
+    assert Sampler(Sampling(logit_bias={0: -100, 1: -100, 2: -100})).pick(logits) == 3
+    # 2 has the logit 4 with its bias, and half of that with the penalty.
+    assert Sampler(Sampling(logit_bias={2: 5.0}, repetition_penalty=2.0)).pick(logits, [2]) == 0
+    draws = {Sampler(Sampling(temperature=1.0, top_k=1, logit_bias={3: 4.0}, seed=i)).pick(logits) for i in range(9)}
+    assert draws == {3}
+    assert torch.equal(logits, untouched)
+    with pytest.raises(lce.UsageError, match="below 4"):
+        Sampler(Sampling(logit_bias={4: 1.0})).pick(logits)
+
+
+WRONG_BIASES = [{-1: 1.0}, {1: 101}, {1: float("nan")}, {1: float("inf")}, {1: "2"}, {1: True}, {"1": 1.0}, {1.5: 1.0}]
+
+
+@pytest.mark.parametrize("bias", [*WRONG_BIASES, [1], 3, None], ids=repr)
+def test_biases_that_cannot_be_used_are_refused(bias: Any) -> None:
+    with pytest.raises(lce.UsageError, match="logit_bias"):
+        Sampling(logit_bias=bias)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.5}], ids=str)
+def test_a_constraint_masks_first_and_is_told_each_token(how: dict[str, Any], engine: lce.Engine) -> None:
+    class Even:
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def apply(self, logits: Tensor) -> Tensor:
+            allowed = torch.arange(len(logits)) % 2 == len(self.told) % 2
+            return logits.masked_fill(~allowed, -torch.inf)
+
+        def accept(self, token_id: int) -> None:
+            self.told.append(token_id)
+
+    constraint = Even()
+    found = engine.generate(tokens(40), max_tokens=8, constraint=constraint, logprobs=0, **how)
+    assert constraint.told[: len(found.token_ids)] == found.token_ids
+    assert [token_id % 2 for token_id in found.token_ids] == [i % 2 for i in range(len(found.token_ids))]
+    free = engine.generate(tokens(40), max_tokens=1, logprobs=300).logprobs
+    assert free is not None
+    assert found.logprobs is not None
+    assert found.logprobs[0].logprob == dict(free[0].top)[found.token_ids[0]]  # of the model, without the mask

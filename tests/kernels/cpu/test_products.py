@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lce.kernels.code import products as code
 from lce.kernels.code.shared import MOST_ROWS, Gate
 from lce.kernels.cpu.kernel import recording
 from lce.kernels.cpu.products import product
@@ -102,3 +103,19 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
     for wrong in ((torch.zeros(9, 8), weight), (x, torch.zeros(4, 9)), (x.half(), weight), (x, torch.zeros(8, 4).T)):
         with pytest.raises(AssertionError):
             product(*wrong)
+
+
+@pytest.mark.parametrize("steps", [-1, 0, 1])  # whole steps beside a whole number of pieces
+@pytest.mark.parametrize("rest", [0, 5])
+@pytest.mark.parametrize("n_out", [1, 17, 66])
+def test_rows_are_alike_where_pieces_of_the_inputs_end(
+    any_threads: None, steps: int, rest: int, n_out: int, dtype: torch.dtype
+) -> None:
+    step = code._CHAINS * code.LANES
+    for n_pieces in (1, 2):
+        size = (n_pieces * code._PIECE + steps) * step + rest
+        x, weight = random(MOST_ROWS, size, dtype=dtype), random(n_out, size, dtype=dtype, seed=2)
+        together = product(x, weight)
+        assert_close(together, truth.product(x, weight))
+        for n in range(1, MOST_ROWS + 1):
+            assert torch.equal(product(x[:n], weight), together[:n]), (n_pieces, n)
