@@ -121,7 +121,7 @@ class Answer:
         n, said, reason = len(result.token_ids), result.text, result.finish_reason
         try:
             constraint = options.constraint
-            allowed = logits if constraint is None else constraint.apply(logits)
+            allowed = logits if constraint is None else constraint.apply(logits.clone())
             known = likeliest if options.sampling.greedy and constraint is None else None
             token_id = self._sampler.pick(allowed, result.token_ids) if known is None else known
             if constraint is not None:

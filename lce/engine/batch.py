@@ -1,12 +1,14 @@
-"""Runs many requests at once in one thread. Each has a context, a method and a sampling of its own.
+"""Runs many requests at once. Each has a context, a method and a sampling of its own.
 
-The thread decodes one token of every answer in a pass, then reads a block of the oldest prompt that is not read yet,
-and so on. While a block is read on a CPU, its kernels run in slices, and between two slices the answers get their next
-token. Slices are so long that answers go on at more than half their speed beside a long prompt.
+One pass decodes a token of every answer; then a block of the oldest prompt that is not read yet is read, and so on.
+While a block is read on a CPU, its kernels run in slices, and between two slices the answers get their next token. The
+length of a slice follows from the time of a pass. Prompts are read in one thread and answers decoded in another, and
+only one of the two works at a time.
 
 A request begins with the longest prefix that a kept context holds: see `lce.engine.prefixes`. Memory for prompt and
 answer is reserved before the prompt is read. If there is none, the request waits until others end, and kept contexts
-leave memory. On a CPU, the bits of an answer do not depend on other requests.
+leave memory. On a CPU, the bits of an answer do not depend on the requests beside it. Behind a kept prefix, blocks
+begin at other tokens than without one, so sums may be rounded otherwise.
 """
 
 from __future__ import annotations
@@ -131,15 +133,14 @@ class Batch(Unique):
     def stream(
         self, prompt: Prompt | ChatText, *, method: str | Method | None = None,
         method_options: Mapping[str, Any] | None = None, context: str | Context | None = None,
-        session: str | None = None, **options: Any,
+        **options: Any,
     ) -> BatchStream:  # fmt: skip
         """Ask for the answer to a prompt: text, token ids, or a rendered chat. Returns at once.
 
         `method` and `method_options` are the request's own method and knobs. `context` is a context that the prompt
-        continues, or the name of one: see `add_context`. `session` is for routers and changes nothing here. Options are
-        those of `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError` if the queue is full.
+        continues, or the name of one: see `add_context`. Options are those of `Engine.generate`. Raises `UsageError`
+        for what cannot be used, and `BusyError` if the queue is full.
         """
-        del session
         engine = self.engine_of(method, method_options)
         start: Context | None = None
         if isinstance(context, str):
@@ -306,8 +307,7 @@ class Batch(Unique):
         assert context is not None
         assert answer is not None
         assert context.logits is not None
-        logits = context.logits if request.options.constraint is None else context.logits.clone()  # it may change them
-        text = answer.take(logits, likeliest)
+        text = answer.take(context.logits, likeliest)
         del context.token_ids[request.n_said :]
         context.token_ids.extend(request.result.token_ids)
         if text:
@@ -371,7 +371,7 @@ class Batch(Unique):
         request.context, request.state = context, "prefill"
         n_cached = min(len(context), context.cache.n_tokens) - request.n_before
         request.result.stats.read_before = request.n_read = max(0, n_cached)
-        self._totals["cached_tokens"] += request.n_read
+        self._totals.update(prompt_tokens=len(ids), cached_tokens=request.n_read)
         context.token_ids.extend(ids[len(context) - request.n_before :])
         request.report = request.closing.enter_context(reported(options.progress, "prefill"))
         if context.logits is None and not context._uncached:
@@ -398,7 +398,6 @@ class Batch(Unique):
             engine.alone.append(context, uncached, slices=self._slices)
             request.is_sound = True
             request.n_read = min(len(request.ids), context.cache.n_tokens - request.n_before)
-            self._totals["prompt_tokens"] += len(uncached)
             if request.report is not None:
                 request.report(context.cache.n_tokens, len(context))
         if request.cancelled or context._uncached:

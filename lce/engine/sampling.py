@@ -101,7 +101,7 @@ class Constraint(Protocol):
     """What a text must match, such as a grammar: it says which tokens may come next."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return logits `[vocab]` with -inf for tokens that may not come next."""
+        """Return logits `[vocab]` with -inf for tokens that may not come next. May overwrite `logits`."""
 
     def accept(self, token_id: int) -> None:
         """Take the token that comes next."""

@@ -108,7 +108,6 @@ def common(service: Service, fields: Fields) -> dict[str, Any]:
     model, context = fields.text("model"), fields.text("context")
     return {
         "context": service.context_of(model, context),
-        "session": fields.text("prompt_cache_key") or None,
         "method": fields.text("method") or None,
         "method_options": fields.object("method_options"),
         "stream": fields.flag("stream"),

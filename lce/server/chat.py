@@ -23,10 +23,11 @@ from lce.server.answering import (
 from lce.server.conversation import openai_messages, openai_tools, rendered
 from lce.server.fields import Fields
 from lce.server.generation import Asked, Delta, Ended, Run
+from lce.server.grammar import grammar_of
 from lce.server.refusals import Refusal
 from lce.server.service import Service
 from lce.server.sse import event
-from lce.server.tools import Call, Tools
+from lce.server.tools import Call
 
 
 async def chat(service: Service, request: Request, fields: Fields) -> Response:
@@ -46,27 +47,6 @@ async def chat(service: Service, request: Request, fields: Fields) -> Response:
     )  # fmt: skip
     include = fields.inner("stream_options").flag("include_usage")
     return await answer(service, request, asked, _Form(service, include))
-
-
-def grammar_of(form: Fields, tools: Tools) -> Any:
-    """Return what gives the grammar of an answer: of its `response_format`, or of the calls of its tools."""
-    kind = form.text("type") or "text"
-    if kind not in ("text", "json_object", "json_schema"):
-        raise Refusal(400, f"{form.name('type')} must be text, json_object or json_schema", form.name("type"))
-    schema: dict[str, Any] | None = {"type": "object"} if kind == "json_object" else None
-    if kind == "json_schema":
-        schema = form.inner("json_schema").object("schema") or form.object("schema")
-        if schema is None:
-            raise Refusal(400, f"{form.where} has no schema", form.where)
-    if schema is not None and not tools.forced:
-        return lambda: _grammars().schema_grammar(schema)
-    return (lambda: _grammars().tools_grammar(tools)) if tools.callable else None
-
-
-def _grammars() -> Any:
-    from lce.server import grammar
-
-    return grammar
 
 
 class _Form:

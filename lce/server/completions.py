@@ -23,9 +23,9 @@ from lce.server.answering import (
     openai_options,
     openai_usage,
 )  # fmt: skip
-from lce.server.chat import grammar_of
 from lce.server.fields import Fields
 from lce.server.generation import Asked, Delta, Ended, Run, engine_for
+from lce.server.grammar import grammar_of
 from lce.server.refusals import TOO_LONG, Refusal, wrong
 from lce.server.service import Service
 from lce.server.sse import event, unless_gone

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lce.errors import CapacityError, LceError
+from lce.server.grammar import constraint
 from lce.server.refusals import TOO_LONG, Refusal
 from lce.server.service import Record, Service
 from lce.server.tools import Call, CallReader, Tools
 
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
 COMPILE_S = 10.0  # seconds that the grammar of a request may take
-
 
 Shorter = Callable[[], Any]
 
@@ -37,7 +37,6 @@ class Asked:
     options: dict[str, Any]
     n: int = 1
     context: str | None = None
-    session: str | None = None
     method: str | None = None
     method_options: dict[str, Any] | None = None
     tools: Tools = field(default_factory=Tools)
@@ -250,7 +249,7 @@ class _Submission:
     def _stream(self, prompt: Any, most: int, options: dict[str, Any]) -> Any:
         asked = self._asked
         where = {"method": asked.method, "method_options": asked.method_options, "context": asked.context}
-        return self._batch.stream(prompt, session=asked.session, max_tokens=most, **where, **options)
+        return self._batch.stream(prompt, max_tokens=most, **where, **options)
 
     def _again(self, prompt: Any, most: int, options: dict[str, Any]) -> Shorter:
         """Return what starts a stream again for half of the tokens it had before."""
@@ -299,8 +298,6 @@ async def _constraints(service: Service, asked: Asked, n: int) -> list[Any]:
     """Return a constraint for each choice, none if the text is free. Compiling is bounded in time."""
     if asked.grammar is None:
         return []
-    from lce.server.grammar import constraint
-
     async with service.compiling:
         try:
             async with asyncio.timeout(COMPILE_S):

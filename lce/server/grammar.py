@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import llguidance
 import numpy as np
 
+from lce.server.fields import Fields
 from lce.server.refusals import Refusal
 from lce.server.tools import CLOSE, OPEN, Tools
 
@@ -91,6 +93,21 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise Refusal(400, f"the schema cannot be followed: {_line(self._matcher.get_error())}", "response_format")
+
+
+def grammar_of(form: Fields, tools: Tools) -> Callable[[], str | None] | None:
+    """Return what gives the grammar of an answer: of its `response_format`, or of the calls of its tools."""
+    kind = form.text("type") or "text"
+    if kind not in ("text", "json_object", "json_schema"):
+        raise Refusal(400, f"{form.name('type')} must be text, json_object or json_schema", form.name("type"))
+    schema: dict[str, Any] | None = {"type": "object"} if kind == "json_object" else None
+    if kind == "json_schema":
+        schema = form.inner("json_schema").object("schema") or form.object("schema")
+        if schema is None:
+            raise Refusal(400, f"{form.where} has no schema", form.where)
+    if schema is not None and not tools.forced:
+        return lambda: schema_grammar(schema)
+    return (lambda: tools_grammar(tools)) if tools.callable else None
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce.server.answering import MOST_TOKENS, Json, answer, common, new_id
-from lce.server.chat import grammar_of
 from lce.server.conversation import MOST_MESSAGES, MOST_PARTS, call_object, rendered, text_of
 from lce.server.fields import Fields
 from lce.server.generation import Asked, Choice, Delta, Ended, Run
+from lce.server.grammar import grammar_of
 from lce.server.refusals import Refusal, wrong
 from lce.server.service import Service
 from lce.server.sse import event, unless_gone

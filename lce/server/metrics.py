@@ -77,4 +77,6 @@ class _Gauges(Collector):
                 family = kind(f"vllm:{name}", help, labels=["model_name"])
                 family.add_metric([self._model], float(found.get(key, 0)))
                 yield family
-        yield GaugeMetricFamily("lce:contexts", "Named contexts.", float(found.get("contexts", 0)))
+        yield GaugeMetricFamily(
+            "lce:contexts", "Contexts that are kept, in memory or as files.", float(found.get("contexts", 0))
+        )

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from lce.server.grammar import Vocabulary
 from lce.server.metrics import Metrics
 from lce.server.refusals import Refusal
 
@@ -46,7 +47,7 @@ class Service:
         self.compiling = asyncio.Semaphore(1)  # one grammar is compiled at a time
         self.scoring = asyncio.Semaphore(1)  # one prompt is scored at a time, beside the batch
         self._batch: Any = None
-        self._vocabulary: Any = None
+        self._vocabulary: Vocabulary | None = None
         if batch is not None:
             self.serve(batch)
 
@@ -68,10 +69,8 @@ class Service:
         return self._batch
 
     @property
-    def vocabulary(self) -> Any:
+    def vocabulary(self) -> Vocabulary:
         """The vocabulary for grammars."""
-        from lce.server.grammar import Vocabulary
-
         if self._vocabulary is None:
             engine = self.batch.engine
             self._vocabulary = Vocabulary(engine.tokenizer, frozenset(engine.eos_ids))

@@ -44,11 +44,11 @@ class Slices:
         shared = array("q", tail)
         if tail:
             args, tail = (*args, shared.buffer_info()[0]), ()
-        least = max(least, 1) * torch.get_num_threads()
-        first, stop = 0, min(n, max(least, n // _SHARES))
+        fewest = max(least, 1) * torch.get_num_threads()  # items, so that all threads have some
+        first, stop = 0, min(n, max(fewest, n // _SHARES))
         while first < n:
             began = time.perf_counter()
-            threads.run(address, stop, args, least // torch.get_num_threads(), memory, tail, first)
+            threads.run(address, stop, args, least, memory, tail, first)
             now = time.perf_counter()
             item_s = (now - began) / (stop - first)
             if now >= self._until:
@@ -56,7 +56,7 @@ class Slices:
                     seconds = self._pause()
                 now = time.perf_counter()
                 self._until = now + seconds
-            size = max(least, int((self._until - now) / item_s))
+            size = max(fewest, int((self._until - now) / item_s))
             first, stop = stop, n if stop + 2 * size >= n else stop + size
 
 

@@ -35,7 +35,7 @@ class LayerJobs:
         self._held: list[Any] = []
 
     def set(self, calls: Sequence[Call | None], own: Sequence[Range], others: Sequence[Sequence[Range]]) -> None:
-        """Make the jobs: of calls that use the memory `own`, with that of each of n layers instead. Time: 1 us a layer.
+        """Make the jobs: of calls that use the memory `own`, with that of each of n layers instead. Time: O(calls · n).
 
         `others` has, for each layer, as many ranges as `own` has. Words that are no address of `own` stay.
         """

@@ -60,30 +60,32 @@ def test_every_method_reads_the_same_in_slices(options: dict[str, Any], n_thread
         check_reading(engine)
 
 
+@torch.inference_mode()
+def step(engine: lce.Engine, context: lce.Context) -> Tensor:
+    """Decode one token; return the logits after it."""
+    context.token_ids.append(9)
+    logits = engine.alone.append(context, [9]).logits
+    assert logits is not None
+    return logits
+
+
 def check_reading(engine: lce.Engine) -> None:
     whole = read(engine, engine.new_context(400), tokens(150), None)
     other, alone = engine.prefill(tokens(70, seed=1)), engine.prefill(tokens(70, seed=1))
     said: list[Tensor] = []
     n_pauses = 0
 
-    @torch.inference_mode()
-    def step(context: lce.Context) -> Tensor:
-        context.token_ids.append(9)
-        logits = engine.alone.append(context, [9]).logits
-        assert logits is not None
-        return logits
-
     def pause() -> float:
         nonlocal n_pauses
         n_pauses += 1
         if n_pauses % 40 == 1:
-            said.append(decoder.submit(step, other).result(60))
+            said.append(decoder.submit(step, engine, other).result(60))
         return 0.0
 
     with ThreadPoolExecutor(1) as decoder:
         assert_same(read(engine, engine.new_context(400), tokens(150), Slices(pause)), whole)
     assert n_pauses > 20
-    assert_same(said, [step(alone) for _ in said])
+    assert_same(said, [step(engine, alone) for _ in said])
 
 
 @pytest.mark.parametrize("name", ["full", "longheads", "infllm"])
@@ -93,20 +95,14 @@ def test_passes_between_slices_may_run_in_the_same_thread(name: str, tmp_path: P
     others = [engine.prefill(tokens(40, seed=1)) for _ in range(2)]
     expected, found = [], []
 
-    def step(context: lce.Context) -> Tensor:
-        context.token_ids.append(9)
-        logits = engine.alone.append(context, [9]).logits
-        assert logits is not None
-        return logits
-
     def pause() -> float:
         if len(found) < 30:
-            found.append(step(others[0]))
+            found.append(step(engine, others[0]))
         return 0.0
 
     assert_same(read(engine, engine.new_context(400), tokens(150), Slices(pause)), whole)
     with torch.inference_mode():
-        expected = [step(others[1]) for _ in found]
+        expected = [step(engine, others[1]) for _ in found]
     assert_same(found, expected)
 
 
