@@ -14,7 +14,10 @@ import torch
 from numba import carray, int64
 
 from lce.kernels.code.numbers import pointer
-from lce.kernels.cpu.kernel import Kernel
+from lce.kernels.cpu.kernel import Kernel, recording, seam
+from lce.kernels.cpu.layer_jobs import LayerJobs
+from lce.kernels.cpu.products import product
+from lce.kernels.cpu.threads import run_jobs
 
 WORDS = 64  # of a thread's memory
 
@@ -139,3 +142,31 @@ def run_program(pause: float, stack: int | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_jobs_of_several_lanes_do_for_other_layers_what_was_recorded_for_one(threads: int, uneven: bool) -> None:
+    """Each lane's calls make a chain for one thread, unless one lane has so much work that others would wait for it."""
+    sizes = [400 if uneven and lane == 1 else 40 for lane in range(4)]
+    torch.manual_seed(0)
+    weights = [torch.randn(n, 96) for n in sizes]
+    x = [[torch.randn(1, 96) for _ in sizes] for _ in range(4)]
+    out, expected = ([[torch.zeros(1, n) for n in sizes] for _ in x] for _ in range(2))
+    for layer, row in enumerate(x):
+        for lane, weight in enumerate(weights):
+            for _ in range(2):
+                product(row[lane], weight, onto=expected[layer][lane])
+    with recording([]) as calls:
+        for lane, weight in enumerate(weights):
+            for _ in range(2):
+                product(x[0][lane], weight, onto=out[0][lane])
+            seam()
+    ranges = [[(each.data_ptr(), each.nbytes) for each in (*x[layer], *out[layer])] for layer in range(4)]
+    jobs, first = LayerJobs(), 0
+    for _ in range(2):  # the second time, the memory of the jobs is used again
+        jobs.set(calls, ranges[0], ranges[1:])
+    for layer in reversed(range(3)):
+        first = jobs.linked(layer, first)
+    run_jobs(first)
+    for found, wanted in zip(out, expected, strict=True):
+        assert all(map(torch.equal, found, wanted))
