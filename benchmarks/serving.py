@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py -m smollm2
     python benchmarks/serving.py -m smollm2 --llama-server PATH/llama-server --gguf SmolLM2-135M-Instruct.Q4_1.gguf
-    python benchmarks/serving.py -m smollm2 --long 32000 --only beside
+    python benchmarks/serving.py -m smollm2 --method self_extend --long 32000 --only beside
 
 `lanes`: 1, 4 and 8 streams at once, each with a prompt of its own of 512 tokens. Prints the tokens a second of all
 streams together while all of them are written, the median of the repeats, and its ratio to one stream.
@@ -194,6 +194,7 @@ def beside(args: argparse.Namespace, name: str, port: int, known: list[int]) -> 
     thread = threading.Thread(target=lambda: streamed(port, known[:PROMPT], most, times), daemon=True)
     thread.start()
     while len(times) < 200:
+        assert thread.is_alive(), "the stream has ended"
         time.sleep(0.01)
     alone = statistics.median(gaps(times[50:]))
     began = time.perf_counter()
