@@ -176,9 +176,11 @@ class PrefixCache(Unique):
         `ids` are those of the whole text, which continues the tokens `before`. A model may have written an answer in
         other tokens than its text has: then the context's tokens are read on, as in a `Conversation`.
         """
-        wanted = np.asarray([*before, *ids], dtype=np.int32)
+        wanted, group = np.asarray([*before, *ids], dtype=np.int32), group_of(engine, rope)
         with self._lock:
-            entry, n = self._index.best(group_of(engine, rope), wanted)
+            if self._files is not None:
+                self._files.scan(group)
+            entry, n = self._index.best(group, wanted)
         if entry is None or n == len(entry.ids) or n <= len(before):
             return ids
         tokenizer, own = engine.tokenizer, entry.ids[len(before) :].tolist()
