@@ -33,7 +33,7 @@ from lce.engine.context import Context, Unique
 from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
-from lce.engine.requests import BatchStream, Request
+from lce.engine.requests import BatchStream, Request, Use
 from lce.errors import BusyError, CapacityError, DataError, LceError, UsageError, nearest, shown
 from lce.files import path_of
 from lce.methods.base import Method
@@ -141,20 +141,38 @@ class Batch(Unique):
         continues, or the name of one: see `add_context`. Options are those of `Engine.generate`. Raises `UsageError`
         for what cannot be used, and `BusyError` if the queue is full.
         """
-        engine = self.engine_of(method, method_options)
-        start: Context | None = None
-        if isinstance(context, str):
-            with self._changed:
-                if context not in self._named:
-                    raise self._unknown(context)
-                own, start = self._named[context]
-            if method is not None and own.method != engine.method:
-                raise UsageError(f"the context {context} has a method of its own; leave `method` out")
-            engine = own
-        elif context is not None:
-            start = engine._own(context)
-        checked = engine._options(cast(GenerationOptions, options))
-        return self._submit(engine, prompt, checked, start, None)
+        engine, start = self._started(method, method_options, context)
+        return self._submit(engine, prompt, engine._options(cast(GenerationOptions, options)), start)
+
+    def read(
+        self, prompt: Prompt | ChatText, *, method: str | Method | None = None,
+        method_options: Mapping[str, Any] | None = None, context: str | Context | None = None,
+    ) -> BatchStream:  # fmt: skip
+        """Read a prompt for the caller: when the stream ends, without pieces, its `context` is the caller's own.
+
+        The context is one of the stream's `engine`. Arguments and errors are those of `stream`.
+        """
+        engine, start = self._started(method, method_options, context)
+
+        def give(request: Request, context: Context) -> None:
+            request.given = context.fork()
+
+        return self._submit(engine, prompt, engine._options({"max_tokens": 1}), start, give)
+
+    def _started(
+        self, method: str | Method | None, options: Mapping[str, Any] | None, context: str | Context | None
+    ) -> tuple[Engine, Context | None]:
+        """Return the engine of a request, and the context that its prompt continues, if any."""
+        engine = self.engine_of(method, options)
+        if not isinstance(context, str):
+            return engine, engine._own(context)
+        with self._changed:
+            if context not in self._named:
+                raise self._unknown(context)
+            own, start = self._named[context]
+        if method is not None and own.method != engine.method:
+            raise UsageError(f"the context {context} has a method of its own; leave `method` out")
+        return own, start
 
     def make_context(self, name: str, prompt: Prompt | ChatText, **how: Any) -> BatchStream:
         """Read a text, and keep it as the context `name`. The stream ends, without pieces, when it is read.
@@ -164,7 +182,13 @@ class Batch(Unique):
         self._check_name(name)
         check_names(how, ("method", "method_options"), "option")
         engine = self.engine_of(how.get("method"), how.get("method_options"))
-        return self._submit(engine, prompt, engine._options({"max_tokens": 1}), None, name)
+
+        def keep(_: Request, context: Context) -> None:
+            with self._changed:
+                self._check_name(name)
+                self._named[name] = engine, context
+
+        return self._submit(engine, prompt, engine._options({"max_tokens": 1}), None, keep)
 
     def add_context(self, name: str, path: str | Path) -> None:
         """Keep the context in a file, made with the batch's engine, under a name. Raises `DataError` if it is none."""
@@ -198,10 +222,10 @@ class Batch(Unique):
         return UsageError(f"there is no context {shown(name)}; {remedy}")
 
     def _submit(
-        self, engine: Engine, prompt: Prompt | ChatText, options: Options, start: Context | None, name: str | None
+        self, engine: Engine, prompt: Prompt | ChatText, options: Options, start: Context | None, use: Use | None = None
     ) -> BatchStream:
         ids = engine.tokenizer.encode_parts(prompt) if isinstance(prompt, ChatText) else engine._ids(prompt, start)
-        request = Request(engine, prompt if isinstance(prompt, ChatText) else ids, ids, options, start, name)
+        request = Request(engine, prompt if isinstance(prompt, ChatText) else ids, ids, options, start, use)
         if not ids and start is None:
             raise UsageError("the prompt is empty; expected some text")
         request.asked = time.perf_counter()
@@ -403,10 +427,8 @@ class Batch(Unique):
         if request.cancelled or context._uncached:
             return
         stats.prefill_s = time.perf_counter() - request.asked
-        if request.name is not None:
-            with self._changed:
-                self._check_name(request.name)
-                self._named[request.name] = engine, context
+        if request.use is not None:
+            request.use(request, context)
             self._end(request)
             return
         request.n_said, request.state = len(context), "decode"
@@ -423,7 +445,7 @@ class Batch(Unique):
         with suppress(Exception):
             request.closing.close()
         is_named = context is not None and context in self.contexts.values()
-        if error is None and not result.finish_reason and not is_named:
+        if error is None and not result.finish_reason and not is_named and request.given is None:
             result.finish_reason = "cancelled"
         self._totals["decode_tokens"] += len(result.token_ids)
         try:

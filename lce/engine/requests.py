@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 State = Literal["waiting", "prefill", "decode", "done"]
 Item = Piece | BaseException | None  # None ends the stream
+Use = Callable[["Request", Context], None]
 
 
 class Channel:
@@ -71,8 +72,8 @@ class Request:
     """A prompt and its options, and how far a batch is with the answer. The engine's thread alone changes it.
 
     `start` is the context that the prompt continues, if any; a fork of it is read on. `context` has the tokens from the
-    time on when the prompt is read; `n_before` of its tokens precede the prompt. `name` is the name under which the
-    context is kept once the prompt is read; then no answer is generated.
+    time on when the prompt is read; `n_before` of its tokens precede the prompt. With `use`, no answer is generated: it is
+    called with the request and the context once the prompt is read. `given` is the fork that the caller gets, if any.
     """
 
     engine: Engine
@@ -80,7 +81,8 @@ class Request:
     ids: list[int]
     options: Options
     start: Context | None = None
-    name: str | None = None
+    use: Use | None = None
+    given: Context | None = None
     result: Generation = field(default_factory=Generation)
     channel: Channel = field(default_factory=Channel)
     state: State = "waiting"
@@ -117,6 +119,16 @@ class BatchStream(Unique):
     def result(self) -> Generation:
         """The generation so far. `stats.read_before` counts the tokens of the prompt that were cached."""
         return self._request.result
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers: that of the request's method, or of its context."""
+        return self._request.engine
+
+    @property
+    def context(self) -> Context | None:
+        """The context that `Batch.read` has read, the caller's own; None before the end, and of any other stream."""
+        return self._request.given
 
     @property
     def state(self) -> State:
