@@ -111,8 +111,10 @@ class Engine(Unique):
     def observed(self, observer: Observer) -> Engine:
         """Return an engine like this one with an observer, which sees what the method chooses in every layer.
 
-        The two engines may use each other's contexts.
+        The two engines may use each other's contexts. `observer` has the methods of `lce.methods.Observer`.
         """
+        if not (hasattr(observer, "rows") and hasattr(observer, "observe")):
+            raise UsageError(f"observer is {shown(observer)}; expected an object with `rows` and `observe`")
         engine = self.using(Observed(self.method, observer))
         engine.identity = self.identity
         return engine
