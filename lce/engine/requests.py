@@ -72,8 +72,8 @@ class Request:
     """A prompt and its options, and how far a batch is with the answer. The engine's thread alone changes it.
 
     `start` is the context that the prompt continues, if any; a fork of it is read on. `context` has the tokens from the
-    time on when the prompt is read; `n_before` of its tokens precede the prompt. With `use`, no answer is generated: it is
-    called with the request and the context once the prompt is read. `given` is the fork that the caller gets, if any.
+    time on when the prompt is read; `n_before` of its tokens precede the prompt. With `use`, no answer is generated:
+    `use` gets the request and the context once the prompt is read. `given` is the fork that the caller gets, if any.
     """
 
     engine: Engine

@@ -69,8 +69,8 @@ async def props(service: Service, request: Request) -> Response:
     engine = batch.engine
     return Json({
         "model_alias": service.settings.model, "total_slots": batch.max_lanes, "n_ctx": _longest(engine),
-        "chat_template": engine.tokenizer.chat_template or "", "method": repr(engine.method), "methods": lce.methods.available(),
-        "window": engine.window,
+        "chat_template": engine.tokenizer.chat_template or "", "method": repr(engine.method), "window": engine.window,
+        "methods": lce.methods.available(),
         "default_generation_settings": {"n_ctx": _longest(engine)}, "modalities": {"vision": False, "audio": False},
     })  # fmt: skip
 

@@ -13,7 +13,6 @@ from lce.server.grammar import Vocabulary
 from lce.server.metrics import Metrics
 from lce.server.refusals import Refusal
 
-
 T = TypeVar("T")
 
 
@@ -62,7 +61,7 @@ class Service:
         self.metrics.watch(batch)
 
     async def beside(self, work: Callable[[threading.Event], T]) -> T:
-        """Call `work` in a thread, beside the batch; one such call runs at a time. The event tells that nobody waits."""
+        """Call `work` in a thread beside the batch; one such call runs at a time. Its event is set if nobody waits."""
         async with self._beside:
             given_up = threading.Event()
             task = asyncio.ensure_future(asyncio.to_thread(work, given_up))

@@ -210,7 +210,9 @@ def test_a_prompt_is_read_for_its_caller_and_stays_cached(method: str, batch: Ba
     assert stream.context.token_ids == text[:100]
     truth = stream.engine.generate(text, max_tokens=6)
     assert stream.engine.generate(text[100:], context=stream.context, max_tokens=6).token_ids == truth.token_ids
-    assert facts(finish(batch.stream(text, method=method, max_tokens=6))) == facts(truth), "the fork is the caller's own"
+    assert facts(finish(batch.stream(text, method=method, max_tokens=6))) == facts(truth), (
+        "the fork is the caller's own"
+    )
     again = batch.read(text[:90], method=method)
     assert finish(again).stats.read_before >= 80
 

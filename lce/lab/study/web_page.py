@@ -70,7 +70,9 @@ def _part(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise LceError(f"lce was installed without {path.name} for pages ({error.strerror}); install it again") from None
+        raise LceError(
+            f"lce was installed without {path.name} for pages ({error.strerror}); install it again"
+        ) from None
 
 
 def store_of(path: str | Path) -> Path:

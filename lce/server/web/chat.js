@@ -1,4 +1,4 @@
-// The page of the server: a conversation about a document, and what the answers attended. Text only ever becomes text nodes.
+// The page of the server: a conversation about a document, and what the answers attended. All text becomes text nodes.
 "use strict";
 (() => {
   const { el, get, number } = lce;
@@ -42,7 +42,7 @@
     }
   }
 
-  /** The pieces of an answer as they come: { done, total } while the prompt is read, then { text }, { reason }, { usage }. */
+  /** An answer as it comes: { done, total } while the prompt is read, then { text }, { reason }, { usage }. */
   async function* pieces(answer) {
     for await (const line of lines(answer)) {
       const [, done, total] = line.match(/^: prefill (\d+)\/(\d+)/) ?? [];
@@ -78,16 +78,17 @@
     }
     document.title = `${props.model_alias} · lce`;
     get("about").textContent = `${props.model_alias} · window of ${number(props.window)} tokens`;
-    const methods = props.methods.map((name) => el("option", { value: name }, name));
-    get("method").replaceChildren(el("option", { value: "" }, "the server's"), ...methods);
+    const options = props.methods.map((name) => el("option", { value: name }, name));
+    get("method").replaceChildren(el("option", { value: "" }, "the server's"), ...options);
     [get("key").hidden, get("main").hidden] = [true, false];
   }
 
   async function listContexts() {
-    const { data } = await (await ask("contexts")).json();
-    const named = data.map(({ name, n_tokens }) => el("option", { value: name }, `${name}, ${number(n_tokens)} tokens`));
-    get("context").replaceChildren(el("option", { value: "" }, "none"), ...named);
-    get("context").disabled = !named.length;
+    const { data } = await (await ask("contexts")).json(),
+      words = ({ name, n_tokens }) => `${name}, ${lce.some(n_tokens, "token")}`,
+      options = data.map((each) => el("option", { value: each.name }, words(each)));
+    get("context").replaceChildren(el("option", { value: "" }, "none"), ...options);
+    get("context").disabled = !data.length;
   }
 
   // The document -----------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@
     file = null;
     fail(null);
     try {
-      if (given?.size > MOST_FILE) throw new Error(`${given.name} has ${lce.size(given.size)}; expected ${lce.size(MOST_FILE)} or less.`);
+      if (given?.size > MOST_FILE) throw new Error(`${given.name} has more than ${lce.size(MOST_FILE)}.`);
       const text = await given?.text();
       if (/[\0\ufffd]/.test(text ?? "")) throw new Error(`${given.name} is not a text file in UTF-8.`);
       if (given) file = { name: given.name, text };
@@ -239,7 +240,8 @@
     if (stopped) words.push("stopped");
     else if (turn.reason === "length") words.push("ended by the limit of tokens");
     figures.append(words.join(" · "), " ");
-    if (n) figures.append(el("button", { type: "button", class: "plain", onclick: () => watch(turn, n) }, "Watch what it attended"));
+    const onclick = () => watch(turn, n);
+    if (n) figures.append(el("button", { type: "button", class: "plain", onclick }, "Watch what it attended"));
   }
 
   // Watching ---------------------------------------------------------------------------------------------------------
@@ -290,7 +292,10 @@
     begin();
   });
   on("file", "change", takeFile);
-  on("text", "input", changed);
+  on("text", "input", () => {
+    [file, get("file").value] = [null, ""]; // what was given last counts
+    changed();
+  });
   on("context", "change", changed);
   on("ask", "submit", (event) => {
     event.preventDefault();
