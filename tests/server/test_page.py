@@ -269,10 +269,10 @@ def send(on: Page, question: str, **fields: object) -> None:
     click(on, "#send")
 
 
-def biased(service: Service, tokens: dict[int, float]) -> None:
-    """Have every answer made with a bias, which the page cannot ask for."""
+def with_options(service: Service, **options: Any) -> None:
+    """Have every answer made with options for which the page cannot ask."""
     stream = service.batch.stream
-    service.batch.stream = lambda *given, **how: stream(*given, **how, logit_bias=tokens)
+    service.batch.stream = lambda *given, **how: stream(*given, **how, **options)
 
 
 def answers(on: Page) -> list[str]:
@@ -289,7 +289,9 @@ def test_a_document_is_asked_over_turns_and_answered_as_by_the_api(
     shown: Page, client: TestClient, service: Service, engine: lce.Engine, tmp_path: Path
 ) -> None:
     words = [i for i in range(2, 300) if re.fullmatch(r" [a-z]+", engine.tokenizer.decode([i]))]
-    biased(service, dict.fromkeys(words, 100.0))  # whole words are the same tokens when they are read again
+    with_options(
+        service, logit_bias=dict.fromkeys(words, 100.0)
+    )  # whole words are the same tokens when they are read again
     (tmp_path / "fox.txt").write_text(TEXT, encoding="utf-8")
     upload(shown, tmp_path / "fox.txt")
     shown.wait("document.getElementById('document').textContent.includes('fox.txt')")
@@ -314,7 +316,7 @@ def test_a_document_is_asked_over_turns_and_answered_as_by_the_api(
 
 @needs_chromium
 def test_a_long_answer_is_stopped_and_the_conversation_goes_on(shown: Page, service: Service) -> None:
-    biased(service, {77: 100})  # it never ends
+    with_options(service, logit_bias={77: 100})  # it never ends
     send(shown, "go on", tokens=3000)
     shown.wait(f"{TALK}.querySelector('.answer').textContent.length > 20")
     assert shown.value(f"{TALK}.querySelector('.answer').ariaBusy") == "true"
@@ -398,16 +400,10 @@ def test_text_is_never_markup_and_refusals_are_one_line(shown: Page, tmp_path: P
 @needs_chromium
 def test_progress_is_shown_while_a_document_is_read(shown: Page, service: Service) -> None:
     gate = threading.Event()
-    read = service.batch._read_block
-
-    def slowly(request: Any) -> None:
-        gate.wait(20)
-        read(request)
-
-    service.batch._read_block = slowly
+    with_options(service, progress=lambda *_: gate.wait(20))
     send(shown, "the fox", tokens=2)
     shown.wait("!document.getElementById('progress').hidden")
-    assert re.search(r"0 of \d+ tokens are read", shown.value("document.getElementById('state').textContent"))
+    assert re.search(r"\d+ of \d+ tokens are read", shown.value("document.getElementById('state').textContent"))
     gate.set()
     shown.wait(f"{TALK}.querySelector('.figures') && {IDLE}")
     assert shown.value("document.getElementById('progress').hidden")
