@@ -115,20 +115,42 @@ class Batch(Unique):
         answer when the stream has ended; it is the caller's, and is not kept for other requests. Options are those of
         `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError` if the queue is full.
         """
-        engine = self.engine_of(method, method_options)
-        start: Context | None = None
-        if isinstance(context, str):
-            with self._changed:
-                if context not in self._named:
-                    raise self._unknown(context)
-                own, start = self._named[context]
-            if method is not None and own.method != engine.method:
-                raise UsageError(f"the context {context} has a method of its own; leave `method` out")
-            engine = own
-        elif context is not None:
-            start = engine._own(context)
+        engine, start = self._started(method, method_options, context)
         checked = engine._options(cast(GenerationOptions, options))
         return self._submit(engine, prompt, checked, start, hand_over=Request.hold if keep_context else None)
+
+    def read(
+        self, prompt: Prompt | ChatText, *, method: str | Method | None = None,
+        method_options: Mapping[str, Any] | None = None, context: str | Context | None = None,
+    ) -> BatchStream:  # fmt: skip
+        """Read a prompt. The stream ends, without pieces, when it is read; its `context` is then the caller's own.
+
+        The context is one of the stream's `engine`. Arguments and errors are those of `stream`.
+        """
+        engine, start = self._started(method, method_options, context)
+        return self._submit(
+            engine, prompt, engine._options({"max_tokens": 1}), start, reads_only=True, hand_over=self._give_fork
+        )
+
+    def _give_fork(self, request: Request, context: Context) -> None:
+        """Give the caller of a request a fork, and keep the context for later requests."""
+        request.hold(context.fork())
+        self._scheduler.keep(request, context)
+
+    def _started(
+        self, method: str | Method | None, options: Mapping[str, Any] | None, context: str | Context | None
+    ) -> tuple[Engine, Context | None]:
+        """Return the engine of a request, and the context that its prompt continues, if any."""
+        engine = self.engine_of(method, options)
+        if not isinstance(context, str):
+            return engine, engine._own(context)
+        with self._changed:
+            if context not in self._named:
+                raise self._unknown(context)
+            own, start = self._named[context]
+        if method is not None and own.method != engine.method:
+            raise UsageError(f"the context {context} has a method of its own; leave `method` out")
+        return own, start
 
     def make_context(self, name: str, prompt: Prompt | ChatText, **how: Any) -> BatchStream:
         """Read a text, and keep it as the context `name`. The stream ends, without pieces, when it is read.

@@ -138,8 +138,13 @@ class BatchStream(Unique):
         return self._request.state
 
     @property
+    def engine(self) -> Engine:
+        """The engine that answers: that of the request's method, or of its context."""
+        return self._request.engine
+
+    @property
     def context(self) -> Context | None:
-        """The context with the prompt and the answer, once a stream with `keep_context` has ended without an error."""
+        """The caller's context, once a stream of `Batch.read`, or with `keep_context`, has ended without an error."""
         return self._request.held
 
     @property

@@ -216,7 +216,7 @@ class Scheduler:
                 engine._reserve(context.cache, whole)
         except CapacityError:
             if context is not None and self.prefixes is not None:
-                self._keep(request, context)
+                self.keep(request, context)
             is_freed = self.prefixes is not None and self.prefixes.shrink(1)
             if is_freed or any(each.state in ("prefill", "decode") for each in self._running):
                 return "no memory"
@@ -249,7 +249,7 @@ class Scheduler:
                 return context, is_busy
         return None if start is None else start.fork(), False
 
-    def _keep(self, request: Request, context: Context) -> None:
+    def keep(self, request: Request, context: Context) -> None:
         """Keep a context for later requests. One that continues a given context is not saved: its beginning is."""
         if self.prefixes is not None and len(context) > request.n_before and not context.cache.n_evicted:
             self.prefixes.put(request.engine, context, savable=request.start is None)
@@ -310,7 +310,7 @@ class Scheduler:
                 if request.hand_over is not None and error is None and result.finish_reason != "cancelled":
                     request.hand_over(request, context)
                 elif request.is_sound:
-                    self._keep(request, context)
+                    self.keep(request, context)
         except Exception as failure:
             error = error or failure
         request.channel.put(error)

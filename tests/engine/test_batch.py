@@ -243,6 +243,37 @@ def test_two_of_the_same_name_and_one_that_is_cancelled(batch: Batch) -> None:
     assert list(batch.contexts) == ["book"]
 
 
+@pytest.mark.parametrize("method", ["full", "longheads"])
+def test_a_prompt_is_read_for_its_caller_and_stays_cached(method: str, batch: Batch) -> None:
+    text = tokens(120)
+    stream = batch.read(text[:100], method=method)
+    assert stream.context is None
+    assert finish(stream).finish_reason == "stop"
+    assert stream.context is not None
+    assert stream.context.token_ids == text[:100]
+    truth = stream.engine.generate(text, max_tokens=6)
+    assert stream.engine.generate(text[100:], context=stream.context, max_tokens=6).token_ids == truth.token_ids
+    assert facts(finish(batch.stream(text, method=method, max_tokens=6))) == facts(truth), (
+        "the fork is the caller's own"
+    )
+    again = batch.read(text[:90], method=method)
+    assert finish(again).stats.read_before >= 80
+
+
+def test_a_named_context_is_read_on_for_the_caller(batch: Batch) -> None:
+    finish(batch.make_context("book", tokens(60), method="streaming"))
+    stream = batch.read(tokens(9), context="book")
+    finish(stream)
+    assert stream.context is not None
+    assert stream.context.token_ids == [*tokens(60), *tokens(9)]
+    assert stream.engine.method.name == "streaming"
+    assert len(batch.contexts["book"]) == 60
+    cancelled = batch.read(tokens(3000))
+    cancelled.cancel()
+    assert finish(cancelled).finish_reason == "cancelled"
+    assert cancelled.context is None
+
+
 WRONG: dict[str, Callable[[Batch], object]] = {
     "empty": lambda batch: batch.stream(""),
     "no ids": lambda batch: batch.stream([]),
