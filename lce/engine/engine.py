@@ -447,6 +447,7 @@ class Engine(Unique):
     def _options(self, given: GenerationOptions) -> Options:
         options = generation_options(given)
         self._own(options.context)
+        options.sampling.check(self.model.config.vocab_size)
         if options.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
             raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
         return options

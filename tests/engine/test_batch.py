@@ -276,6 +276,7 @@ def test_a_named_context_is_read_on_for_the_caller(batch: Batch) -> None:
 
 WRONG: dict[str, Callable[[Batch], object]] = {
     "empty": lambda batch: batch.stream(""),
+    "a bias for no token": lambda batch: batch.stream([5], logit_bias={10**6: 1.0}),
     "no ids": lambda batch: batch.stream([]),
     "empty chat": lambda batch: batch.stream(ChatText("")),
     "vocabulary": lambda batch: batch.stream([5, 300]),
