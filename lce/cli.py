@@ -480,6 +480,7 @@ def methods(name: str | None, output: Output) -> None:
 @flag("--model -m PATH|ID|demo", "A folder, a .gguf file, or a hub id.", default="demo")
 @flag("--data PATH", "The paper's data, or texts of your own; repeatable.", multiple=True)
 @flag("--lengths LIST", "Tokens.  [default: the paper's, by the window]", type=options.COUNTS)
+@flag("--sizes N", "The window that rows' sizes are fractions of.  [default: the model's]", type=options.COUNT)
 @flag("--samples N", "Samples of a row and length.  [default: the entry's]", type=options.COUNT)
 @flag("--seed", "The same seed makes the same samples.", type=int, default=0)
 @flag("--record FILE", "Keep the answers in this file; samples that it has are skipped.")

@@ -24,7 +24,8 @@ class DualChunk(Method):
     With `s = chunk_size`, key j is at position `j mod s` (Eq. 2). Query i is at `i mod s` for its own chunk (Eq. 3-4,
     "intra"), at `min(s + i mod s, far)` for the previous chunk (Eq. 6-7, "successive"), so that neighbours keep their
     true distance across the border, and at `far` for all older chunks (Eq. 5, "inter"). `far` is `W - 1`, the largest
-    distance in the window. One softmax covers all keys (Eq. 8).
+    distance in the window. One softmax covers all keys (Eq. 8). For a model that reads past its window, as CodeLlama's
+    16k, chunks may be larger than the window if `far` is given: the paper's have 24k tokens, 3/4 of 32k.
 
     Example: `s=6, W=10`; query 11 is at 5 for keys 6..11 (at 0..5), and at 9 for keys 0..5.
 
@@ -50,8 +51,11 @@ class DualChunk(Method):
     def resolve(self, window: int) -> Self:
         made = self.filled(chunk_size=max(1, 3 * window // 4), far=window - 1)
         size = resolved(made.chunk_size)
-        if size > window:
-            raise UsageError(f"{self.label}: chunk_size is {size}; expected at most the window, {window}")
+        if size > window and self.far is None:
+            raise UsageError(
+                f"{self.label}: chunk_size is {size}; expected at most the window, {window}, or far={4 * size // 3 - 1} "
+                "too, if the model reads farther"
+            )
         if resolved(made.far) < size - 1:  # a query at a smaller position would be before some keys
             raise UsageError(f"{self.label}: far is {made.far}; expected {size - 1} or more")
         return made

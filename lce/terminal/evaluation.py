@@ -203,7 +203,7 @@ def score(file: str, suite: str, task: str | None, metric: str | None, output: O
     """Score predictions of a published benchmark, in its own layout. No model is loaded.
 
     FILE is what the benchmark's code wrote for one task, such as pred/MODEL/qasper.jsonl of LongBench; DIR has one for
-    each task.
+    each task. A file with a broken line is named, the others are scored, and the exit code is 3.
     """
     from lce.lab.eval.published import find
     from lce.terminal.suites import score_predictions

@@ -12,7 +12,7 @@ import io
 import json
 import shlex
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,11 +21,13 @@ import click
 
 import lce
 from lce.lab.eval.prose import sentences
-from lce.lab.papers import ENTRIES, PAPERS, Cell, Entry, Setting, find
+from lce.lab.papers import ENTRIES, PAPERS, Cell, Entry, Printed, Setting, find
+from lce.lab.papers.verdict import OPPOSITE, SAME, UNKNOWN
 from lce.terminal.methods import check_capacity
-from lce.terminal.output import Output
+from lce.terminal.output import Output, markdown
 
-HEADER = ["| row | measured | length | the paper | here | 95% interval | of |", "|---|---|---:|---:|---:|---:|---:|"]
+VERDICTS = (SAME, OPPOSITE, UNKNOWN)
+COLUMNS = ("row", "measured", "length", "the paper", "here", "95% interval", "of")
 
 
 def list_entries(output: Output) -> None:
@@ -52,8 +54,10 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
     cells: list[Cell] = []
     with Commands(setting, output) as commands:
         for cell in entry.run(setting, commands.run):  # wrong options raise here, before anything is printed
-            output.text(*([] if cells else [*about(entry, setting), "", *HEADER]), line(cell))
+            output.text(*([] if cells else [*about(entry, setting), "", *markdown(COLUMNS, [])]), line(cell))
             cells.append(cell)
+    cells = entry.judged(cells, setting)
+    output.text(*([] if cells else about(entry, setting)), *verdict_lines(entry, cells))
     notes = dict.fromkeys(f"{cell.label}: {cell.note}" for cell in cells if cell.note)
     output.text(*(["", *notes] if notes else []))
     output.object({**described(entry, setting), "cells": [dataclasses.asdict(cell) for cell in cells]})
@@ -107,6 +111,7 @@ def described(entry: Entry, setting: Setting) -> dict[str, Any]:
         "id": entry.id, "title": entry.title, "paper": entry.paper, "claim": entry.claim, "note": entry.note,
         "same_measurement": entry.is_same(setting), "model": setting.model, "window": setting.window,
         "seed": setting.seed, "samples": setting.samples, "commands": entry.commands(setting),
+        "baseline": entry.baseline, "printed": [dataclasses.asdict(table) for table in entry.printed],
     }  # fmt: skip
 
 
@@ -118,19 +123,41 @@ def about(entry: Entry, setting: Setting) -> Iterable[str]:
         yield f"it says: {entry.claim}"
     if entry.note:
         yield f"note: {entry.note}"
-    for name, numbers in entry.unmatched(setting).items():
-        yield f"its numbers, {name}: {', '.join(f'{label} {x}' for label, x in numbers.items())}"
-    yield f"here: {setting.model}, window {setting.window:,}; {entry.difference(setting)}"
-    yield "commands:"
+    for table in entry.printed:
+        yield from ("", *printed_lines(table))
+    if not entry.rows:
+        return
+    yield from ("", f"here: {setting.model}, window {setting.window:,}; {entry.difference(setting)}", "commands:")
     yield from (f"  {command}" for command in entry.commands(setting))
 
 
+def printed_lines(table: Printed) -> list[str]:
+    """Return the paper's cells for one model or data set as a Markdown table."""
+    rows = [[name, *(x if isinstance(x, str) else f"{x:g}" for x in cells)] for name, cells in table.rows.items()]
+    return markdown([f"the paper: {table.of}", *(f"{table.label} {name}".strip() for name in table.columns)], rows)
+
+
 def line(cell: Cell) -> str:
-    """Return a cell of the entry as a line of a Markdown table under `HEADER`."""
+    """Return a cell of the entry as a line of a Markdown table with `COLUMNS`."""
     span = "" if cell.low is None or cell.high is None else f"{number(cell.low)} to {number(cell.high)}"
     length, n = (f"{x:,}" if x else "" for x in (cell.length, cell.n))
-    texts = (cell.row, cell.label, length, number(cell.paper), number(cell.value), span, n)
+    paper = "; ".join(number(x) if len(cell.paper) == 1 else f"{of} {number(x)}" for of, x in cell.paper.items())
+    texts = (cell.row, cell.label, length, paper or "-", number(cell.value), span, n)
     return f"| {' | '.join(texts)} |"
+
+
+def verdict_lines(entry: Entry, cells: Sequence[Cell]) -> Iterable[str]:
+    """Yield a table of verdicts: one line for each row and label, with the lengths of each verdict."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for cell in cells:
+        if cell.verdict:
+            lengths = found.setdefault((cell.row, cell.label), {}).setdefault(cell.verdict, [])
+            lengths.append(f"{cell.length:,}" if cell.length else "")
+    if found:
+        names = [each for each in VERDICTS if any(each in by for by in found.values())]
+        rows = [[*key, *("; ".join(by.get(name, [])) or "yes" * (name in by) for name in names)] for key, by in found.items()]
+        yield from ("", f"Beside {entry.baseline}, is the difference that of the paper?", "")
+        yield from markdown(["row", "measured", *(f"{name}, at" for name in names)], rows)
 
 
 def number(x: float | str | None) -> str:

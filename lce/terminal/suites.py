@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import lce
-from lce.errors import UsageError
-from lce.files import write_whole
+from lce.errors import DataError, UsageError
+from lce.files import named, write_whole
 from lce.lab.eval.naming import cut, knob_values
 from lce.lab.eval.published import Benchmark
 from lce.lab.eval.published.base import Answered
@@ -220,8 +220,20 @@ def task_lines(task: Mapping[str, Any]) -> list[str]:
 
 
 def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric: str | None, output: Output) -> None:
-    """Score a file of predictions, or the files of a folder; print a line for each task."""
-    found = [score_file(benchmark, each, task, metric) for each in prediction_files(benchmark, Path(path))]
+    """Score a file of predictions, or the files of a folder; print a line for each task.
+
+    A broken file of a folder is named on stderr and left out. Raises `DataError` after the others' scores are printed.
+    """
+    files, found, broken = prediction_files(benchmark, Path(path)), list[TaskScore](), list[DataError]()
+    for each in files:
+        try:
+            found.append(score_file(benchmark, each, task, metric))
+        except DataError as error:
+            broken.append(error)
+    if not found:
+        raise broken[0]
+    for error in broken:
+        note(f"not scored: {error}")
     averages = {} if metric else benchmark.averages({each.task: each.score for each in found})
     output.object(
         [{"suite": benchmark.name, **asdict(each)} for each in found]
@@ -231,6 +243,8 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
     for each in found:
         output.text(f"{each.task:<26}{each.samples:>8,}{each.score:>8.2f}  {each.metric}", *detail_lines(each))
     output.text(*(f"{name:<26}{'':>8}{score:>8.2f}" for name, score in averages.items()))
+    if broken:
+        raise DataError(f"{len(broken)} of {len(files)} files of {named(path)} are not scored; correct the lines named above")
 
 
 def detail_lines(found: TaskScore) -> list[str]:

@@ -49,6 +49,7 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"chunk_size": 10, "parts": "intra"},
         {"chunk_size": 10, "parts": "intra+inter", "temperature": True},
         {"chunk_size": 20, "far": 32},
+        {"chunk_size": 40, "far": 52},
     ],
     "delta": [
         {"method": "streaming:sinks=2:local=9", "every": 5},

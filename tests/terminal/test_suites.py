@@ -184,6 +184,19 @@ def test_scores_of_published_predictions(tmp_path: Path) -> None:
     assert_error(run("eval", "score", tmp_path / "empty", "--suite", "ruler"), 3, "has no file of predictions of RULER")
 
 
+def test_a_broken_file_of_a_folder_is_named_and_the_others_are_scored(tmp_path: Path) -> None:
+    row = json.dumps({"pred": "red", "answers": ["red"], "all_classes": None})
+    for name, text in (("qasper", row), ("hotpotqa", f'{row}\n{{"pred": '), ("musique", row)):
+        (tmp_path / f"{name}.jsonl").write_text(f"{text}\n")
+    found = run("eval", "score", tmp_path, "--suite", "longbench")
+    assert found.exit_code == 3
+    assert [line.split()[:3] for line in found.stdout.splitlines()[1:]] == [["musique", "1", "100.00"], ["qasper", "1", "100.00"]]
+    named, error = found.stderr.splitlines()
+    assert "not scored: line 2 of" in named and "hotpotqa.jsonl" in named
+    assert error.startswith("lce: error: 1 of 3 files of")
+    assert_error(run("eval", "score", tmp_path / "hotpotqa.jsonl", "--suite", "longbench"), 3, "line 2 of")
+
+
 def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(tmp_path: Path, data: Path) -> None:
     args = ("eval", "published", "--data", data, "--model", tmp_path / "none")
     assert_error(run(*args, "longbnch"), 2, "did you mean 'longbench'")

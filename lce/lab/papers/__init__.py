@@ -1,15 +1,16 @@
-"""The tables and figures of three papers that lce can reproduce. `ENTRIES` has the entries of `tables.toml` by id."""
+"""The tables and figures of three papers that lce can reproduce. `ENTRIES` has the entries of the papers' files by id."""
 
 from __future__ import annotations
 
 from lce.errors import UsageError, nearest
 from lce.lab.papers.entry import Entry, read_entries
+from lce.lab.papers.printed import Printed
 from lce.lab.papers.setting import Cell, Row, Setting
 
 PAPERS = {"longheads": "LongHeads, arXiv:2402.10685", "dca": "DCA, arXiv:2402.17463", "esa": "ESA, arXiv:2502.14477"}
 ENTRIES: dict[str, Entry] = {entry.id: entry for entry in read_entries()}
 
-__all__ = ["ENTRIES", "PAPERS", "Cell", "Entry", "Row", "Setting", "find"]
+__all__ = ["ENTRIES", "PAPERS", "Cell", "Entry", "Printed", "Row", "Setting", "find"]
 
 
 def find(id: str) -> Entry:

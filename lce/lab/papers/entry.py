@@ -7,14 +7,17 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import hypot
 from pathlib import Path
 from typing import Any
 
 import lce
 from lce.errors import UsageError, nearest
 from lce.lab.papers import measures
-from lce.lab.papers.measures import WITHIN, Answers, Measure
-from lce.lab.papers.setting import Cell, Number, Row, Setting
+from lce.lab.papers.measures import WITHIN, Answers, Measure, Published
+from lce.lab.papers.printed import Printed
+from lce.lab.papers.setting import Cell, Row, Setting
+from lce.lab.papers.verdict import printed_sign, verdict
 
 Run = Callable[[str, int], Any]  # (command, number of tokens of prose for the command's FILE) -> the command's JSON
 
@@ -26,39 +29,45 @@ class Entry:
     `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` do
     not need the paper's data. If the user has the paper's data, `suite`, if set, is used instead. `same` says that
     `measures` measure what the paper measured, though on another model or text. `multiples` are the text lengths as
-    multiples of the model's window.
+    multiples of the model's window. `printed` has the paper's cells, and `average` the name of its mean over the tasks of
+    `suite`. Rows are compared with the row called `baseline`. An entry without rows is printed and not measured.
     """
 
     id: str
     title: str
     paper: str
-    rows: tuple[Row, ...]
-    measures: tuple[Measure, ...]
+    rows: tuple[Row, ...] = ()
+    measures: tuple[Measure, ...] = ()
+    printed: tuple[Printed, ...] = ()
+    baseline: str = ""
+    average: str = ""
     multiples: tuple[float, ...] = ()
     claim: str = ""
     samples: int = 20
-    suite: Measure | None = None
+    suite: tuple[Published, ...] = ()
     same: bool = False
     note: str = ""
 
     def is_same(self, setting: Setting) -> bool:
         """Return whether the run measures what the paper measured, perhaps on another model or text."""
-        return self.same or (self.suite is not None and bool(setting.data))
+        published = bool(self.suite and setting.data)
+        return self.same or (published and not any(measure.differs for measure in self.suite))
 
     def difference(self, setting: Setting) -> str:
         """Return a text that says how the run differs from the paper's measurement, and which data --data takes."""
         data = ", ".join(setting.data)
-        if self.suite is not None and data:
-            return f"the paper's data, in {data}"
+        if self.suite and data:
+            others = ", ".join(measure.differs for measure in self.suite if measure.differs)
+            return f"another measurement than the paper's: {others}, in {data}" if others else f"the paper's data, in {data}"
         known = "the paper's measurement" if self.same else "another measurement than the paper's: tasks made here"
-        readers = [measure for measure in (*self.measures, self.suite) if measure is not None and measure.data]
+        readers = [measure for measure in (*self.measures, *self.suite) if measure.data]
         if not readers:
             return known
         return f"{known}, on {data}" if data else f"{known}; --data takes {readers[0].data}"
 
     def chosen(self, setting: Setting) -> Sequence[Measure]:
         """Return the measures for this setting: `suite` if data is given, else `measures`."""
-        return (self.suite,) if self.suite is not None and setting.data else self.measures
+        return self.suite if self.suite and setting.data else self.measures
 
     def lengths(self, setting: Setting) -> list[int]:
         """Return the text lengths in tokens: the setting's, or else the paper's; [0] if the entry has no lengths."""
@@ -72,16 +81,9 @@ class Entry:
         found = [m.commands(row, lengths, setting) for row in self.rows for m in self.chosen(setting)]
         return list(dict.fromkeys(command for commands in found for command in commands))
 
-    def unmatched(self, setting: Setting) -> dict[str, dict[str, Number]]:
-        """Return the paper's numbers that this run does not measure, by row and label."""
-        shown = {label for measure in self.chosen(setting) for label in measure.labels}
-        rows: dict[str, Any] = {row.name: row.paper or {} for row in self.rows}
-        rows = {name: {label: x[label] for label in x if label not in shown} for name, x in rows.items()}
-        return {name: numbers for name, numbers in rows.items() if numbers}
-
     def check(self, setting: Setting) -> None:
         """Raise `UsageError` for knobs that no row has or that do not fit the window, or for unused data or lengths."""
-        if setting.data and self.suite is None and not any(measure.data for measure in self.measures):
+        if setting.data and not self.suite and not any(measure.data for measure in self.measures):
             raise UsageError(f"{self.id} reads no data; leave --data {setting.data[0]} out")
         if setting.lengths and not self.multiples:
             raise UsageError(f"{self.id} has no lengths; leave --lengths out")
@@ -99,6 +101,47 @@ class Entry:
 
     def run(self, setting: Setting, run: Run) -> Iterator[Cell]:
         """Yield measured cells with the paper's numbers, row by row. Cells of `full` within the window come first."""
+        found = list[Cell]()
+        for cell in self._measured(setting, run):
+            found.append(self._beside_paper(cell, setting))
+            yield found[-1]
+        for row in self.rows:
+            yield from (self._beside_paper(mean, setting) for mean in self._averages(row, found, setting))
+
+    def _averages(self, row: Row, cells: Sequence[Cell], setting: Setting) -> Iterator[Cell]:
+        """Yield a row's means over the tasks of `suite`, one for each length to which prompts were cut."""
+        own = [cell for cell in cells if cell.row == row.name] if self.average and self.chosen(setting) is self.suite else []
+        for length in dict.fromkeys(cell.length for cell in own):
+            of = [(x.value or 0.0, x.low or 0.0, x.high or 0.0, x.n or 0) for x in own if x.length == length]
+            mean = sum(value for value, *_ in of) / len(of)
+            below = hypot(*(value - low for value, low, *_ in of)) / len(of)
+            above = hypot(*(high - value for value, _, high, _ in of)) / len(of)
+            yield Cell(row.name, self.average, length, mean, mean - below, mean + above, sum(n for *_, n in of))
+
+    def _beside_paper(self, cell: Cell, setting: Setting) -> Cell:
+        """Return a measured cell with the paper's numbers."""
+        if cell.row == WITHIN:
+            return cell
+        numbers = {x.of: x.number(cell.row, cell.label, cell.length / setting.window) for x in self.printed}
+        return replace(cell, paper={of: number for of, number in numbers.items() if number is not None})
+
+    def judged(self, cells: Sequence[Cell], setting: Setting) -> list[Cell]:
+        """Return the cells with verdicts: whether their differences from the baseline have the paper's direction.
+
+        A task that stands in for the paper's is compared with the paper's average, beyond the window alone.
+        """
+        bases = {(cell.label, cell.length): cell for cell in cells if cell.row == self.baseline}
+        judged = []
+        for cell in cells:
+            base, multiple, sign = bases.get((cell.label, cell.length)), cell.length / setting.window, None
+            if base is not None and cell.row not in (WITHIN, self.baseline):
+                average = self.average if multiple > 1 else ""
+                sign = printed_sign(self.printed, cell.row, self.baseline, cell.label, multiple, average)
+            judged.append(cell if sign is None or base is None else replace(cell, verdict=verdict(sign, cell, base)))
+        return judged
+
+    def _measured(self, setting: Setting, run: Run) -> Iterator[Cell]:
+        """Yield the cells that lce measures."""
         lengths, measured = self.lengths(setting), set[Measure]()
         for row, measure in product(self.rows, self.chosen(setting)):
             for command in measure.commands(row, lengths, setting):
@@ -115,24 +158,20 @@ class Entry:
                     found = run(f"{command} --no-ceiling", tokens)
                 if isinstance(measure, Answers):
                     measured.add(measure)
-                for cell in measure.cells(row, found, setting):
-                    multiple = cell.length / setting.window
-                    paper = None if cell.row == WITHIN else row.number(cell.label, multiple, self.multiples)
-                    yield replace(cell, paper=paper)
+                yield from measure.cells(row, found, setting)
 
 
 def read_entries() -> Iterator[Entry]:
-    """Read the entries of `tables.toml`."""
-    text = Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
-    for entry in tomllib.loads(text)["entry"]:
-        printed = entry.pop("printed", None)
-        rows = tuple(Row(**row) for row in entry.pop("rows"))
-        measures = [dict(each) for each in entry.pop("measures")]
-        if printed:
-            measures[0]["printed"] = {name: tuple(text.splitlines()) for name, text in printed.items()}
-        suite = _measure(entry.pop("suite")) if "suite" in entry else None
-        multiples = tuple(entry.pop("multiples", ()))
-        yield Entry(**entry, rows=rows, measures=tuple(map(_measure, measures)), multiples=multiples, suite=suite)
+    """Read the entries of the papers' files."""
+    for paper in ("longheads", "dca", "esa"):
+        text = Path(__file__).with_name(f"{paper}.toml").read_text(encoding="utf-8")
+        for entry in tomllib.loads(text)["entry"]:
+            entry["rows"] = tuple(Row(**row) for row in entry.get("rows", ()))
+            entry["printed"] = tuple(Printed.read(**table) for table in entry.get("printed", ()))
+            entry["multiples"] = tuple(entry.get("multiples", ()))
+            for name in ("measures", "suite"):
+                entry[name] = tuple(map(_measure, entry.get(name, ())))
+            yield Entry(**entry)
 
 
 def _measure(given: Mapping[str, Any]) -> Measure:

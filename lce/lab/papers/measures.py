@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-import lce
 from lce.lab.eval.perplexity import STRIDE
 from lce.lab.eval.published import find
-from lce.lab.eval.published.suite import PublishedSuite
 from lce.lab.eval.report import fails
 from lce.lab.eval.scores import Score
-from lce.lab.papers.setting import Cell, Row, Setting
+from lce.lab.papers.setting import Cell, Row, Setting, fraction
 
 WITHIN = "full, within the window"
 
@@ -37,7 +34,7 @@ class Measure(ABC):
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
         """Return the command that measures a row; one command per length if the row scales RoPE by length."""
-        groups = [lengths] if row.rope is None else [[length] for length in lengths]
+        groups = [lengths] if row.rope is None or row.factor else [[length] for length in lengths]
         return [self.command(row, self.words(group, setting), group[0], setting) for group in groups]
 
     def command(self, row: Row, words: str, length: int, setting: Setting) -> str:
@@ -61,11 +58,15 @@ def counted(setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Answers(Measure):
-    """The mean scores on tasks that lce generates. `called` has the paper's names of the corresponding tasks."""
+    """The mean scores on tasks that lce generates. `called` has the paper's names of the corresponding tasks.
+
+    `scale` is the paper's score for right answers alone, 1 or 100.
+    """
 
     tasks: tuple[str, ...]
     filler: str = "prose"
     called: tuple[str, ...] = ()
+    scale: float = 1
 
     @property
     def labels(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -80,8 +81,9 @@ class Answers(Measure):
             score = Score(**{field.name: each[field.name] for field in fields(Score)})
             reason = fails(score) if each["ceiling"] else None
             note = "" if reason is None else f"tells methods apart nowhere: {reason} within the window"
-            name, span = WITHIN if each["ceiling"] else row.name, (score.mean, score.low, score.high, score.samples)
-            yield Cell(name, self.label(each["task"]), each["length"], *span, note=note)
+            span = (self.scale * x for x in (score.mean, score.low, score.high))
+            name, label = WITHIN if each["ceiling"] else row.name, self.label(each["task"])
+            yield Cell(name, label, each["length"], *span, score.samples, note=note)
 
     def label(self, task: str) -> str:
         """Return the paper's name of a generated task."""
@@ -116,19 +118,36 @@ class Perplexity(Measure):
 
 @dataclass(frozen=True)
 class Choices(Measure):
-    """Statistics of the chunks that heads choose: `hit1` to `gini` of `lce.lab.eval.record.Attended`."""
+    """Statistics of the chunks that heads choose for pass keys: `hit1` to `gini` of `lce.lab.eval.record.Attended`.
 
-    labels = ("hit@1", "hit@5", "cover", "Gini")
+    A measure that is `called` something reads a text instead, which has no key to find.
+    """
+
+    called: str = ""
     suffix = ".looks"
 
+    @property
+    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self._names())
+
+    def _names(self) -> dict[str, str]:
+        """Return the statistics' names in JSON, by label."""
+        if self.called:
+            return {f"cover, {self.called}": "cover", f"Gini, {self.called}": "gini"}
+        return {"hit@1": "hit1", "hit@5": "hit5", "cover": "cover", "Gini": "gini"}
+
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
-        return f"lce eval selection --task passkey {listed(lengths)} {counted(setting)}"
+        asked = "--text FILE" if self.called else "--task passkey"
+        return " ".join(["lce eval selection", asked, listed(lengths), *[counted(setting)] * (not self.called)])
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         for one in found:
-            for label, name in zip(self.labels, ("hit1", "hit5", "cover", "gini"), strict=True):
+            for label, name in self._names().items():
                 note = "" if one[name] is not None else "no fact lay among the chunks to choose from"
                 yield Cell(row.name, label, one["length"], one[name], n=one["samples"], note=note)
+
+    def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
+        return max(lengths) if self.called else 0
 
 
 @dataclass(frozen=True)
@@ -138,14 +157,15 @@ class Found(Measure):
     Measured for `queries` queries of a text: the mean over layers, and the share of layers with more than 0.9.
     """
 
-    queries: int = 32
+    queries: str = "W/4"
     labels = ("recall", "layers above 0.9")
     data = "a text, in the place of prose that is made here"
     suffix = ".looks"
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         text = shlex.quote(setting.data[0]) if setting.data else "FILE"
-        return f"lce eval selection --text {text} {listed(lengths)} --queries {self.queries} --by-layer"
+        queries = fraction(self.queries, setting.sizes or setting.window)
+        return f"lce eval selection --text {text} {listed(lengths)} --queries {queries} --by-layer"
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         for one in found:
@@ -182,12 +202,12 @@ class Operations(Measure):
 class Distances(Measure):
     """The share of cells in which lce's distances from queries to keys equal those of the paper's figure.
 
-    `printed` has the lines of the figure by the row's name: one line per query, with a dot for an unattended key.
+    `printed` has the figure as a text by the row's name: one line per query, with a dot for an unattended key.
     """
 
     tokens: int
     window: int
-    printed: dict[str, tuple[str, ...]]
+    printed: Mapping[str, str]
     labels = ("equal cells",)
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
@@ -199,19 +219,28 @@ class Distances(Measure):
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         ours = ["." if x is None else str(x) for line in found["distances"] for x in line]
-        theirs = [x for line in self.printed[row.name] for x in line.split()]
+        theirs = self.printed[row.name].split()
         equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
         yield Cell(row.name, "equal cells", 0, equal / len(ours), n=len(ours))
 
 
 @dataclass(frozen=True)
 class Speed(Measure):
-    """The median time of a prefill, in seconds. The interval is from the fastest to the slowest run."""
+    """The median time of a step in seconds: a prefill, or the decoding of a token, called `called` in the paper.
 
-    labels = ("prefill seconds",)
+    The interval is from the fastest to the slowest run.
+    """
+
+    called: str
+    step: Literal["prefill", "decode"] = "prefill"
+
+    @property
+    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.called,)
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
-        return f"lce bench {listed(lengths)} --repeats {setting.samples} --new-tokens 1 --seed {setting.seed}"
+        new = 1 if self.step == "prefill" else 20
+        return f"lce bench {listed(lengths)} --repeats {setting.samples} --new-tokens {new} --seed {setting.seed}"
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
         return [" ".join([self.words(lengths, setting), *setting.options(row, 0)])]
@@ -219,22 +248,24 @@ class Speed(Measure):
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         note = "the interval is the fastest and the slowest run"
         for each in found["rows"]:
-            median, low, high = (each["length"] / each["prefill"][name] for name in ("median", "high", "low"))
-            yield Cell(row.name, self.labels[0], each["length"], median, low, high, setting.samples, note=note)
+            tokens = each["length"] if self.step == "prefill" else 1
+            median, low, high = (tokens / each[self.step][name] for name in ("median", "high", "low"))
+            yield Cell(row.name, self.called, each["length"], median, low, high, setting.samples, note=note)
 
 
 @dataclass(frozen=True)
 class Published(Measure):
-    """The scores on `tasks` of a published benchmark, or on all its tasks, from the user's copy of the data.
+    """The scores on `tasks` of a published benchmark, 0 to 100, from the user's copy of the data.
 
-    The setting's lengths limit the prompts. `average` is the paper's name for the mean over the tasks, if the paper has
-    only this mean. `most` is the paper's score for perfect answers, 100 or 1.
+    Prompts are cut to `cuts`, which are multiples of the window, or to the setting's lengths. `variant` is the set of
+    prompts. `differs` names the data if the paper's are others.
     """
 
     suite: str
-    tasks: tuple[str, ...] = ()
-    average: str = ""
-    most: float = 100.0
+    tasks: tuple[str, ...]
+    cuts: tuple[float, ...] = ()
+    variant: str = ""
+    differs: str = ""
 
     @property
     def data(self) -> str:  # type: ignore[override]
@@ -243,43 +274,22 @@ class Published(Measure):
 
     @property
     def labels(self) -> tuple[str, ...]:  # type: ignore[override]
-        if self.average:
-            return (self.average,)
-        return self.tasks or tuple(task.name for task in find(self.suite).tasks)
+        return self.tasks
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
-        limits = [f"--max-length {lengths[0]}"] * bool(setting.lengths)
+        limits = [f"--max-length {length}" for length in lengths if length]
         limits += [f"--samples {setting.limit}"] * (setting.limit is not None)
-        return " ".join(["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits])
+        limits += [f"--prompts {self.variant}"] * bool(self.variant)
+        asked = f"--task {','.join(self.tasks)}"
+        return " ".join(["lce eval published", self.suite, "--data", shlex.quote(setting.data[0]), *limits, asked])
 
     def commands(self, row: Row, lengths: Sequence[int], setting: Setting) -> list[str]:
-        """Return one command per length of the setting.
-
-        Without lengths, a row that scales RoPE has one command per task, scaled for the task's longest prompt.
-        """
-        groups = [(self.tasks, length) for length in setting.lengths or [0]]
-        if row.rope is not None and not setting.lengths and not self.average:
-            groups = [((task,), length) for task, length in self._longest(setting).items()]
-        found = []
-        for tasks, length in groups:
-            chosen = f" --task {','.join(tasks)}" if tasks else ""
-            found.append(self.command(row, f"{self.words([length], setting)}{chosen}", length, setting))
-        return found
-
-    def _longest(self, setting: Setting) -> dict[str, int]:
-        """Return the largest number of tokens of a prompt and its answer, by task."""
-        suite = PublishedSuite(find(self.suite), Path(setting.data[0]), most=setting.limit)
-        engine = lce.load(setting.model, "full", **setting.loading)
-        made = {task: suite.make(engine, task) for task in suite.tasks(self.tasks)}
-        return {task.name: task.max_tokens + max(each.n_tokens or 0 for each in found) for task, found in made.items()}
+        """Return one command per length to which prompts are cut."""
+        cuts = setting.lengths or [round(cut * setting.window) for cut in self.cuts] or [0]
+        return [self.command(row, self.words([length], setting), length, setting) for length in cuts]
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
-        tasks, share = [each for each in found if "task" in each], self.most / 100
-        length = tasks[0]["max_length"] or 0
-        if self.average:
-            mean = sum(each["score"] for each in tasks) / len(tasks)
-            yield Cell(row.name, self.average, length, share * mean, n=sum(each["samples"] for each in tasks))
-            return
-        for each in tasks:
-            mean, low, high = (share * each[name] for name in ("score", "low", "high"))
-            yield Cell(row.name, each["task"], length, mean, low, high, each["samples"])
+        for each in found:
+            if "task" in each:
+                span = (each[name] for name in ("score", "low", "high", "samples"))
+                yield Cell(row.name, each["task"], each["max_length"] or 0, *span)

@@ -11,51 +11,42 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
+from lce.lab.papers.printed import Number
 from lce.system import default_threads
-
-Number = float | str  # a number in a paper, or a text such as ">100" or "OOM"
-NOT_AT_HAND = "not at hand"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method with its knobs and RoPE scaling, and the paper's numbers.
+    """A row that lce runs: a method with its knobs and RoPE scaling.
 
-    A knob such as `"3W/4"` is a fraction of the window. `rope` is the kind of RoPE scaling; its factor is length /
-    window. `paper` has for each label one number, or one number for each of the entry's first lengths. If `paper` is
-    None, the paper's numbers are not at hand.
+    A knob such as `"3W/4"` is a fraction of the window. `rope` is the kind of RoPE scaling. `factor` is its factor at
+    every length; without `factor`, it is length / window.
     """
 
     name: str
     method: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
     rope: str | None = None
-    paper: Mapping[str, Number | Sequence[Number]] | None = None
+    factor: float | None = None
 
     def sized(self, window: int) -> dict[str, Any]:
-        """Return the row's knobs for a model with this window, with fractions replaced by numbers of tokens."""
-        found = dict(self.knobs)
-        for name, value in found.items():
-            if part := re.fullmatch(r"(\d*)W/(\d+)", str(value)):
-                found[name] = max(1, int(part[1] or 1) * window // int(part[2]))
-        return found
+        """Return the row's knobs with fractions of `window` replaced by numbers of tokens."""
+        return {name: fraction(value, window) for name, value in self.knobs.items()}
 
-    def number(self, label: str, multiple: float, multiples: Sequence[float]) -> Number | None:
-        """Return the paper's number for a label at a multiple of the window; None if the paper has no such number."""
-        if self.paper is None:
-            return NOT_AT_HAND
-        found = self.paper.get(label)
-        if found is None or isinstance(found, Number):
-            return found
-        return dict(zip(multiples, found, strict=False)).get(multiple)
+
+def fraction(value: Any, window: int) -> Any:
+    """Return a text such as `"3W/4"` as a number of tokens, and other values unchanged."""
+    part = re.fullmatch(r"(\d*)W/(\d+)", str(value))
+    return value if part is None else max(1, int(part[1] or 1) * window // int(part[2]))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number that lce measured, with its 95% interval, if any, beside the paper's number.
+    """A number that lce measured, with its 95% interval, if any, beside the paper's numbers.
 
     `length` is in tokens, 0 for a measure without lengths. `n` is the number of samples, windows or tokens. If `value`
-    is None, `note` says why.
+    is None, `note` says why. `paper` has the paper's numbers by model or data set. `verdict` says whether the
+    difference from the entry's baseline has the direction of the paper's; it is empty if the paper has none.
     """
 
     row: str
@@ -65,8 +56,9 @@ class Cell:
     low: float | None = None
     high: float | None = None
     n: int | None = None
-    paper: Number | None = None
+    paper: Mapping[str, Number] = field(default_factory=dict)
     note: str = ""
+    verdict: str = ""
 
 
 @dataclass
@@ -75,6 +67,7 @@ class Setting:
 
     model: str = "demo"
     window: int = 0  # 0 stands for the model's own window
+    sizes: int | None = None  # the window that rows' knobs are fractions of; None stands for `window`
     lengths: Sequence[int] = ()
     samples: int = 20  # the number of samples, windows or timed runs per cell
     limit: int | None = None  # the largest number of samples per task of the paper's data
@@ -100,13 +93,14 @@ class Setting:
             name, dot, knob = key.partition(".")
             if dot and name == row.method:
                 own[knob] = value
-        return lce.methods.make(row.method, {**own, **row.sized(self.window)})
+        return lce.methods.make(row.method, {**own, **row.sized(self.sizes or self.window)})
 
     def scaling(self, row: Row, length: int) -> dict[str, Any]:
         """Return the options of `lce.load` for the row's RoPE scaling of a text of this length."""
-        if row.rope is None or length <= self.window:
+        factor = row.factor or length / self.window
+        if row.rope is None or (row.factor is None and factor <= 1):
             return {}
-        return {"rope": row.rope, "rope_factor": length / self.window}
+        return {"rope": row.rope, "rope_factor": factor}
 
     def knob_words(self, row: Row) -> list[str]:
         """Return the row's knobs as options of a command, without knobs that have their default value."""
