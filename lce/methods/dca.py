@@ -53,8 +53,8 @@ class DualChunk(Method):
         size = resolved(made.chunk_size)
         if size > window and self.far is None:
             raise UsageError(
-                f"{self.label}: chunk_size is {size}; expected at most the window, {window}, or far={4 * size // 3 - 1} "
-                "too, if the model reads farther"
+                f"{self.label}: chunk_size is {size}; expected at most the window, {window}, or "
+                f"far={4 * size // 3 - 1} too, if the model reads farther"
             )
         if resolved(made.far) < size - 1:  # a query at a smaller position would be before some keys
             raise UsageError(f"{self.label}: far is {made.far}; expected {size - 1} or more")

@@ -155,7 +155,10 @@ def verdict_lines(entry: Entry, cells: Sequence[Cell]) -> Iterable[str]:
             lengths.append(f"{cell.length:,}" if cell.length else "")
     if found:
         names = [each for each in VERDICTS if any(each in by for by in found.values())]
-        rows = [[*key, *("; ".join(by.get(name, [])) or "yes" * (name in by) for name in names)] for key, by in found.items()]
+        rows = [
+            [*key, *("; ".join(by.get(name, [])) or "yes" * (name in by) for name in names)]
+            for key, by in found.items()
+        ]
         yield from ("", f"Beside {entry.baseline}, is the difference that of the paper?", "")
         yield from markdown(["row", "measured", *(f"{name}, at" for name in names)], rows)
 

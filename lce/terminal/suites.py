@@ -14,7 +14,7 @@ from lce.files import named, write_whole
 from lce.lab.eval.naming import cut, knob_values
 from lce.lab.eval.published import Benchmark
 from lce.lab.eval.published.base import Answered
-from lce.lab.eval.published.scoring import TaskScore, prediction_files, score_file, scored
+from lce.lab.eval.published.scoring import TaskScore, prediction_files, score_files, scored
 from lce.lab.eval.record import Record
 from lce.lab.eval.report import fails, says_little
 from lce.lab.eval.running import Progress, make_folder
@@ -224,12 +224,8 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
 
     A broken file of a folder is named on stderr and left out. Raises `DataError` after the others' scores are printed.
     """
-    files, found, broken = prediction_files(benchmark, Path(path)), list[TaskScore](), list[DataError]()
-    for each in files:
-        try:
-            found.append(score_file(benchmark, each, task, metric))
-        except DataError as error:
-            broken.append(error)
+    files = prediction_files(benchmark, Path(path))
+    found, broken = score_files(benchmark, files, task, metric)
     if not found:
         raise broken[0]
     for error in broken:
@@ -244,7 +240,9 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
         output.text(f"{each.task:<26}{each.samples:>8,}{each.score:>8.2f}  {each.metric}", *detail_lines(each))
     output.text(*(f"{name:<26}{'':>8}{score:>8.2f}" for name, score in averages.items()))
     if broken:
-        raise DataError(f"{len(broken)} of {len(files)} files of {named(path)} are not scored; correct the lines named above")
+        raise DataError(
+            f"{len(broken)} of {len(files)} files of {named(path)} are not scored; correct the lines named above"
+        )
 
 
 def detail_lines(found: TaskScore) -> list[str]:

@@ -190,9 +190,13 @@ def test_a_broken_file_of_a_folder_is_named_and_the_others_are_scored(tmp_path: 
         (tmp_path / f"{name}.jsonl").write_text(f"{text}\n")
     found = run("eval", "score", tmp_path, "--suite", "longbench")
     assert found.exit_code == 3
-    assert [line.split()[:3] for line in found.stdout.splitlines()[1:]] == [["musique", "1", "100.00"], ["qasper", "1", "100.00"]]
+    assert [line.split()[:3] for line in found.stdout.splitlines()[1:]] == [
+        ["musique", "1", "100.00"],
+        ["qasper", "1", "100.00"],
+    ]
     named, error = found.stderr.splitlines()
-    assert "not scored: line 2 of" in named and "hotpotqa.jsonl" in named
+    assert "not scored: line 2 of" in named
+    assert "hotpotqa.jsonl" in named
     assert error.startswith("lce: error: 1 of 3 files of")
     assert_error(run("eval", "score", tmp_path / "hotpotqa.jsonl", "--suite", "longbench"), 3, "line 2 of")
 

@@ -1,4 +1,4 @@
-"""The tables and figures of three papers that lce can reproduce. `ENTRIES` has the entries of the papers' files by id."""
+"""The tables and figures of three papers. `ENTRIES` has the entries of the papers' files by id."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Entry:
     `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` do
     not need the paper's data. If the user has the paper's data, `suite`, if set, is used instead. `same` says that
     `measures` measure what the paper measured, though on another model or text. `multiples` are the text lengths as
-    multiples of the model's window. `printed` has the paper's cells, and `average` the name of its mean over the tasks of
+    multiples of the model's window. `printed` has the paper's cells, `average` the name of its mean over the tasks of
     `suite`. Rows are compared with the row called `baseline`. An entry without rows is printed and not measured.
     """
 
@@ -58,7 +58,8 @@ class Entry:
         data = ", ".join(setting.data)
         if self.suite and data:
             others = ", ".join(measure.differs for measure in self.suite if measure.differs)
-            return f"another measurement than the paper's: {others}, in {data}" if others else f"the paper's data, in {data}"
+            known = f"another measurement than the paper's: {others}" if others else "the paper's data"
+            return f"{known}, in {data}"
         known = "the paper's measurement" if self.same else "another measurement than the paper's: tasks made here"
         readers = [measure for measure in (*self.measures, *self.suite) if measure.data]
         if not readers:
@@ -105,18 +106,17 @@ class Entry:
         for cell in self._measured(setting, run):
             found.append(self._beside_paper(cell, setting))
             yield found[-1]
-        for row in self.rows:
-            yield from (self._beside_paper(mean, setting) for mean in self._averages(row, found, setting))
+        if self.average and self.chosen(setting) is self.suite:
+            yield from (self._beside_paper(mean, setting) for mean in self._averages(found))
 
-    def _averages(self, row: Row, cells: Sequence[Cell], setting: Setting) -> Iterator[Cell]:
-        """Yield a row's means over the tasks of `suite`, one for each length to which prompts were cut."""
-        own = [cell for cell in cells if cell.row == row.name] if self.average and self.chosen(setting) is self.suite else []
-        for length in dict.fromkeys(cell.length for cell in own):
-            of = [(x.value or 0.0, x.low or 0.0, x.high or 0.0, x.n or 0) for x in own if x.length == length]
-            mean = sum(value for value, *_ in of) / len(of)
-            below = hypot(*(value - low for value, low, *_ in of)) / len(of)
-            above = hypot(*(high - value for value, _, high, _ in of)) / len(of)
-            yield Cell(row.name, self.average, length, mean, mean - below, mean + above, sum(n for *_, n in of))
+    def _averages(self, cells: Sequence[Cell]) -> Iterator[Cell]:
+        """Yield each row's mean over tasks, one for each length to which prompts were cut."""
+        for row, length in dict.fromkeys((cell.row, cell.length) for cell in cells):
+            own = [(x.value or 0.0, x.low or 0.0, x.high or 0.0) for x in cells if (x.row, x.length) == (row, length)]
+            mean = sum(value for value, _, _ in own) / len(own)
+            below = hypot(*(value - low for value, low, _ in own)) / len(own)
+            above = hypot(*(high - value for value, _, high in own)) / len(own)
+            yield Cell(row, self.average, length, mean, mean - below, mean + above, len(own))
 
     def _beside_paper(self, cell: Cell, setting: Setting) -> Cell:
         """Return a measured cell with the paper's numbers."""

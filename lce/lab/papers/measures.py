@@ -81,9 +81,9 @@ class Answers(Measure):
             score = Score(**{field.name: each[field.name] for field in fields(Score)})
             reason = fails(score) if each["ceiling"] else None
             note = "" if reason is None else f"tells methods apart nowhere: {reason} within the window"
-            span = (self.scale * x for x in (score.mean, score.low, score.high))
+            mean, low, high = (self.scale * x for x in (score.mean, score.low, score.high))
             name, label = WITHIN if each["ceiling"] else row.name, self.label(each["task"])
-            yield Cell(name, label, each["length"], *span, score.samples, note=note)
+            yield Cell(name, label, each["length"], mean, low, high, score.samples, note=note)
 
     def label(self, task: str) -> str:
         """Return the paper's name of a generated task."""

@@ -2,8 +2,8 @@
 
 The paper's difference is between a row and the entry's baseline, in every printed table that has both. If no column has
 what was measured, the table's average stands in. The measured difference has a 95% interval that is made of the two
-cells' intervals (Newcombe, 1998, method 10; for means MOVER, Zou and Donner, 2008). Samples of both cells are the same, so
-the interval is rather too wide. If the interval holds 0, or the printed tables disagree, nothing can be told.
+cells' intervals (Newcombe, 1998, method 10; for means MOVER, Zou and Donner, 2008). Both cells have the same samples,
+so the interval is rather too wide. If the interval holds 0, or the printed tables disagree, nothing can be told.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Every table and figure: its rows, its commands, what it makes of their results, and that it runs at toy size."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,8 @@ import torch
 
 import lce
 from lce.errors import UsageError
-from lce.lab.papers import ENTRIES, Entry, Row, Setting, find
+from lce.lab.papers import ENTRIES, Cell, Entry, Printed, Row, Setting, find
 from lce.lab.papers.measures import WITHIN, Answers, Perplexity, Published
-from lce.lab.papers.setting import NOT_AT_HAND
 from lce.methods import make
 from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
 from lce.methods.map_file import save_maps
@@ -21,11 +21,21 @@ from tests.command import run
 from tests.lab.eval.published.layouts import write
 
 # One of each kind of measure; the others have the same with other rows, and dca:figure3 measures the machine.
-QUICK = ("longheads:table3", "longheads:reach", "dca:figure2", "dca:figure4", "esa:table5", "esa:figure2")
-LENGTHS = {"dca:figure3": "64", "dca:table2": "80"}
-CHUNKS = Row("chunks", "longheads", {"chunk_size": "W/16", "chunks": 8}, paper={"x": [64, ">100"], "y": 3.0})
+QUICK = ("longheads:table3", "longheads:reach", "dca:table5", "dca:figure2", "dca:figure4", "esa:table5", "esa:figure2")
+LENGTHS = {"dca:figure3": "64", "longheads:table5": "100", "dca:table2": "80"}
+CHUNKS = Row("chunks", "longheads", {"chunk_size": "W/16", "chunks": 8})
 SCALED = Row("scaled", "full", rope="linear")
-ENTRY = Entry("dca:table0", "", "", (CHUNKS, SCALED), (Answers(("pairs",), called=("x",)),), (1, 2.5))
+PRINTED = Printed.read(
+    """
+    row    | 4k | 10k  | y 4k | z | Avg
+    chunks | 64 | >100 | 3.0  | - | 7
+    scaled | 65 | 20   | ?    | 1 | 8
+    """,
+    of="a model", window=4096, label="x",
+)  # fmt: skip
+ENTRY = Entry(
+    "dca:table0", "", "", (CHUNKS, SCALED), (Answers(("pairs",), called=("x",)),), (PRINTED,), "scaled", "Avg", (1, 2.5)
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +70,44 @@ def test_every_entry_runs(id: str, model: Path) -> None:
 
 
 def test_the_papers_numbers_stand_beside_ours() -> None:
-    assert [CHUNKS.number("x", multiple, (1, 2.5)) for multiple in (1, 2.5, 3)] == [64, ">100", None]
-    assert (CHUNKS.number("y", 0, ()), CHUNKS.number("z", 1, (1,))) == (3.0, None)
-    assert SCALED.number("x", 1, (1,)) == NOT_AT_HAND
+    """A column is a label, a length, or both; `-` and `?` are no numbers."""
+    assert [PRINTED.number("chunks", "x", multiple) for multiple in (1, 2.5, 3)] == [64, ">100", None]
+    assert [PRINTED.number("chunks", *at) for at in (("y", 1), ("y", 2), ("z", 0), ("Avg", 5))] == [3, None, None, 7]
+    assert (PRINTED.number("scaled", "z", 0), PRINTED.number("others", "x", 1)) == (1, None)
     for id in ("dca:figure1", "dca:figure2"):
         cells = reproduced(id, Path("demo"))["cells"]
-        assert [(cell["value"], cell["paper"], cell["n"]) for cell in cells] == [(1.0, 1.0, 144)] * len(cells)
+        assert [(cell["value"], cell["n"]) for cell in cells] == [(1.0, 144)] * len(cells)
+
+
+def test_verdicts_follow_from_the_papers_cells_and_our_intervals(tiny_model: Path) -> None:
+    def judged(label: str, length: int, ours: tuple[float, float, float], base: tuple[float, float, float]) -> str:
+        spans = {"chunks": ours, "scaled": base}
+        cells = [Cell(name, label, length, mean, low, high) for name, (low, mean, high) in spans.items()]
+        return ENTRY.judged(cells, Setting(str(tiny_model)))[0].verdict
+
+    low, high = (0.1, 0.2, 0.3), (0.6, 0.7, 0.8)
+    assert [judged("x", 64, *pair) for pair in ((low, high), (high, low))] == ["same direction", "opposite"]
+    assert judged("x", 160, high, low) == "same direction", "more than 100 is more than 20"
+    assert judged("x", 64, (0.1, 0.2, 0.75), high) == "cannot tell", "the difference may be 0"
+    assert judged("x", 128, low, high) == "", "the paper has no such length"
+    assert judged("pairs", 160, low, high) == "same direction", "beside the paper's average"
+    assert judged("pairs", 64, low, high) == "", "within the window an average of long texts says nothing"
+
+
+def test_every_row_of_a_table_has_its_cells() -> None:
+    """All cells are numbers, bounds, or marks; a row that lce runs and compares stands in a table of the paper."""
+    for entry in ENTRIES.values():
+        names = {row.name for row in entry.rows}
+        assert entry.baseline in names | {""}
+        for table in entry.printed:
+            assert len({table.of for table in entry.printed}) == len(entry.printed), entry.id
+            for cells in table.rows.values():
+                assert len(cells) == len(table.columns)
+                assert all(isinstance(x, float) or re.fullmatch(r"[<>][\d.]+|OOM|[-?]", x) for x in cells), (
+                    entry.id,
+                    cells,
+                )
+        assert not names or not entry.printed or any(names & set(table.rows) for table in entry.printed), entry.id
 
 
 def test_knobs_follow_the_window_and_the_users_fill_in_the_rest(tiny_model: Path) -> None:
@@ -89,7 +131,11 @@ def test_rows_that_scale_rope_have_a_command_a_length(tiny_model: Path) -> None:
         made.format("160", tiny_model, "full --rope linear --rope-factor 2.5"),
     ]
     assert all("--longest 160" in command for command in Perplexity().commands(SCALED, [64, 160], setting))
-    assert ENTRY.unmatched(setting) == {"chunks": {"y": 3.0}}
+    fixed = Row("fixed", "full", rope="yarn", factor=4.0)
+    (command,) = ENTRY.measures[0].commands(fixed, [64, 160], setting)
+    assert command.endswith(
+        f"--lengths 64,160 --samples 2 --seed 0 --model {tiny_model} --method full --rope yarn --rope-factor 4.0"
+    )
 
 
 def test_what_full_attention_reaches_is_asked_once(tiny_model: Path) -> None:
@@ -103,18 +149,18 @@ def test_what_full_attention_reaches_is_asked_once(tiny_model: Path) -> None:
 
     cells = list(ENTRY.run(Setting(str(tiny_model)), answer))
     assert ["--no-ceiling" in command for command in asked] == [False, True, True]
-    assert [(x.row, x.label, x.paper) for x in cells[:2]] == [(WITHIN, "x", None), ("chunks", "x", 64)]
+    assert [(x.row, x.label, x.paper) for x in cells[:2]] == [(WITHIN, "x", {}), ("chunks", "x", {"a model": 64})]
     assert cells[0].note.startswith("tells methods apart nowhere: `full` scores 0.50")
 
 
 def test_a_ceiling_without_room_is_a_note(tiny_model: Path) -> None:
-    found = reproduced("longheads:figure5", tiny_model, "--lengths", "300")["cells"]
+    found = reproduced("longheads:table4", tiny_model, "--lengths", "300")["cells"]
     named = [(cell["row"], cell["value"], cell["note"][:31]) for cell in found if cell["row"] == WITHIN]
     assert named == [(WITHIN, None, "not within the window: passkey:")]
 
 
 def test_the_users_data_takes_the_place_of_the_nearest_measure(model: Path, tmp_path: Path) -> None:
-    """Lengths cut the prompts; without any, RoPE is scaled to the longest prompt."""
+    """Prompts are cut to the paper's lengths, if it has any, or to the user's; a row's scaling is the paper's."""
     entry, theirs = find("esa:table5"), Setting(str(model), data=[str(tmp_path)], limit=1)
     assert (entry.is_same(Setting(str(model))), entry.is_same(theirs)) == (False, True)
     assert entry.difference(theirs) == f"the paper's data, in {tmp_path}"
@@ -127,10 +173,17 @@ def test_the_users_data_takes_the_place_of_the_nearest_measure(model: Path, tmp_
     found = json.loads(run(*shlex.split(command)[1:], "--json", "--quiet").stdout)
     cells = list(measure.cells(CHUNKS, found, theirs))
     assert [(cell.label, cell.value) for cell in cells] == [(each["task"], each["score"]) for each in found]
-    (mean,) = Published("infinitebench", measure.tasks, average="mean", most=1.0).cells(CHUNKS, found, theirs)
-    assert mean.value == pytest.approx(sum(cell.value or 0.0 for cell in cells) / 200)
-    scaled = measure.commands(SCALED, [0], theirs)
-    assert [float(command.partition("--rope-factor ")[2]) > 1 for command in scaled] == [True, True]
+    cut = Published("infinitebench", ("passkey",), cuts=(4, 8), variant="gpt4")
+    assert [command.count("--prompts gpt4") for command in cut.commands(CHUNKS, [0], theirs)] == [1, 1]
+    assert "--max-length 512" in cut.commands(CHUNKS, [0], theirs)[1]
+    needles = find("esa:table4")
+    assert not needles.is_same(theirs)
+    assert "another measurement than the paper's: NeedleBench V2" in needles.difference(theirs)
+    scaled = find("esa:table2").commands(Setting(str(model), data=[str(tmp_path)]))
+    assert [command.partition("--rope")[2] for command in scaled[1:3]] == [
+        " ntk --rope-factor 25.0",
+        " yarn --rope-factor 25.0",
+    ]
     (command,) = measure.commands(CHUNKS, [0], Setting(str(model), data=["x"], lengths=(40,)))
     assert "--max-length 40" in command
 
