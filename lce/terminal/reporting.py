@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from lce.lab.eval.perplexity import LossTable
-from lce.lab.eval.report import HOLDS, Cell, Report, Table, fails
+from lce.lab.eval.report import HOLDS, Cell, Report, Table, fails, paired
 from lce.lab.eval.scores import Score
 from lce.lab.eval.selection import SHARES, SelectionTable
 from lce.sizes import size_text
@@ -43,21 +44,29 @@ def _side_by_side(report: Report) -> list[str]:
 
 
 def _tasks(tables: Sequence[Table], length: int) -> list[str]:
-    """Return a table of mean scores at one length, with means over the tasks that tell methods apart."""
+    """Return a table of mean scores at one length, with means over the tasks that tell methods apart.
+
+    Under the means are the differences from the best mean on the same samples.
+    """
     methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
-    rows, told = [], []
+    rows, told = [], list[Table]()
     for table in tables:
         found = [table.cells.get((method, length)) for method in methods]
         top = table.ceiling_at(length)
         says_little = top is not None and fails(top) is not None
         if top and not says_little and all(found):
-            told.append([cell.score.mean for cell in found if cell])
+            told.append(table)
         scores = ["" if x is None else f"{x.score.mean:.2f}" for x in found]
         title = f"`{table.title}`{' (does not discriminate)' if says_little else ''}"
         rows.append([title, f"{top.mean:.2f}" if top else "", *scores])
     if len(told) > 1:
-        means = [sum(column) / len(told) for column in zip(*told, strict=True)]
-        rows.append([f"mean of {len(told)}", "", *(f"{mean:.2f}" for mean in means)])
+        means = {name: fmean(table.cells[name, length].score.mean for table in told) for name in methods}
+        rows.append([f"mean of {len(told)}", "", *(f"{mean:.2f}" for mean in means.values())])
+        best = max(means, key=means.__getitem__)
+        behind = [paired(told, name, best, length) for name in methods]
+        if all(behind):
+            texts = ("" if x is None or name == best else _signed(*x) for name, x in zip(methods, behind, strict=True))
+            rows.append([f"minus `{best}`, paired", "", *texts])
     return markdown(["task", "`full` within the window", *(f"`{method}`" for method in methods)], rows)
 
 
@@ -143,6 +152,11 @@ def _notes(table: Table) -> list[str]:
 def _range(numbers: Sequence[int]) -> str:
     least, most = min(numbers), max(numbers)
     return f"{most:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _signed(mean: float, low: float, high: float) -> str:
+    """Format a difference with its interval, such as `-0.01 (-0.04 to +0.02)`."""
+    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def _score(score: Score) -> str:

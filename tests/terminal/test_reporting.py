@@ -68,6 +68,20 @@ def test_several_tasks_stand_side_by_side(tmp_path: Path) -> None:
     )
 
 
+def test_the_means_of_methods_are_compared_on_the_same_samples(tmp_path: Path) -> None:
+    """`quest` misses what `full` misses, and one sample more of each task: a small difference that is told."""
+    lines = [
+        line(i, float(i > most), task=task, engine=name, method=method, prompt=f"{task} {i}")
+        for name, method, most in (("Engine(Full(), window=512)", "full", 9), (QUEST, "quest", 14))
+        for task in ("made", "other") for i in range(40)
+    ] + [line(i, length=500, task=task, ceiling=True) for task in ("made", "other") for i in range(20)]  # fmt: skip
+    table = run("eval", "report", file(tmp_path / "record", *lines)).stdout.partition("\n\n## ")[0]
+    mean, paired = (row.split(" | ") for row in table.splitlines()[-2:])
+    assert mean == ["| mean of 2", "", "0.75", "0.62 |"]
+    assert (paired[0], paired[2]) == ("| minus `full`, paired", "")
+    assert paired[3].startswith("-0.12 (-0.20 to -0.0")
+
+
 def test_eval_report_of_perplexities(tiny_model: Path, tmp_path: Path) -> None:
     """A record of `lce eval perplexity`, beside one of answers."""
     pytest.importorskip("matplotlib")

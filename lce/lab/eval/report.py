@@ -24,7 +24,7 @@ from lce.files import named, path_of
 from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of
 from lce.lab.eval.perplexity import LossTable, loss_tables
 from lce.lab.eval.record import Answer, Attended, Loss, Record
-from lce.lab.eval.scores import Score
+from lce.lab.eval.scores import Score, mean_interval
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
 CLEARLY = 0.1  # the interval of the ceiling (`full` within the window) must lie above chance by this margin
@@ -139,6 +139,21 @@ class Table:
                 break
             holds = length
         return holds
+
+
+def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tuple[float, float, float] | None:
+    """Return the mean over tasks of a method's score minus another's on the same prompts, with its 95% interval.
+
+    Return None if a task's answers have no prompt in common.
+    """
+    differences = []
+    for table in tables:
+        mine, others = (
+            {answer.prompt: answer.value for answer in table.cells[name, length].answers.values() if answer.prompt}
+            for name in (method, other)
+        )
+        differences.append([mine[prompt] - others[prompt] for prompt in sorted(mine.keys() & others.keys())])
+    return mean_interval(differences) if all(differences) else None
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:

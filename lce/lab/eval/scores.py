@@ -53,6 +53,16 @@ class Score:
         return cls(len(answers), mean, low, high, kind, **averages)
 
 
+def mean_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Return the mean of the groups' means and the ends of its 95% interval, a bootstrap within each group."""
+    import numpy as np
+
+    rng, values = np.random.default_rng(0), [np.array(sorted(group)) for group in groups]
+    drawn = [group[rng.integers(len(group), size=(DRAWS, len(group)))].mean(1) for group in values]
+    low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
+    return float(np.mean([group.mean() for group in values])), float(low), float(high)
+
+
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are no such values."""
     known = [value for value in values if value is not None]
