@@ -113,7 +113,7 @@ class Summary(SummarySelector):
         return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:
-        return 2 * sizes.n_heads * (size + 1) * size * sizes.head_dim  # Eq. 1: L queries; Eq. 2: one
+        return 2 * sizes.n_heads * (size + 1) * size * sizes.head_dim  # Eq. 2: L queries; Eq. 1: one
 
 
 class MeanKey(SummarySelector):

@@ -58,6 +58,8 @@ def reproduce(id: str, output: Output, *, dry_run: bool, samples: int | None, **
             cells.append(cell)
     cells = entry.judged(cells, setting)
     output.text(*([] if cells else about(entry, setting)), *verdict_lines(entry, cells))
+    if entry.on_demo and setting.model == "demo":
+        output.text("", f"on the demo: {entry.on_demo}")
     notes = dict.fromkeys(f"{cell.label}: {cell.note}" for cell in cells if cell.note)
     output.text(*(["", *notes] if notes else []))
     output.object({**described(entry, setting), "cells": [dataclasses.asdict(cell) for cell in cells]})

@@ -31,6 +31,7 @@ class Entry:
     `measures` measure what the paper measured, though on another model or text. `multiples` are the text lengths as
     multiples of the model's window. `printed` has the paper's cells, `average` the name of its mean over the tasks of
     `suite`. Rows are compared with the row called `baseline`. An entry without rows is printed and not measured.
+    `on_demo` says why the demo model differs from the paper, if that is known.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Entry:
     suite: tuple[Published, ...] = ()
     same: bool = False
     note: str = ""
+    on_demo: str = ""
 
     def is_same(self, setting: Setting) -> bool:
         """Return whether the run measures what the paper measured, perhaps on another model or text."""
