@@ -34,9 +34,9 @@ def printed_sign(
 
 
 def interval(cell: Cell, baseline: Cell) -> tuple[float, float] | None:
-    """Return the 95% interval of `cell` minus `baseline`; None if one of them has no interval."""
+    """Return the 95% interval of `cell` minus `baseline`; None if one has no interval, or one of a single timed run."""
     known = [x for each in (cell, baseline) for x in (each.low, each.value, each.high) if x is not None]
-    if len(known) < 6:
+    if len(known) < 6 or cell.low == cell.high or baseline.low == baseline.high:
         return None
     low, mean, high, low_0, mean_0, high_0 = known
     return mean - mean_0 - hypot(mean - low, high_0 - mean_0), mean - mean_0 + hypot(high - mean, mean_0 - low_0)

@@ -22,7 +22,8 @@ from tests.lab.eval.published.layouts import write
 
 # One of each kind of measure; the others have the same with other rows, and dca:figure3 measures the machine.
 QUICK = ("longheads:table3", "longheads:reach", "dca:table5", "dca:figure2", "dca:figure4", "esa:table5", "esa:figure2")
-LENGTHS = {"dca:figure3": "64", "longheads:table5": "100", "dca:table2": "80"}
+LENGTHS = {"dca:figure3": "64", "dca:table2": "80"}
+TIMED = {"longheads:table5"}  # left out: it measures as dca:figure3 and longheads:figure6 do, in a minute
 # Rows of ours whose cells the paper plots alone, has in another table, or does not have.
 UNPRINTED = {
     "longheads:table3": {"random"}, "longheads:figure4": {"LongHeads"}, "dca:figure5": {"NTK"}, "dca:figure6": {"RoPE"},
@@ -59,7 +60,9 @@ def reproduced(id: str, model: Path, *options: object) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-@pytest.mark.parametrize("id", [pytest.param(id, marks=[pytest.mark.slow] * (id not in QUICK)) for id in ENTRIES])
+@pytest.mark.parametrize(
+    "id", [pytest.param(id, marks=[pytest.mark.slow] * (id not in QUICK)) for id in ENTRIES if id not in TIMED]
+)
 def test_every_entry_runs(id: str, model: Path) -> None:
     entry = ENTRIES[id]
     own = ["-o", "low_dim=16"] if any(row.method == "esa" for row in entry.rows) else []
