@@ -81,8 +81,6 @@ def generate(
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
-    from lce.engine.saving import check_space
-
     engine, context = method.load(model, context_file, loading, str(prompt), how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
@@ -94,7 +92,7 @@ def generate(
             asked = engine.conversation(context=context)
             stream, n_tokens = asked.stream(prompt, progress=bar, **how), asked.tokens_read + len(asked.context or ())
         if save.path is not None:
-            check_space(Path(save.path), engine.layout, n_tokens + how["max_tokens"])
+            engine.files.check_space(Path(save.path), n_tokens + how["max_tokens"])
         output.generation(stream)
     if save.path is not None:
         asked.save(save.path, force=save.force)
