@@ -107,7 +107,8 @@ class _Heads:
         """Return what `KVCache.tensors` returns."""
         self.ranks.exchange(_Request())
         found = self.ranks.exchange(self._states())
-        return {name: torch.cat([each[name] for each in found], name.startswith(UNROUNDED)) for name in found[0]}
+        heads_at = {name: 1 if name.startswith(UNROUNDED) else 0 for name in found[0]}  # the dimension of heads
+        return {name: torch.cat([each[name] for each in found], dim) for name, dim in heads_at.items()}
 
     def end(self, error: BaseException | None) -> None:
         """End the other ranks' `answer`. With an error, they raise `RankError`."""

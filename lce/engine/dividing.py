@@ -1,4 +1,4 @@
-"""Divides a model among ranks: finds the ranks, says what each has, and loads that. `lce.models.ranks` has the words."""
+"""Divides a model among ranks: finds the ranks, says what each has, and loads that. See `lce.models.ranks`."""
 
 from __future__ import annotations
 
