@@ -6,6 +6,7 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepar
 from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
+from lce.terminal.ranks import quieten
 from lce.terminal.reading import read_text
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
@@ -32,6 +34,7 @@ def main() -> NoReturn:
     """Run the command line and exit. This is the entry point of the console script `lce`."""
     try:
         prepare_streams()
+        quieten(sys.argv)
         keep_interrupts()
         cli.main(prog_name="lce")
     except KeyboardInterrupt as error:  # Ctrl-C before or after the command itself
@@ -66,7 +69,7 @@ cli.add_command(evaluation)
 @flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.COUNT, default=256)
 @options.method_or_context_options
 @options.sampling_options
-@options.loading_options
+@options.divided_loading_options
 @options.output_options
 def generate(
     model: str, prompt: str | list[Any], context_file: str | None, save: options.NewFile, method: MethodOption,
@@ -144,7 +147,7 @@ def chat(
 @flag("--keep SHARE", "Keep this share of keys and values, chosen by repeating the text (KVzip).", type=float)
 @flag("--length TOKENS", "Final length of the context; for --rope dynamic and --method auto.", type=options.COUNT)
 @options.method_or_context_options
-@options.loading_options
+@options.divided_loading_options
 @options.output_options
 def prefill(
     model: str, prompt: str, context_file: str | None, out: options.NewFile, method: MethodOption,

@@ -1,4 +1,4 @@
-"""Runs functions on several ranks, in processes that find each other through a file. Nothing waits longer than a limit."""
+"""Runs functions on several ranks: processes that find each other through a file. Nothing waits without a limit."""
 
 import importlib
 import itertools
@@ -18,31 +18,35 @@ _WORK = "import sys; from tests.ranks import work; work(*sys.argv[1:])"
 _numbers = itertools.count()
 
 
-def begun(count: int, folder: Path, call: Callable[..., Any], *args: Any) -> list[Process]:
-    """Start a process a rank, each of which runs `call(group, *args)`, a function of a test's module."""
+def begun(count: int, folder: Path, call: Callable[..., Any], *args: Any, limit_s: float = WAIT_S) -> list[Process]:
+    """Start a process a rank, each of which runs `call(group, *args)`, a function of a test's module.
+
+    A rank waits for another rank for `limit_s` seconds at most.
+    """
     at = folder / f"ranks {next(_numbers)}"
-    torch.save((call.__module__, call.__qualname__, args), at)
+    torch.save((call.__module__, call.__qualname__, args, limit_s), at)
     return [start(_WORK, str(rank), str(count), at) for rank in range(count)]
 
 
 def on_ranks(count: int, folder: Path, call: Callable[..., Any], *args: Any, limit_s: float = WAIT_S) -> list[Any]:
     """Return what `call(group, *args)` returns on each rank."""
-    processes = begun(count, folder, call, *args)
+    processes = begun(count, folder, call, *args, limit_s=limit_s)
     try:
         ends = [process.communicate(timeout=limit_s) for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * count, "\n".join(err for _, err in ends)
-    return [torch.load(process.args[-1].with_suffix(f".{rank}")) for rank, process in enumerate(processes)]  # type: ignore[index,union-attr]
+    lines: list[Any] = [process.args for process in processes]
+    return [torch.load(line[-1].with_suffix(f".{rank}"), weights_only=False) for rank, line in enumerate(lines)]
 
 
 def work(rank: str, count: str, at: str) -> None:
     """Be a rank: run the function that is named in the file `at`, and write what it returns."""
     torch.set_num_threads(1)
-    module, name, args = torch.load(at, weights_only=False)
+    module, name, args, limit_s = torch.load(at, weights_only=False)
     place = f"file://{at}.store"
-    limit = timedelta(seconds=WAIT_S)
+    limit = timedelta(seconds=limit_s)
     dist.init_process_group("gloo", init_method=place, rank=int(rank), world_size=int(count), timeout=limit)
     found = getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
     torch.save(found, Path(at).with_suffix(f".{rank}"))

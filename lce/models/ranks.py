@@ -61,6 +61,7 @@ class Ranks:
         failed = None if error is None else (str(error), getattr(error, "exit_code", LceError.exit_code))
         failures = self.exchange(failed)
         if error is not None:
+            error.told = True  # type: ignore[attr-defined]  # rank 0 knows it, and commands print it there alone
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
@@ -77,8 +78,7 @@ class Ranks:
         try:
             collective()
         except RuntimeError as error:
-            cause = " ".join(str(error).split())[-160:]
-            raise RankError(f"another rank has ended or does not answer; see what it said ({cause})") from error
+            raise RankError("another rank has ended or does not answer; what it said first tells why") from error
 
 
 ALONE = Ranks()

@@ -46,7 +46,7 @@ def sliced(checkpoint: Checkpoint, slices: Mapping[str, Slice]) -> Checkpoint:
         if part.rows is not None and len(part.rows) == 1:
             (first, stop), n_bytes = part.rows[0], (info.stop - info.start) // info.shape[0]
             begin, end = info.start + first * n_bytes, info.start + stop * n_bytes
-            tensors[name] = replace(info, shape=part.shape(info.shape), start=begin, stop=end)
+            tensors[name] = replace(info, shape=(stop - first, *info.shape[1:]), start=begin, stop=end)
             if order is not None:  # a file's order of rows exchanges rows of one head alone
                 orders[name] = order[first:stop] - first
         elif part.rows is not None:
