@@ -4,6 +4,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,10 @@ def begun(count: int, folder: Path, call: Callable[..., Any], *args: Any, limit_
 def on_ranks(count: int, folder: Path, call: Callable[..., Any], *args: Any, limit_s: float = WAIT_S) -> list[Any]:
     """Return what `call(group, *args)` returns on each rank."""
     processes = begun(count, folder, call, *args, limit_s=limit_s)
-    try:
-        ends = [process.communicate(timeout=limit_s) for process in processes]
-    finally:
+    with ExitStack() as running:
         for process in processes:
-            process.kill()
+            running.enter_context(process)
+        ends = [process.communicate(timeout=limit_s) for process in processes]
     assert [process.returncode for process in processes] == [0] * count, "\n".join(err for _, err in ends)
     lines: list[Any] = [process.args for process in processes]
     return [torch.load(line[-1].with_suffix(f".{rank}"), weights_only=False) for rank, line in enumerate(lines)]

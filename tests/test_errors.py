@@ -10,7 +10,15 @@ import lce
 from lce import errors
 from lce.errors import BusyError, CapacityError, DataError, LceError, ModelError, RankError, UsageError, nearest, shown
 
-EXIT_CODES = {"LceError": 1, "UsageError": 2, "ModelError": 3, "DataError": 3, "CapacityError": 4, "BusyError": 1, "RankError": 1}
+EXIT_CODES = {
+    "LceError": 1,
+    "UsageError": 2,
+    "ModelError": 3,
+    "DataError": 3,
+    "CapacityError": 4,
+    "BusyError": 1,
+    "RankError": 1,
+}
 
 
 def test_the_tree_at_the_top_is_the_tree() -> None:
