@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
+import shlex
 import socket
 import statistics
 import subprocess
@@ -94,18 +96,8 @@ def running(command: Sequence[str]) -> Iterator[int]:
 
 
 def lce_server(model: str, method: str, *more: str) -> Any:
-    command = [
-        sys.executable,
-        "-c",
-        "from lce.cli import main; main()",
-        "serve",
-        "-m",
-        model,
-        "--method",
-        method,
-        *more,
-    ]
-    return running(command)
+    code = "from lce.cli import main; main()"
+    return running([sys.executable, "-c", code, "serve", "-m", model, "--method", *shlex.split(method), *more])
 
 
 def llama_server(args: argparse.Namespace, slots: int) -> Any:
@@ -216,18 +208,33 @@ def gaps(times: Sequence[float]) -> list[float]:
 def restart(args: argparse.Namespace, folder: Path, prompt: list[int]) -> None:
     """Print how long a known prompt takes in a server that has just been started."""
     kept = ("--cache-dir", str(folder))
-    for state in ("new", "known, after a restart"):
+    states = ("new", "known, after a restart", "known, after a restart, its file not in memory")
+    for n, state in enumerate(states):
+        if n:
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            size = sum(path.stat().st_size for path in files)
+            print(f"{len(files)} kept files, {size / 1e9:.2f} GB", flush=True)
+        if n == 2:
+            for path in files:
+                forget(path)
         with lce_server(args.model, args.method, *kept) as port:
             at_once(port, [prompt[-PROMPT:]])
             times: list[float] = []
             began = time.perf_counter()
-            usage = streamed(port, [*prompt, *prompt[: 10 if state == "new" else 20]], 8, times)
+            usage = streamed(port, [*prompt, *prompt[: 10 * n + 10]], 8, times)
             cached = usage.get("prompt_tokens_details", {}).get("cached_tokens")
             print(
                 f"lce: {len(prompt):,} tokens, {state}: first token after {times[0] - began:.3f} s, "
                 f"{cached} tokens were cached",
                 flush=True,
             )
+
+
+def forget(path: Path) -> None:
+    """Ask the system to drop its copy of a file from memory."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

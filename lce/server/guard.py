@@ -1,7 +1,8 @@
 """What every request passes: checks of its head, the key, origins, errors as JSON, and a line in the log.
 
 On loopback without a key, the Host header must be a name of this machine, so that no web page reaches the server
-through a name of its own (DNS rebinding); and a request with an Origin is refused unless the origin was named.
+through a name of its own (DNS rebinding); and a request with an Origin is refused unless the origin was named, or is
+the server's own page.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lce.server.refusals import Refusal
 from lce.server.service import Record, Service, Settings
 from lce.server.sse import Gone
 
+_OPEN = {("GET", "/"), ("GET", "/inspect"), ("GET", "/health")}  # need no key: they have no data
 _ALLOWED = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
     "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Api-Key, Anthropic-Version, Anthropic-Beta",
@@ -99,9 +101,10 @@ class Guard:
             host = headers.get("host", "").lower()
             if host.rpartition(":")[0] not in settings.hosts and host not in settings.hosts:
                 raise Refusal(403, f"the Host header must name this machine: {', '.join(settings.hosts)}")
-            if "origin" in headers and not self._allowed(scope):
+            origin = headers.get("origin")
+            if origin not in (None, f"http://{host}") and not self._allowed(scope):
                 raise Refusal(403, "this origin may not ask; start lce serve with --cors ORIGIN")
-        elif not preflight and scope["path"] != "/health" and not _has_key(headers, settings.key):
+        elif not preflight and (scope["method"], scope["path"]) not in _OPEN and not _has_key(headers, settings.key):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _note(self, scope: Scope, record: Record) -> None:

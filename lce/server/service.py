@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lce.server.grammar import Vocabulary
 from lce.server.metrics import Metrics
 from lce.server.refusals import Refusal
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Service:
         self.draining = False
         self.active = 0  # requests that are being answered
         self.compiling = asyncio.Semaphore(1)  # one grammar is compiled at a time
-        self.scoring = asyncio.Semaphore(1)  # one prompt is scored at a time, beside the batch
+        self._beside = asyncio.Semaphore(1)  # what works beside the batch, one at a time
         self._batch: Any = None
         self._vocabulary: Vocabulary | None = None
         if batch is not None:
@@ -55,6 +59,18 @@ class Service:
         """Answer requests by a batch from now on."""
         self._batch = batch
         self.metrics.watch(batch)
+
+    async def beside(self, work: Callable[[threading.Event], T]) -> T:
+        """Call `work` in a thread beside the batch; one such call runs at a time. Its event is set if nobody waits."""
+        async with self._beside:
+            given_up = threading.Event()
+            task = asyncio.ensure_future(asyncio.to_thread(work, given_up))
+            try:
+                return await asyncio.shield(task)
+            finally:  # a thread cannot be cancelled, so the next one waits for it
+                given_up.set()
+                await asyncio.wait({task})
+                task.exception()  # asyncio complains of an error that nobody has seen
 
     @property
     def status(self) -> str:
