@@ -61,7 +61,7 @@ def _join() -> None:
 
 def device_for(ranks: Ranks, device: Any) -> Any:
     """Return the device that a user named; of several GPUs here, "auto" and "cuda" are the one of this rank."""
-    if ranks.count == 1 or not torch.cuda.is_available() or device not in (None, "auto", "cuda"):
+    if ranks.count == 1 or not torch.cuda.is_available() or str(device) not in ("None", "auto", "cuda"):
         return device
     return f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.rank)) % torch.cuda.device_count()}"
 

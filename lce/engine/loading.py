@@ -15,19 +15,9 @@ import torch
 from lce.attention import Attention
 from lce.cache.formats import kv_dtype_of
 from lce.cache.layout import Budgets, CacheLayout
+from lce.engine import dividing
 from lce.engine.arguments import DTYPES, budgets_of, check_names, dtype_of, scaled, sized
 from lce.engine.devices import Borders, borders_of, devices_of
-from lce.engine.dividing import (
-    check_devices,
-    check_method,
-    check_same,
-    device_for,
-    division_of,
-    joined,
-    part_of,
-    ranks_of,
-    weights_of,
-)
 from lce.engine.engine import Engine
 from lce.engine.planning import ALLOWANCE, Plan, Planner
 from lce.engine.window import beyond, readable
@@ -99,9 +89,11 @@ def load(
     }  # fmt: skip
     if threads is not None:
         torch.set_num_threads(_within_cores(count(threads, "threads", most=MOST_THREADS), usable_cores()))
-    own, again = ranks_of(ranks), partial(load, model, **loading, ranks=ranks)
+    own, again = dividing.ranks_of(ranks), partial(load, model, **loading, ranks=ranks)
     engine = own.together(partial(_loaded, model, method, own, sharing, prefill_method, again, **loading))
-    check_same(own, engine.division.config, engine.method, engine.block, engine.dtype, engine.rope, engine.weights)
+    dividing.check_same(
+        own, engine.division.config, engine.method, engine.block, engine.dtype, engine.rope, engine.weights
+    )
     return engine
 
 
@@ -116,8 +108,8 @@ def _loaded(
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     config = read_config(source)
     tokenizer = source.tokenizer(config.vocab_size)
-    devices = devices_of(device_for(ranks, device))
-    check_devices(ranks, devices)
+    devices = devices_of(dividing.device_for(ranks, device))
+    dividing.check_devices(ranks, devices)
     if devices[0].type == "cpu":
         keep_freed_memory()
     checkpoint = source.checkpoint
@@ -128,9 +120,9 @@ def _loaded(
     borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
     n_tokens = None if length is None else count(length, "length")
     chosen, family = fitted(method, facts, n_tokens, prefill_method), model_class(config)
-    check_method(ranks, chosen)
+    dividing.check_method(ranks, chosen)
     schemes = family.schemes(config, scheme, checkpoint.shapes) if scheme else {}
-    division = division_of(config, ranks, family, checkpoint, schemes)
+    division = dividing.division_of(config, ranks, family, checkpoint, schemes)
     made = _sizes(facts, division, chosen, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
     layout, backend = made.layout, Attention.choose(attention)
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
@@ -139,8 +131,8 @@ def _loaded(
         return Engine(sharing.model, tokenizer, checkpoint, *options, again=sharing._again, division=division)
     if layout.dtype != checkpoint.dtype() or (checkpoint.quantised and not checkpoint.manifest):
         uses_threads()  # converting weights may start threads
-    wanted, ignore = weights_of(division, family, checkpoint.shapes), (*family.unused, *config.unused)
-    loaded = part_of(division, family, checkpoint, ignore).load(
+    wanted, ignore = dividing.weights_of(division, family, checkpoint.shapes), (*family.unused, *config.unused)
+    loaded = dividing.part_of(division, family, checkpoint, ignore).load(
         wanted, dtype=layout.dtype, device=lambda name: layout.part_of(family.layer_of(name, config)).device,
         ignore=ignore, joined=family.joined(config), schemes=schemes or None,
         wide=[name for name in wanted if family.is_wide(name)],
@@ -148,7 +140,7 @@ def _loaded(
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
-    built = family(division.own, joined(division, family, loaded, [*checkpoint.shapes]))
+    built = family(division.own, dividing.joined(division, family, loaded, [*checkpoint.shapes]))
     return Engine(built, tokenizer, checkpoint, *options, again=again, division=division)
 
 
@@ -294,7 +286,7 @@ def _sizes(
     if checkpoint and devices[0].type == "cpu":
         schemes = {**schemes, **checkpoint.schemes}
     sizes = {}
-    for name, (published, shape) in weights_of(division, family, stored).items():
+    for name, (published, shape) in dividing.weights_of(division, family, stored).items():
         plain = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)
         sizes[name] = schemes[published].n_bytes(shape) if published in schemes else plain
     layout = CacheLayout(

@@ -21,7 +21,7 @@ from lce.errors import LceError, RankError, UsageError
 from lce.models.ranks import Division, Ranks
 from lce.models.registry import read_config
 from lce.weights.source import Source
-from tests.checkpoints import save_tiny, tokens
+from tests.checkpoints import save_chat, save_tiny, tokens
 from tests.command import PROMPT, Process, run
 from tests.gguf_models import as_saved, save_gguf
 from tests.ranks import begun, on_ranks
@@ -240,6 +240,30 @@ def test_a_context_goes_from_two_ranks_to_three_and_to_one(tmp_path: Path) -> No
         answers.append(found[0])
     answers.append(went_on(None, asked, files[2], files[3]))
     assert answers == expected
+
+
+def in_other_ways(group: Any, model: Path, folder: Path) -> list[Any]:
+    """What an engine says in chats, with another method, after an eviction and a truncation, and when it scores."""
+    engine = lce.load(model, lce.methods.make("longheads", CHUNKS), ranks=group, block=32)
+    chat, whole = engine.conversation("be brief"), engine.using("full")
+    found = [chat.stream(question, max_tokens=5).finish().token_ids for question in ("one", "two")]
+    context, file = whole.prefill(IDS), folder / f"{group is None}.lce"
+    half = whole.evict(context, 0.5)
+    half.save(file)
+    whole.prefill_file(IDS, file.with_suffix(".prefilled"), keep=0.5)
+    context.truncate(30)
+    contexts = half, context, whole.open_context(file), whole.open_context(file.with_suffix(".prefilled"))
+    found += [whole.generate(QUESTION, context=each, max_tokens=5).token_ids for each in contexts]
+    scores = engine.score(IDS).logprobs.tolist()
+    return [*found, [round(score, 3) for score in scores]]
+
+
+@slow
+def test_chats_scores_and_evictions_are_those_of_one_rank(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}"
+    model = save_chat(_made(tmp_path / "chatty"), template)
+    found = on_ranks(2, tmp_path, in_other_ways, model, tmp_path)
+    assert found == [in_other_ways(None, model, tmp_path)] * 2
 
 
 def lost(group: Any, folder: Path, ends: bool) -> str:
