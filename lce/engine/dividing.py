@@ -43,7 +43,8 @@ def ranks_of(value: object) -> Ranks:
         raise UsageError(f"ranks is {shown(value)}; expected None, 'all' or a group of torch.distributed")
     if dist.get_rank(value) < 0:
         raise UsageError("ranks is a group without this process; load the model in the processes of the group alone")
-    return Ranks(dist.get_rank(value), dist.get_world_size(value), value)
+    own = None if value is dist.group.WORLD else value  # no reference keeps the default group's threads until exit
+    return Ranks(dist.get_rank(value), dist.get_world_size(value), own)
 
 
 def _join() -> None:

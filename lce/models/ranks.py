@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a model: `count` of them, of which this one is number `rank`. One needs no `group`.
+    """The processes that share a model: `count` of them, of which this one is number `rank`.
 
     All ranks make the same calls of `sum` and `exchange`, in the same order: a call waits for the other ranks. Both
     raise `RankError` if another rank has ended, or does not answer within the time limit of the `group`.
@@ -33,10 +33,10 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
-    group: Any = None  # of torch.distributed
+    group: Any = None  # of torch.distributed; None: its default group, or this process alone
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors, with the same bits on each rank. May overwrite `x`."""
+        """Return the sum of all ranks' tensors. May overwrite `x`."""
         if self.count > 1:
             x = x.contiguous()
             self._wait(lambda: torch.distributed.all_reduce(x, group=self.group))
@@ -77,7 +77,7 @@ class Ranks:
     def _wait(self, collective: Callable[[], object]) -> None:
         try:
             collective()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             raise RankError("another rank has ended or does not answer; what it said first tells why") from error
 
 
