@@ -1,5 +1,6 @@
 """Runs functions on several ranks: processes that find each other through a file. Nothing waits without a limit."""
 
+import gc
 import importlib
 import itertools
 import sys
@@ -50,5 +51,6 @@ def work(rank: str, count: str, at: str) -> None:
     dist.init_process_group("gloo", init_method=place, rank=int(rank), world_size=int(count), timeout=limit)
     found = getattr(importlib.import_module(module), name)(dist.group.WORLD, *args)
     torch.save(found, Path(at).with_suffix(f".{rank}"))
+    gc.collect()  # a group that something refers to has threads, which must not meet Python's end
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -41,14 +41,12 @@ class DividedFiles(ContextFiles):
         if self.ranks.rank:
             heads.answer()
             return
-        error: BaseException | None = None
         try:
             super().save(target, replace(data, cache=_Gathered.of(self.layout, heads)))
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
+        except BaseException as error:
             heads.end(error)
+            raise
+        heads.end()
 
     def open(self, path: Path) -> ContextData:
         return self.ranks.together(lambda: self._opened(path))
@@ -110,7 +108,7 @@ class _Heads:
         heads_at = {name: 1 if name.startswith(UNROUNDED) else 0 for name in found[0]}  # the dimension of heads
         return {name: torch.cat([each[name] for each in found], dim) for name, dim in heads_at.items()}
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """End the other ranks' `answer`. With an error, they raise `RankError`."""
         code = getattr(error, "exit_code", LceError.exit_code)
         self.ranks.exchange(_Request(error=() if error is None else (f"rank 0: {error}", code)))

@@ -59,10 +59,13 @@ class Ranks:
         except Exception as own:
             error = own
         failed = None if error is None else (str(error), getattr(error, "exit_code", LceError.exit_code))
-        failures = self.exchange(failed)
-        if error is not None:
-            error.told = True  # type: ignore[attr-defined]  # rank 0 knows it, and commands print it there alone
-            raise error
+        try:
+            failures = self.exchange(failed)
+            if error is not None:
+                error.told = True  # type: ignore[attr-defined]  # rank 0 knows it, and commands print it there alone
+                raise error
+        finally:
+            del error  # its traceback refers to this frame: `del` breaks the cycle
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise RankError(f"rank {rank}: {failure[0]}", failure[1])
