@@ -437,6 +437,7 @@ def warm(level: tuple[str, ...], output: Output) -> None:
 @flag("--name NAME", "The model's name for clients.  [default: the last part of --model]")
 @flag("--lanes N", "Requests that run at once.", type=options.COUNT, default=8)
 @flag("--queue N", "Requests that wait; more are refused with 429.", type=options.INDEX, default=256)
+@flag("--replicas N", "Engines in processes of their own; needs lce[ray].", type=options.COUNT, default=1)
 @flag("--cache-dir DIR", "Keep contexts of ended requests here, for later runs too.")
 @flag("--cache-budget SIZE", "The most bytes in that folder.", default="50GiB")
 @flag("--context NAME=FILE", "Serve this file of `lce prefill` as MODEL@NAME; repeatable.", multiple=True)

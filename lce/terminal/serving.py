@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import click
 
-import lce
 from lce.errors import UsageError, WindowWarning, shown
 from lce.terminal.output import Output
 
@@ -28,38 +29,33 @@ def contexts_of(values: tuple[str, ...]) -> dict[str, str]:
 def serve(
     model: str, methods: Mapping[str, Any], loading: Mapping[str, Any], output: Output, *, host: str, port: int,
     api_key: str | None, cors: tuple[str, ...], lanes: int, queue: int, cache_dir: str | None, cache_budget: str,
-    context: tuple[str, ...], ping: float, name: str | None, drain: float,
+    context: tuple[str, ...], ping: float, name: str | None, drain: float, replicas: int,
 ) -> None:  # fmt: skip
     """Serve a model until a signal comes. Raises KeyboardInterrupt after Ctrl-C, when all is closed."""
-    try:
+    with _extra("serve", "starlette", "uvicorn", "prometheus_client", "llguidance", "h11"):
         import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
 
         from lce.server import running
-        from lce.server.service import Service, Settings
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] not in (
-            "starlette",
-            "uvicorn",
-            "prometheus_client",
-            "llguidance",
-            "h11",
-        ):
-            raise
-        raise UsageError(f"lce serve needs {error.name}; install it by pip install 'lce[serve]'") from None
+        from lce.server.door import DoorService, door
+        from lce.server.service import Load, Service, Settings, served_name
     if api_key is not None and not api_key.strip():
         raise UsageError("the API key is empty; give --api-key KEY, or unset LCE_API_KEY")
     if not running.is_loopback(host) and api_key is None:
         raise UsageError(f"--host {host} is open to other machines; give --api-key KEY, or set LCE_API_KEY")
-    files, served = contexts_of(context), name or _name_of(model)
+    served = name or served_name(model)
     own = ("localhost", "127.0.0.1", "[::1]", host.lower())
     settings = Settings(served, api_key, cors, own, ping_s=ping, drain_s=drain)
+    batch = {"max_lanes": lanes, "max_waiting": queue, "cache_dir": cache_dir, "cache_budget": cache_budget}
+    load, begin = Load({"model": model, **methods, **loading}, batch, contexts_of(context)), None
+    if replicas > 1:
+        with _extra("ray", "ray", "fastapi"):
+            from lce.server.ray import Local
+        begin = partial(Local, load, settings, replicas)
     with running.bound(host, port) as sock:
-        service = Service(settings)
-        server = running.Server(service)
-        loader = _Loader(
-            service, server, lambda: _batch(model, methods, loading, files, lanes, queue, cache_dir, cache_budget)
-        )
+        service = Service(settings) if begin is None else DoorService(settings)
+        server = running.Server(service, door(service) if isinstance(service, DoorService) else None)
+        loader = _Loader(service, server, begin or load.begin)
         loader.start()
         click.echo(f"lce: serving {served} on {running.address(sock)}", err=True)
         try:
@@ -72,34 +68,28 @@ def serve(
         raise loader.failure
 
 
-def _name_of(model: str) -> str:
-    """Return the name under which a model is served: the last part of its path or id."""
-    return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").replace("@", "-") or model
-
-
-def _batch(
-    model: str, methods: Mapping[str, Any], loading: Mapping[str, Any], files: Mapping[str, str], lanes: int,
-    queue: int, cache_dir: str | None, cache_budget: str,
-) -> Any:  # fmt: skip
-    """Load a model, and return a batch with the named contexts."""
-    engine = lce.load(model, **methods, **loading)
-    batch = engine.batch(max_lanes=lanes, max_waiting=queue, cache_dir=cache_dir, cache_budget=cache_budget)
+@contextmanager
+def _extra(name: str, *packages: str) -> Iterator[None]:
+    """Name the extra `lce[NAME]` if one of its packages is missing."""
     try:
-        for each, path in files.items():
-            batch.add_context(each, path)
-    except BaseException:
-        batch.close()
-        raise
-    return batch
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in packages:
+            raise
+        raise UsageError(f"lce serve needs {error.name}; install it by pip install 'lce[{name}]'") from None
 
 
 class _Loader(threading.Thread):
-    """A thread that loads the model. If that fails, the server stops, and `failure` has the error."""
+    """A thread that loads the model. If that fails, the server stops, and `failure` has the error.
+
+    It lives until `close`, since a Ray that it starts ends with it.
+    """
 
     def __init__(self, service: Any, server: Any, load: Any) -> None:
         super().__init__(name="lce-load", daemon=True)
         self._service, self._server, self._load = service, server, load
         self._batch: Any = None
+        self._closing = threading.Event()
         self.failure: BaseException | None = None
 
     def run(self) -> None:
@@ -110,8 +100,10 @@ class _Loader(threading.Thread):
         except BaseException as error:
             self.failure = error
             self._server.drain()
+        self._closing.wait()
 
     def close(self) -> None:
         """Close the batch, which saves contexts. A model that is still loading is given up."""
         if self._batch is not None:
             self._batch.close()
+        self._closing.set()
