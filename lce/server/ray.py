@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from importlib import import_module
+from typing import Any, Self
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: nothing is reported to its makers
 
@@ -28,7 +30,7 @@ from ray.serve.request_router import RequestRouter
 from starlette.types import ASGIApp, Message
 
 import lce
-from lce.errors import BusyError
+from lce.errors import BusyError, LceError
 from lce.server.affinity import Affinity, Known, ranked
 from lce.server.app import application
 from lce.server.door import RECORD, DoorService, ReplicaLost, door
@@ -230,21 +232,48 @@ class Ingress:
 
 
 class Local(Handle):
-    """Replicas on a Ray of their own on this machine. They share its threads. Closing them ends Ray."""
+    """Replicas on a Ray of their own on this machine, for `lce serve --replicas`.
 
-    def __init__(self, load: Load, settings: Settings, n_replicas: int) -> None:
+    Enter it in the main thread, before the server listens: Ray ends with the thread that began it, and sets signal
+    handlers, in the place of which the server sets its own.
+    """
+
+    def __init__(self) -> None:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+    def __enter__(self) -> Self:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        ray.shutdown()
+
+    def begin(self, load: Load, settings: Settings, n_replicas: int) -> Self:
+        """Start replicas, which share the machine's threads; return when they are loaded."""
         threads = max(1, (load.loading.get("threads") or usable_cores()) // n_replicas)
         load = replace(load, loading={**load.loading, "threads": threads})
-        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # a signal is no failure
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         quiet = {"log_level": "ERROR"}
         serve.start(proxy_location="Disabled", logging_config=quiet)
-        bound = deployment(load, settings, n_replicas, num_replicas=n_replicas, ray_actor_options={"num_cpus": 0},
-                           max_constructor_retry_count=1)  # fmt: skip
-        super().__init__(serve.run(bound, route_prefix=None, logging_config=quiet))
+        how = {"num_replicas": n_replicas, "ray_actor_options": {"num_cpus": 0}, "max_constructor_retry_count": 1}
+        bound = deployment(load, settings, n_replicas, **how)
+        try:
+            super().__init__(serve.run(bound, route_prefix=None, logging_config=quiet))
+        except RuntimeError as error:
+            told = serve.status().applications["default"].deployments["Replica"].message
+            raise _failure(told or str(error)) from None
+        return self
 
     def close(self) -> None:
-        """Let replicas save their contexts, and end Ray."""
+        """Stop the replicas, which save their contexts."""
         serve.delete("default")
-        ray.shutdown()
+
+
+def _failure(traceback: str) -> LceError:
+    """Return the error of lce at the end of a replica's traceback, with its exit code."""
+    found = re.findall(r"^(lce\.[\w.]+)\.(\w+): (.+)$", traceback, re.MULTILINE)
+    if not found:
+        return LceError(f"a replica cannot start: {traceback.strip().splitlines()[-1]}")
+    module, name, line = found[-1]
+    error = LceError(line)
+    error.exit_code = getattr(import_module(module), name, LceError).exit_code
+    return error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,23 +47,21 @@ def serve(
     own = ("localhost", "127.0.0.1", "[::1]", host.lower())
     settings = Settings(served, api_key, cors, own, ping_s=ping, drain_s=drain)
     batch = {"max_lanes": lanes, "max_waiting": queue, "cache_dir": cache_dir, "cache_budget": cache_budget}
-    load, begin = Load({"model": model, **methods, **loading}, batch, contexts_of(context)), None
-    if replicas > 1:
-        with _extra("ray", "ray", "fastapi"):
-            from lce.server.ray import Local
-        begin = partial(Local, load, settings, replicas)
-    with running.bound(host, port) as sock:
-        service = Service(settings) if begin is None else DoorService(settings)
-        server = running.Server(service, door(service) if isinstance(service, DoorService) else None)
-        loader = _Loader(service, server, begin or load.begin)
+    load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
+    with running.bound(host, port) as sock, ExitStack() as closing:
+        if replicas == 1:
+            service, begin, app = Service(settings), load.begin, None
+        else:
+            service = DoorService(settings)
+            begin, app = partial(closing.enter_context(_local()).begin, load, settings, replicas), door(service)
+        server = running.Server(service, app)
+        loader = _Loader(service, server, begin)
+        closing.callback(loader.close)
         loader.start()
         click.echo(f"lce: serving {served} on {running.address(sock)}", err=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", WindowWarning)  # the server refuses such texts
-                server.listen(sock)
-        finally:
-            loader.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WindowWarning)  # the server refuses such texts
+            server.listen(sock)
     if loader.failure is not None:
         raise loader.failure
 
@@ -79,17 +77,20 @@ def _extra(name: str, *packages: str) -> Iterator[None]:
         raise UsageError(f"lce serve needs {error.name}; install it by pip install 'lce[{name}]'") from None
 
 
-class _Loader(threading.Thread):
-    """A thread that loads the model. If that fails, the server stops, and `failure` has the error.
+def _local() -> Any:
+    """Return what runs replicas on this machine."""
+    with _extra("ray", "ray", "fastapi"):
+        from lce.server.ray import Local
+    return Local()
 
-    It lives until `close`, since a Ray that it starts ends with it.
-    """
+
+class _Loader(threading.Thread):
+    """A thread that loads the model. If that fails, the server stops, and `failure` has the error."""
 
     def __init__(self, service: Any, server: Any, load: Any) -> None:
         super().__init__(name="lce-load", daemon=True)
         self._service, self._server, self._load = service, server, load
         self._batch: Any = None
-        self._closing = threading.Event()
         self.failure: BaseException | None = None
 
     def run(self) -> None:
@@ -100,10 +101,8 @@ class _Loader(threading.Thread):
         except BaseException as error:
             self.failure = error
             self._server.drain()
-        self._closing.wait()
 
     def close(self) -> None:
         """Close the batch, which saves contexts. A model that is still loading is given up."""
         if self._batch is not None:
             self._batch.close()
-        self._closing.set()
