@@ -60,7 +60,7 @@ def weight(replica: str, key: bytes) -> bytes:
 
 
 class Known:
-    """The beginnings of texts that replicas were sent; those that were not used for the longest time are forgotten."""
+    """The beginnings of texts, and the replica that was last sent each. The least recently used ones are forgotten."""
 
     def __init__(self, most: int = MOST_KNOWN) -> None:
         self._most = most

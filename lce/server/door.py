@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -153,6 +154,39 @@ class _Passage:
             data = event({**own, "sequence_number": self._n_sent}, "error")
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
+
+
+async def answered(app: ASGIApp, head: dict[str, Any], body: bytes, name: str) -> AsyncGenerator[Message]:
+    """Yield the messages by which the replica `name` answers: those of its application, then one of type `RECORD`.
+
+    Closing the generator tells the application that the client has gone.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    left, given = asyncio.Event(), iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> Message:
+        if (message := next(given, None)) is None:
+            await left.wait()
+        return message or {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app(head, receive, messages.put)
+        finally:
+            messages.put_nowait(None)
+
+    running = asyncio.create_task(run())
+    try:
+        while (message := await messages.get()) is not None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-lce-replica", name.encode())]}
+            yield message
+        await running
+        fields = {key: value for key, value in asdict(head[RECORD]).items() if key not in ("id", "started", "status")}
+        yield {"type": RECORD, "fields": {**fields, "replica": name}}
+    finally:
+        left.set()
+        await asyncio.wait({running})
 
 
 def merged(texts: Mapping[str, str]) -> bytes:

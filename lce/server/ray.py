@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import asdict, replace
+from contextlib import aclosing
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Self
 
@@ -33,8 +33,8 @@ import lce
 from lce.errors import BusyError, LceError
 from lce.server.affinity import Affinity, Known, ranked
 from lce.server.app import application
-from lce.server.door import RECORD, DoorService, ReplicaLost, door
-from lce.server.service import Load, Record, Service, Settings, served_name
+from lce.server.door import DoorService, ReplicaLost, answered, door
+from lce.server.service import Load, Service, Settings, served_name
 from lce.system import free_host_memory, usable_cores
 
 SAVING_S = 60.0  # seconds that a replica may take to save its contexts when it is stopped
@@ -89,35 +89,10 @@ class Replica:
         self._app = application(self._service)
 
     async def answer(self, affinity: Affinity, head: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
-        """Yield the ASGI messages of an answer, then its record. `affinity` is for the router."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        left, given = asyncio.Event(), iter([{"type": "http.request", "body": body}])
-
-        async def receive() -> Message:
-            if (message := next(given, None)) is None:
-                await left.wait()
-            return message or {"type": "http.disconnect"}
-
-        async def run() -> None:
-            await self._app(head, receive, messages.put)
-
-        answering = asyncio.create_task(run())
-        answering.add_done_callback(lambda _: messages.put_nowait(None))
-        try:
-            while (message := await messages.get()) is not None:
-                if message["type"] == "http.response.start":
-                    message["headers"] = [*message["headers"], (b"x-lce-replica", self._name.encode())]
+        """Yield the messages of an answer. `affinity` is for the router."""
+        async with aclosing(answered(self._app, head, body, self._name)) as messages:
+            async for message in messages:
                 yield message
-            answering.result()
-            yield {"type": RECORD, "fields": self._fields(head[RECORD])}
-        finally:
-            left.set()
-            await asyncio.wait({answering})
-
-    def _fields(self, record: Record) -> dict[str, Any]:
-        """Return what the door's log takes from a replica's record."""
-        found = {name: value for name, value in asdict(record).items() if name not in ("id", "started", "status")}
-        return {**found, "replica": self._name}
 
     def figures(self) -> tuple[str, str]:
         """Return the replica's name, and its figures in Prometheus' text form."""
