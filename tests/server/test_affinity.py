@@ -52,7 +52,9 @@ def test_the_longest_known_beginning_decides() -> None:
     known.note(affinity_of(None, {"prompt": "x" * 1000}), "a")
     known.note(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000}), "b")
     assert known.longest(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000 + "z"}), REPLICAS) == "b"
-    assert known.longest(affinity_of(None, {"prompt": "x" * 1000 + "z" * 2000}), REPLICAS) == "b"  # the last one that was sent it
+    assert (
+        known.longest(affinity_of(None, {"prompt": "x" * 1000 + "z" * 2000}), REPLICAS) == "b"
+    )  # the last one that was sent it
     assert known.longest(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000}), ["a", "c"]) is None
     assert known.longest(affinity_of(None, {"prompt": "z" * 1000}), REPLICAS) is None
 

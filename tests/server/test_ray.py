@@ -152,10 +152,12 @@ def test_refusals_are_those_of_the_single_server(server: Server, single: TestCli
         with pytest.raises(urllib.error.HTTPError) as refused:
             server.ask(body)
         expected = single.post(COMPLETE, json=body)
-        assert (refused.value.code, json.load(refused.value)) == (expected.status_code, expected.json())
+        with refused.value as found:
+            assert (found.code, json.load(found)) == (expected.status_code, expected.json())
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.ask({"name": "x", "prompt": "y"}, path="/contexts")
-    assert refused.value.code == 501
+    with refused.value as found:
+        assert found.code == 501
 
 
 def test_sessions_stay_where_their_contexts_are(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
