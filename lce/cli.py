@@ -433,6 +433,7 @@ def warm(level: tuple[str, ...], output: Output) -> None:
 @flag("--host ADDRESS", "Where to listen; other than loopback only with a key.", default="127.0.0.1")
 @flag("--port N", "The port; 0 is any.", type=options.INDEX, default=8000)
 @flag("--api-key KEY", "The key that clients must give.  [default: LCE_API_KEY]", envvar="LCE_API_KEY")
+@flag("--open-metrics", "/metrics needs no key, for routers and Prometheus.", is_flag=True)
 @flag("--cors ORIGIN", "Web pages of this origin may ask; repeatable.", multiple=True)
 @flag("--name NAME", "The model's name for clients.  [default: the last part of --model]")
 @flag("--lanes N", "Requests that run at once.", type=options.COUNT, default=8)

@@ -107,7 +107,7 @@ class Guard:
                 raise Refusal(403, f"the Host header must name this machine: {', '.join(settings.hosts)}")
             if "origin" in headers and not self._allowed(scope):
                 raise Refusal(403, "this origin may not ask; start lce serve with --cors ORIGIN")
-        elif not preflight and scope["path"] != "/health" and not _has_key(headers, settings.key):
+        elif not preflight and scope["path"] not in settings.keyless and not _has_key(headers, settings.key):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _note(self, scope: Scope, record: Record) -> None:

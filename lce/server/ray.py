@@ -153,6 +153,7 @@ class Arguments(pydantic.BaseModel, extra="forbid"):
     api_key: str | None = None  # by default LCE_API_KEY of the environment
     cors: tuple[str, ...] = ()
     hosts: tuple[str, ...] = Settings.hosts
+    open_metrics: bool = False
     lanes: int = 8
     queue: int = 256
     cache_dir: str | None = None
@@ -180,7 +181,7 @@ def app(arguments: dict[str, Any]) -> Any:
     )  # fmt: skip
     settings = Settings(
         given.name or served_name(given.model), given.api_key or os.environ.get("LCE_API_KEY"), given.cors, given.hosts,
-        ping_s=given.ping, drain_s=given.drain,
+        ("/health", "/metrics") if given.open_metrics else ("/health",), ping_s=given.ping, drain_s=given.drain,
     )  # fmt: skip
     how: dict[str, Any] = {"num_replicas": given.replicas}
     if given.max_replicas is not None:

@@ -18,13 +18,14 @@ from lce.server.refusals import Refusal
 class Settings:
     """The settings of a server. `origins` may read answers from a browser. `ping_s` is the longest silence of a stream.
 
-    `hosts` are the valid names in the Host header while there is no key.
+    `hosts` are the valid names in the Host header while there is no key, `keyless` the paths that need no key.
     """
 
     model: str
     key: str | None = None
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    keyless: tuple[str, ...] = ("/health",)
     ping_s: float = 5.0
     head_s: float = 10.0  # seconds that a client may take to send a request's head
     body_s: float = 60.0  # the same for its body

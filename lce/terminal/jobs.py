@@ -36,7 +36,6 @@ def filling(ray: str | None, workers: int | None) -> Callable[[SuiteRun], None] 
 def fill(run: SuiteRun, address: str, workers: int | None = None) -> None:
     """Ask what a run's record lacks, on a Ray cluster. `workers` None is one for each `threads` cores."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of what Ray Data itself does
     try:
         import ray
         import ray.data

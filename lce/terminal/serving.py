@@ -30,6 +30,7 @@ def serve(
     model: str, methods: Mapping[str, Any], loading: Mapping[str, Any], output: Output, *, host: str, port: int,
     api_key: str | None, cors: tuple[str, ...], lanes: int, queue: int, cache_dir: str | None, cache_budget: str,
     context: tuple[str, ...], ping: float, name: str | None, drain: float, replicas: int,
+    open_metrics: bool,
 ) -> None:  # fmt: skip
     """Serve a model until a signal comes. Raises KeyboardInterrupt after Ctrl-C, when all is closed."""
     with _extra("serve", "starlette", "uvicorn", "prometheus_client", "llguidance", "h11"):
@@ -45,7 +46,8 @@ def serve(
         raise UsageError(f"--host {host} is open to other machines; give --api-key KEY, or set LCE_API_KEY")
     served = name or served_name(model)
     own = ("localhost", "127.0.0.1", "[::1]", host.lower())
-    settings = Settings(served, api_key, cors, own, ping_s=ping, drain_s=drain)
+    keyless = ("/health", "/metrics") if open_metrics else ("/health",)
+    settings = Settings(served, api_key, cors, own, keyless, ping_s=ping, drain_s=drain)
     batch = {"max_lanes": lanes, "max_waiting": queue, "cache_dir": cache_dir, "cache_budget": cache_budget}
     load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
     with running.bound(host, port) as sock, ExitStack() as closing:
