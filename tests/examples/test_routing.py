@@ -99,6 +99,7 @@ def test_sessions_stay_and_a_killed_server_is_left_out(
     servers = [[*start, "--port", str(each), "--name", f"server {each}"] for each in ports]
     with running(servers[0]) as first, running(servers[1]), running(line):
         until(lambda: all(map(is_up, [*ports, port])))
+        until(lambda: len({ask(port, number)["model"] for number in range(100, 112)}) == 2)  # the router knows both
         answers = [[ask(port, number) for _ in range(3)] for number in range(12)]
         homes = [{each["model"] for each in several} for several in answers]
         assert all(len(home) == 1 for home in homes)
