@@ -1,9 +1,12 @@
 """Replicas on a real Ray: two engines of a tiny model behind one address. Starting Ray takes time, so all are slow."""
 
+import http.client
 import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -28,6 +31,7 @@ from tests.server.conftest import URL, events
 pytest.importorskip("ray.serve", reason="lce[ray] is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
+ROOT = Path(__file__).parents[2]
 COMPLETE = "/v1/completions"
 START_S = 180.0  # Ray and two replicas, on a machine that does other things too
 
@@ -251,6 +255,46 @@ def _running(server: Server) -> float:
     with server.open("/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def test_the_example_of_a_cluster_answers_behind_rays_proxy(
+    chat_model: Path, single: TestClient, tmp_path: Path
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    changes = {
+        "smollm2": chat_model, "self_extend": "full", "/shared/lce": tmp_path / "kept", "8000": port,
+        "threads: 4": "threads: 1", "max_replicas: 8": "max_replicas: 2",
+    }  # fmt: skip
+    text = (ROOT / "examples" / "routing" / "serve.yaml").read_text()
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, str(after))
+    (tmp_path / "serve.yaml").write_text(text)
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom ray.serve.scripts import cli\ncli()"
+    own = {name: value for name, value in os.environ.items() if name != "LCE_API_KEY"} | {"RAY_ADDRESS": "local"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": own | {"RAY_USAGE_STATS_ENABLED": "0"}}
+    with Process([sys.executable, "-c", code, "run", tmp_path / "serve.yaml"], **quiet) as process:
+        try:
+            server = Server(process, f"http://127.0.0.1:{port}")
+            until(lambda: _answers(server), START_S)
+            found, replica = server.ask(completion("behind a proxy"))
+            assert found["choices"] == single.post(COMPLETE, json=completion("behind a proxy")).json()["choices"]
+            with server.open(COMPLETE, completion("behind a proxy", stream=True)) as answer:
+                assert answer.headers["x-lce-replica"] == replica
+                assert events(answer.read().decode())[-1] == "[DONE]"
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def _answers(server: Server) -> bool:
+    try:
+        with server.open("/health") as answer:
+            return json.load(answer)["status"] == "ok"
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def test_a_damaged_model_is_one_line(chat_model: Path, tmp_path: Path) -> None:
