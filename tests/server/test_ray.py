@@ -272,7 +272,10 @@ def test_the_example_of_a_cluster_answers_behind_rays_proxy(
         assert before in text
         text = text.replace(before, str(after))
     (tmp_path / "serve.yaml").write_text(text)
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom ray.serve.scripts import cli\ncli()"
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # even if this process ignores it
+    )
+    code += "from ray.serve.scripts import cli; cli()"
     own = {name: value for name, value in os.environ.items() if name != "LCE_API_KEY"} | {"RAY_ADDRESS": "local"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": own | {"RAY_USAGE_STATS_ENABLED": "0"}}
     with Process([sys.executable, "-c", code, "run", tmp_path / "serve.yaml"], **quiet) as process:

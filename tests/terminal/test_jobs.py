@@ -24,16 +24,13 @@ def evaluated(record: Path, *more: str) -> list[dict[str, object]]:
 @pytest.mark.slow
 def test_a_job_records_what_the_command_records(tmp_path: Path) -> None:
     pytest.importorskip("ray.data", reason="lce[ray] is not installed")
-    local, job, resumed = (tmp_path / f"{name}.jsonl" for name in ("local", "job", "resumed"))
-    cells = evaluated(local)
+    local, job = tmp_path / "local.jsonl", tmp_path / "job.jsonl"
+    cells, lines = evaluated(local), sorted(local.read_text().splitlines())
+    before = "\n".join(lines[:17]) + "\n"  # of a job that was interrupted
+    job.write_text(before)
     assert evaluated(job, "--ray", "--workers", "2") == cells
-    lines = sorted(local.read_text().splitlines())
+    assert job.read_text().startswith(before)
     assert sorted(job.read_text().splitlines()) == lines
-    resumed.write_text("\n".join(lines[:17]) + "\n")
-    before = resumed.read_text()
-    assert evaluated(resumed, "--ray", "--workers", "2") == cells
-    assert resumed.read_text().startswith(before)
-    assert sorted(resumed.read_text().splitlines()) == lines
 
 
 def test_workers_need_a_cluster() -> None:
