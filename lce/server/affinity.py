@@ -2,7 +2,7 @@
 
 A request with a session key goes to the replica that the key's hash names (rendezvous hashing: if a replica comes or
 goes, only that replica's sessions move). Without a key, it goes to the replica that was sent the longest known
-beginning of its text. If that replica has `SLACK` requests more than another one, or if no beginning is known, the
+beginning of its text. If that replica has over `slack` requests more than another one, or if no beginning is known, the
 replica with the fewest requests is the first. Contexts are files that all replicas may open, so any choice is right.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SLACK = 8  # requests that a replica may have more than another one before it loses requests to it
 BLOCK = 256  # characters of a text between two digests
 MOST_BLOCKS = 1 << 14  # of one text: 4 Mi characters
 LEAST_SHARE = 0.1  # a known beginning counts if it is at least this share of the text
@@ -86,12 +85,12 @@ class Known:
         return None
 
 
-def ranked(affinity: Affinity, n_requests: Mapping[str, int], known: Known) -> list[str]:
+def ranked(affinity: Affinity, n_requests: Mapping[str, int], known: Known, slack: int) -> list[str]:
     """Return the replicas, the best one for a request first. `n_requests` has what each replica is answering."""
     key = (affinity.session or "").encode() or next(iter(affinity.digests), b"")
     by_weight = sorted(n_requests, key=lambda replica: weight(replica, key), reverse=True)
     by_requests = sorted(by_weight, key=lambda replica: n_requests[replica])
     best = by_weight[0] if affinity.session and by_weight else known.longest(affinity, n_requests)
-    if best is None or n_requests[best] > n_requests[by_requests[0]] + SLACK:
+    if best is None or n_requests[best] > n_requests[by_requests[0]] + slack:
         return by_requests
     return [best, *(each for each in by_requests if each != best)]

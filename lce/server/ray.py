@@ -9,10 +9,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
+import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from importlib import import_module
@@ -30,7 +32,7 @@ from ray.serve.request_router import RequestRouter
 from starlette.types import ASGIApp, Message
 
 import lce
-from lce.errors import BusyError, LceError
+from lce.errors import USER_MODULE, BusyError, LceError
 from lce.server.affinity import Affinity, Known, ranked
 from lce.server.app import application
 from lce.server.door import DoorService, ReplicaLost, answered, door
@@ -47,7 +49,11 @@ class Router(RequestRouter):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._known, self._n_requests = Known(), Counter[str]()
+        self._known, self._n_requests, self._slack = Known(), Counter[str](), 0
+
+    def initialize_state(self, slack: int) -> None:
+        """Take how many requests a replica may have more than another one."""
+        self._slack = slack
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Return the replicas, each as a list of one, the best one for a request first."""
@@ -55,7 +61,7 @@ class Router(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         n_requests = {name: self._n_requests[name] for name in replicas}
-        return [[replicas[name]] for name in ranked(_affinity(pending_request), n_requests, self._known)]
+        return [[replicas[name]] for name in ranked(_affinity(pending_request), n_requests, self._known, self._slack)]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         self._known.note(_affinity(pending_request), replica_id.unique_id)
@@ -127,12 +133,15 @@ class Handle:
         return dict(each for each in await found if not isinstance(each, BaseException))
 
 
-def deployment(load: Load, settings: Settings, n_replicas: int = 1, **options: Any) -> Any:
+def deployment(load: Load, settings: Settings, n_replicas: int, target: float = math.inf, **options: Any) -> Any:
     """Return the deployment of the replicas. `options` are those of `ray.serve.deployment`."""
     lanes, queue = load.batch.get("max_lanes", 8), load.batch.get("max_waiting", 256)
     made = serve.deployment(
         Replica, name="Replica", max_ongoing_requests=lanes + queue + OTHERS, max_queued_requests=queue + OTHERS,
-        request_router_config=RequestRouterConfig(request_router_class=Router), health_check_period_s=HEALTH_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class=Router, request_router_kwargs={"slack": int(min(lanes, target))}
+        ),
+        health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=settings.drain_s + SAVING_S, **options,
     )  # fmt: skip
     return made.bind(load, settings, n_replicas)
@@ -191,7 +200,8 @@ def app(arguments: dict[str, Any]) -> Any:
             )
         }
     resources = {"num_cpus": given.threads, "num_gpus": given.gpus}
-    replicas = deployment(load, settings, given.max_replicas or given.replicas, ray_actor_options=resources, **how)
+    most = given.max_replicas or given.replicas
+    replicas = deployment(load, settings, most, given.target, ray_actor_options=resources, **how)
     ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress", max_ongoing_requests=settings.most_connections)
     return ingress.options(ray_actor_options={"num_cpus": 0}).bind(replicas, settings)
 
@@ -228,9 +238,14 @@ class Local(Handle):
         """Start replicas, which share the machine's threads; return when they are loaded."""
         threads = max(1, (load.loading.get("threads") or usable_cores()) // n_replicas)
         load = replace(load, loading={**load.loading, "threads": threads})
+        ship_code(load.loading.values())
         quiet = {"log_level": "ERROR"}
         serve.start(proxy_location="Disabled", logging_config=quiet)
-        how = {"num_replicas": n_replicas, "ray_actor_options": {"num_cpus": 0}, "max_constructor_retry_count": 1}
+        how: dict[str, Any] = {
+            "num_replicas": n_replicas,
+            "ray_actor_options": {"num_cpus": 0},
+            "max_constructor_retry_count": 1,
+        }
         bound = deployment(load, settings, n_replicas, **how)
         try:
             super().__init__(serve.run(bound, route_prefix=None, logging_config=quiet))
@@ -242,6 +257,13 @@ class Local(Handle):
     def close(self) -> None:
         """Stop the replicas, which save their contexts."""
         serve.delete("default")
+
+
+def ship_code(values: Iterable[Any]) -> None:
+    """Have Ray send the code of methods in users' files, which other processes cannot import."""
+    for module in {type(value).__module__ for value in values}:
+        if module.startswith(USER_MODULE):
+            ray.cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
 def _failure(traceback: str) -> LceError:

@@ -7,7 +7,6 @@ when the shard is done, so an interrupted job resumes as the command does: recor
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,20 +34,22 @@ def filling(ray: str | None, workers: int | None) -> Callable[[SuiteRun], None] 
 
 def fill(run: SuiteRun, address: str, workers: int | None = None) -> None:
     """Ask what a run's record lacks, on a Ray cluster. `workers` None is one for each `threads` cores."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        import ray
-        import ray.data
+        from lce.server.ray import ship_code  # before Ray, whose statistics it switches off
     except ImportError as error:
         raise UsageError(f"--ray needs {error.name}; install it by pip install 'lce[ray]'") from None
+    import ray
+    import ray.data
+
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         raise UsageError(
             f"--ray {address}: {' '.join(str(error).split())[:200]}; start a cluster, or leave it out"
         ) from None
     try:
+        ship_code(run.methods)
         _job(run, ray, workers)
     except ray.exceptions.RayError as error:
         raise _failure(error) from None

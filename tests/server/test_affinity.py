@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from lce.server.affinity import BLOCK, SLACK, Affinity, Known, affinity_of, ranked
+from lce.server.affinity import BLOCK, Affinity, Known, affinity_of, ranked
 
+SLACK = 8
 REPLICAS = dict.fromkeys(["a", "b", "c", "d"], 0)
 
 
@@ -15,7 +16,7 @@ def chat(*texts: str, **more: Any) -> dict[str, Any]:
 
 
 def first(session: str, replicas: dict[str, int]) -> str:
-    return ranked(Affinity(session), replicas, Known())[0]
+    return ranked(Affinity(session), replicas, Known(), SLACK)[0]
 
 
 def test_a_session_has_one_replica() -> None:
@@ -44,7 +45,7 @@ def test_the_next_turn_goes_where_the_first_one_went() -> None:
     known, turn = Known(), affinity_of(None, chat("x" * 2000))
     known.note(turn, "c")
     for body in (chat("x" * 2000, "y" * 3000), chat("x" * 2000)):
-        assert ranked(affinity_of(None, body), REPLICAS, known)[0] == "c"
+        assert ranked(affinity_of(None, body), REPLICAS, known, SLACK)[0] == "c"
 
 
 def test_the_longest_known_beginning_decides() -> None:
@@ -84,21 +85,21 @@ def test_token_ids_and_all_endpoints_have_texts() -> None:
 @pytest.mark.parametrize("affinity", [Affinity("s"), affinity_of(None, {"prompt": "x" * 1000})])
 def test_a_replica_with_too_many_requests_loses_some(affinity: Affinity) -> None:
     known = Known()
-    best = ranked(affinity, REPLICAS, known)[0]
+    best = ranked(affinity, REPLICAS, known, SLACK)[0]
     known.note(affinity, best)
-    assert ranked(affinity, REPLICAS | {best: SLACK}, known)[0] == best
-    assert ranked(affinity, REPLICAS | {best: SLACK + 1}, known)[-1] == best
-    assert ranked(affinity, dict.fromkeys(REPLICAS, 100), known)[0] == best
+    assert ranked(affinity, REPLICAS | {best: SLACK}, known, SLACK)[0] == best
+    assert ranked(affinity, REPLICAS | {best: SLACK + 1}, known, SLACK)[-1] == best
+    assert ranked(affinity, dict.fromkeys(REPLICAS, 100), known, SLACK)[0] == best
 
 
 def test_without_affinity_the_fewest_requests_decide() -> None:
-    assert ranked(Affinity(), {"a": 3, "b": 1, "c": 2}, Known()) == ["b", "c", "a"]
-    assert ranked(Affinity("s"), {}, Known()) == []
+    assert ranked(Affinity(), {"a": 3, "b": 1, "c": 2}, Known(), SLACK) == ["b", "c", "a"]
+    assert ranked(Affinity("s"), {}, Known(), SLACK) == []
 
 
 def test_all_replicas_are_ranked_once() -> None:
     for affinity in (Affinity("s"), Affinity(), affinity_of(None, {"prompt": "x" * 1000})):
-        assert sorted(ranked(affinity, {"a": 3, "b": 1, "c": 2}, Known())) == ["a", "b", "c"]
+        assert sorted(ranked(affinity, {"a": 3, "b": 1, "c": 2}, Known(), SLACK)) == ["a", "b", "c"]
 
 
 def test_the_known_beginnings_are_bounded() -> None:
