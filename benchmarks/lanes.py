@@ -65,7 +65,7 @@ def steps(engine: lce.Engine, contexts: list[lce.Context], n_steps: int) -> tupl
     for step in range(n_steps):
         lanes = [engine.alone.lane(context, [7 + step]) for context in contexts]
         started = time.perf_counter()
-        found.append(forward(engine.model, lanes))
+        found.append(torch.stack(forward(engine.model, lanes)))
         seconds.append(time.perf_counter() - started)
         for lane in lanes:
             lane.check()

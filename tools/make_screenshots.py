@@ -1,4 +1,4 @@
-"""Makes the pictures of `lce inspect` in docs/pictures/inspect, in headless Chromium.
+"""Makes the pictures of `lce inspect`, and of the page of `lce serve`, in docs/pictures/inspect, in headless Chromium.
 
 python -m tools.make_screenshots                     records the demo on a part of examples/haystack.txt, minutes
 python -m tools.make_screenshots --page page.html    draws an existing page, best with two runs and a mark
@@ -131,6 +131,35 @@ def live_picture(browser: Browser) -> bytes:
             engine.send_signal(signal.SIGINT)
 
 
+def serve_picture(browser: Browser) -> bytes:
+    """Draw the page of `lce serve`: the demo answers about a text, and what it attended is watched."""
+    text, _ = part_of_haystack()
+    at = text.rindex(" What is the pass key")
+    command = [sys.executable, "-m", "lce", "serve", "-m", "demo", "--method", "longheads", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            address = server.stderr.readline().split()[-1]
+            server.stderr.readline()  # the model is loaded
+            page = browser.open(address, width=960, height=1180)
+            page.prefer(reduced_motion="reduce")
+            page.wait("!document.getElementById('main').hidden", 60)
+            for field, value in (("text", text[:at]), ("question", text[at:].strip()), ("tokens", "6")):
+                change = f"e => {{ e.value = {value!r}; e.dispatchEvent(new Event('input')) }}"
+                page.value(f"({change})(document.getElementById({field!r}))")
+            page.click(*page.middle("document.getElementById('send')"))
+            page.wait("document.querySelector('.figures button')", 60)
+            page.click(*page.middle("document.querySelector('.figures button')"))
+            page.wait("document.getElementById('picture').contentDocument?.querySelector('#why table')", 60)
+            page.value("scrollTo(0, 0)")
+            page.settle()
+            if page.complaints:
+                sys.exit(f"the server's page complains: {page.complaints}")
+            return page.picture()
+        finally:
+            server.send_signal(signal.SIGINT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, help="a page that lce inspect made")
@@ -144,6 +173,7 @@ def main() -> None:
         if page.complaints:
             sys.exit(f"the page complains: {page.complaints}")
         made["inspect-live"] = live_picture(browser)
+        made["serve"] = serve_picture(browser)
     given.out.mkdir(parents=True, exist_ok=True)
     for name, data in made.items():
         if len(data) > MOST_BYTES:

@@ -278,7 +278,8 @@ class LayerCache:
 
     def extend(self, stop: int) -> None:
         """Prepare to write the tokens from the committed ones up to `stop - 1`. May be repeated."""
-        self.reserve(stop)
+        if stop - self.buffer.first > self.buffer.rows[0].capacity:
+            self.reserve(stop)
         self.stop = stop
         self.buffer.prepare(self.length, stop)
 

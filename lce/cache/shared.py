@@ -80,60 +80,62 @@ ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called on
 class RowBuffer:
     """A buffer of rows along `axis` of `tensor`, written in order. The memory is the buffer's own or shared with forks.
 
-    `prepare` must be called before rows are written.
+    `prepare` must be called before rows are written. `capacity` is the number of rows for which there is space, `place`
+    the tensor's address and its number of bytes.
     """
 
     def __init__(self, tensor: Tensor, axis: int) -> None:
-        self.tensor = tensor
         self.axis = axis
+        self._use(tensor)
         # The file that has the rows, and their first byte; None if the rows are in the buffer's own memory.
-        self._place: tuple[MemoryFile, int] | None = None
+        self._shared: tuple[MemoryFile, int] | None = None
         self._private = False  # whether writes go to a private mapping
         self._frozen = 0  # forks see this many first rows of the file
         self._clean = 0  # this many first rows are the same in `tensor` and in the file
         self._stop = 0  # the index of the first row that was never written
 
-    @property
-    def capacity(self) -> int:
-        """The number of rows for which there is space."""
-        return self.tensor.shape[self.axis]
+    def _use(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.capacity, self.place = tensor.shape[self.axis], (tensor.data_ptr(), tensor.nbytes)
 
     @property
     def n_bytes(self) -> int:
         """The bytes that the buffer takes; if it is in a file, only rows that were written count."""
-        n_rows = self.capacity if self._place is None else self._stop
-        return self.tensor.nbytes // max(self.capacity, 1) * n_rows
+        n_rows = self.capacity if self._shared is None else self._stop
+        return self.place[1] // max(self.capacity, 1) * n_rows
 
     def prepare(self, start: int, stop: int) -> None:
         """Prepare to write rows `start..stop-1`. If forks see some of the rows, map the file privately from now on."""
-        if self._place is None:
+        if self._shared is None:
             return
         if not self._private and start < self._frozen:
-            file, first = self._place
+            file, first = self._shared
             tensor = file.tensor(first, self.tensor.shape, self.tensor.dtype, private=True)
-            self.tensor, self._private, self._clean = tensor, True, start
+            self._use(tensor)
+            self._private, self._clean = True, start
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
 
     def can_share(self, n_rows: int) -> bool:
         """Return whether forks can map the first `n_rows` rows where they are, without `move`."""
-        return self._place is not None and (not self._private or n_rows <= self._clean)
+        return self._shared is not None and (not self._private or n_rows <= self._clean)
 
     def move(self, file: MemoryFile, start: int, n_rows: int, shape: Sequence[int]) -> None:
         """Move the first `n_rows` rows to byte `start` of a file; later writes go to the file. Bytes: one copy."""
         tensor = file.tensor(start, shape, self.tensor.dtype, private=False)
         tensor.narrow(self.axis, 0, n_rows).copy_(self.tensor.narrow(self.axis, 0, n_rows))
         _living.add(self)
-        self.tensor, self._place, self._private, self._frozen = tensor, (file, start), False, 0
+        self._use(tensor)
+        self._shared, self._private, self._frozen = (file, start), False, 0
         self._clean, self._stop = ALL, n_rows
 
     def fork(self, n_rows: int, for_fork: ForFork) -> RowBuffer:
         """Return a buffer for another context with the first `n_rows` rows: shared if possible, else copied."""
-        if not self.can_share(n_rows) or self._place is None:
+        if not self.can_share(n_rows) or self._shared is None:
             rows = self.tensor.narrow(self.axis, 0, n_rows)
             return RowBuffer(own_memory(rows.shape, rows.dtype, rows.device).copy_(rows), self.axis)
-        file, start = for_fork(self._place[0]), self._place[1]
+        file, start = for_fork(self._shared[0]), self._shared[1]
         other = RowBuffer(file.tensor(start, self.tensor.shape, self.tensor.dtype, private=True), self.axis)
-        other._place, other._private = (file, start), True
+        other._shared, other._private = (file, start), True
         other._clean = other._stop = n_rows
         self._frozen = max(self._frozen, n_rows)
         return other

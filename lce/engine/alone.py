@@ -48,10 +48,10 @@ class Alone:
         self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False,
         decoding: bool = False,
     ) -> Lane:  # fmt: skip
-        """Return a `Lane` that appends `ids`. With a `driver`, no step is recorded."""
+        """Return a `Lane` that appends `ids`. With a `driver`, or without a `tape`, no step is recorded."""
         if self.tape is not None and context._graph is None:
             context._graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
-        recorder = context._graph if driver is None else None
+        recorder = context._graph if driver is None and self.tape is not None else None
         return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, ahead=ahead, decoding=decoding)
 
     def append(

@@ -34,7 +34,7 @@ from lce.engine.window import beyond, readable, warn
 from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.methods.base import Method
-from lce.methods.observed import Observed
+from lce.methods.observed import Observed, Observer
 from lce.methods.run import Driver
 from lce.models.config import RopeConfig
 from lce.models.layers import Model
@@ -107,6 +107,17 @@ class Engine(Unique):
         knob that cannot be used.
         """
         return self._again(method=method, sharing=self)
+
+    def observed(self, observer: Observer) -> Engine:
+        """Return an engine like this one with an observer, which sees what the method chooses in every layer.
+
+        The two engines may use each other's contexts. `observer` has the methods of `lce.methods.Observer`.
+        """
+        if not (hasattr(observer, "rows") and hasattr(observer, "observe")):
+            raise UsageError(f"observer is {shown(observer)}; expected an object with `rows` and `observe`")
+        engine = self.using(Observed(self.method, observer))
+        engine.identity = self.identity
+        return engine
 
     def __repr__(self) -> str:
         where, parts = str(self.device), self.layout.by_device
@@ -437,6 +448,7 @@ class Engine(Unique):
     def _options(self, given: GenerationOptions) -> Options:
         options = generation_options(given)
         self._own(options.context)
+        options.sampling.check(self.model.config.vocab_size)
         if options.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
             raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
         return options

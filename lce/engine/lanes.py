@@ -123,8 +123,8 @@ class Lane:
             self.hidden, self.logits, self.error = None, None, error
 
 
-def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -> Tensor:
-    """Append each lane's tokens to its cache; return the logits after each of the B lanes, `[B, vocab]` float32.
+def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -> list[Tensor]:
+    """Append each lane's tokens to its cache; return the logits after each lane, `[vocab]` float32.
 
     With `slices`, the kernels of a lane of more than `SHARED_ROWS` tokens on a CPU run in slices.
 
@@ -154,8 +154,7 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                     lane.cache.settle()
                 raise
         failed = torch.full((), torch.nan).expand(model.config.vocab_size)
-        rows = [failed if lane.logits is None else lane.logits for lane in lanes]
-        return rows[0][None] if len(rows) == 1 else torch.stack([row.to(rows[0].device) for row in rows])
+        return [failed if lane.logits is None else lane.logits for lane in lanes]
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:

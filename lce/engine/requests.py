@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from lce.engine.answer import Answer, Generation, Piece
 from lce.engine.arguments import Options
 from lce.engine.context import Context, Unique
+from lce.errors import UsageError
 from lce.progress import Progress
 from lce.tokenizer.chat import ChatText
 
@@ -40,6 +41,11 @@ class Channel:
             for loop, event in self._waiting:
                 with suppress(RuntimeError):  # the reader's loop was closed
                     loop.call_soon_threadsafe(event.set)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `get` would return at once."""
+        return bool(self._items)
 
     def get(self) -> Item:
         """Wait for an item and return it. The last one stays, so that it is found again."""
@@ -71,8 +77,9 @@ class Request:
     """A prompt and its options, and how far a batch is with the answer. The engine's thread alone changes it.
 
     `start` is the context that the prompt continues, if any; a fork of it is read on. `context` has the tokens from the
-    time on when the prompt is read; `n_before` of its tokens precede the prompt. `name` is the name under which the
-    context is kept once the prompt is read; then no answer is generated.
+    time on when the prompt is read; `n_before` of its tokens precede the prompt. With `reads_only`, the request ends
+    when the prompt is read. `hand_over` takes the context at the end, unless the request fails or is cancelled.
+    `threads` are those in which callbacks are called.
     """
 
     engine: Engine
@@ -80,7 +87,10 @@ class Request:
     ids: list[int]
     options: Options
     start: Context | None = None
-    name: str | None = None
+    reads_only: bool = False
+    hand_over: Callable[[Request, Context], None] | None = None
+    held: Context | None = None
+    threads: Set[int] = frozenset()
     result: Generation = field(default_factory=Generation)
     channel: Channel = field(default_factory=Channel)
     state: State = "waiting"
@@ -94,6 +104,10 @@ class Request:
     n_read: int = 0  # tokens of the prompt that are cached
     report: Progress | None = None
     closing: ExitStack = field(default_factory=ExitStack)
+
+    def hold(self, context: Context) -> None:
+        """Keep the context for the caller: a possible `hand_over`."""
+        self.held = context
 
 
 def _cancel(request: Request) -> None:
@@ -124,6 +138,16 @@ class BatchStream(Unique):
         return self._request.state
 
     @property
+    def engine(self) -> Engine:
+        """The engine that answers: that of the request's method, or of its context."""
+        return self._request.engine
+
+    @property
+    def context(self) -> Context | None:
+        """The caller's context, once a stream of `Batch.read`, or with `keep_context`, has ended without an error."""
+        return self._request.held
+
+    @property
     def prompt_ids(self) -> list[int]:
         """The ids of the prompt."""
         return self._request.ids
@@ -143,6 +167,8 @@ class BatchStream(Unique):
         return self
 
     def __next__(self) -> Piece:
+        if threading.get_ident() in self._request.threads and not self._request.channel.is_ready:
+            raise UsageError("a request's callback cannot wait for its own batch; return from the callback first")
         if (item := self._request.channel.get()) is None:
             raise StopIteration
         return self._raised(item)

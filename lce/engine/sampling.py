@@ -81,12 +81,16 @@ class Sampling:
         """Whether the next token depends on the tokens before it by more than the model's logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
+    def check(self, vocab_size: int) -> None:
+        """Raise `UsageError` if `logit_bias` has ids beyond a vocabulary."""
+        if (wrong := max(self.logit_bias, default=0)) >= vocab_size:
+            raise UsageError(f"logit_bias has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
+
     def biased(self, logits: Tensor) -> Tensor:
         """Return logits `[vocab]` with `logit_bias` added. Raises `UsageError` for ids that the logits do not have."""
         if not self.logit_bias:
             return logits
-        if (wrong := max(self.logit_bias)) >= len(logits):
-            raise UsageError(f"logit_bias has token {wrong}; expected ids below {len(logits)}, the model's vocabulary")
+        self.check(len(logits))
         logits = logits.float().cpu().clone()
         logits[list(self.logit_bias)] += torch.tensor(list(self.logit_bias.values()))
         return logits

@@ -154,16 +154,16 @@ class Block:
             return None
         if len({method.layer_kind(layer) for layer in range(len(layers))}) > 1:
             return None
-        found, forms = [], set()
+        found, forms, start, stop = [], set(), step.start, step.stop
         for own in layers:
-            kept = [state.steady(step.start) for state in own.state.values()]
+            kept = [state.steady(start) for state in own.state.values()]
             if own.stack or own.layout.format.rounds or any(x is None for x, _ in kept):
                 return None
-            own.extend(step.stop)
+            own.extend(stop)
             buffer = own.buffer
-            tensors = [buffer.k, buffer.v, *(x for x, _ in kept if x is not None)]
-            forms.add((buffer.first, *(number for _, number in kept), *(x.shape for x in tensors)))
-            found.append([(x.data_ptr(), x.nbytes) for x in tensors])
+            k, v = buffer.rows
+            forms.add((buffer.first, k.capacity, *((number, x.shape) for x, number in kept if x is not None)))
+            found.append([k.place, v.place, *((x.data_ptr(), x.nbytes) for x, _ in kept if x is not None)])
         return found if len(forms) == 1 and not buffer.first else None
 
 

@@ -16,8 +16,10 @@ from lce.server.chat import chat
 from lce.server.completions import completions
 from lce.server.fields import Fields
 from lce.server.guard import Guard, body_of
+from lce.server.inspecting import inspect
 from lce.server.messages import count_tokens, messages
 from lce.server.openapi import document
+from lce.server.pages import page, picture
 from lce.server.refusals import Refusal
 from lce.server.responses import responses
 from lce.server.service import Service
@@ -26,6 +28,8 @@ Reader = Callable[[Service, Request], Awaitable[Response]]
 Writer = Callable[[Service, Request, Fields], Awaitable[Response]]
 
 WITHOUT_BODY: dict[tuple[str, str], Reader] = {
+    ("GET", "/"): page,
+    ("GET", "/inspect"): picture,
     ("GET", "/health"): facts.health,
     ("GET", "/metrics"): facts.metrics,
     ("GET", "/props"): facts.props,
@@ -43,6 +47,7 @@ WITH_BODY: dict[tuple[str, str], Writer] = {
     ("POST", "/tokenize"): facts.tokenize,
     ("POST", "/detokenize"): facts.detokenize,
     ("POST", "/contexts"): facts.make_context,
+    ("POST", "/inspect"): inspect,
 }
 
 

@@ -104,12 +104,7 @@ async def _echo(service: Service, ids: list[int], n_top: int | None, *method: An
     if n_top and len(ids) * engine.model.config.vocab_size > MOST_LOGITS:
         most = MOST_LOGITS // engine.model.config.vocab_size
         raise Refusal(400, f"echo with logprobs above 0 takes {most} tokens at most; give logprobs 0", "logprobs")
-    async with service.scoring:
-        work = asyncio.ensure_future(asyncio.to_thread(_scored, engine, ids, n_top))
-        try:
-            return await asyncio.shield(work)
-        finally:  # a thread cannot be cancelled, so the next one waits for it
-            await asyncio.wait({work})
+    return await service.beside(lambda _: _scored(engine, ids, n_top))
 
 
 def _scored(engine: Any, ids: list[int], n_top: int) -> _Tokens:

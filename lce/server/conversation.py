@@ -66,6 +66,14 @@ def openai_messages(fields: Fields) -> list[dict[str, Any]]:
     return found
 
 
+def prompt_or_messages(fields: Fields) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return the field `prompt`, a text, or None and the messages. Refuses both, and neither."""
+    prompt = fields.text("prompt")
+    if (prompt is None) == (not fields.has("messages")):
+        raise Refusal(400, "expected either prompt, a text, or messages", "prompt")
+    return prompt, [] if prompt is not None else openai_messages(fields)
+
+
 def openai_tools(fields: Fields) -> Tools:
     """Return the tools of a chat request."""
     tools = []

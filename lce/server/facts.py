@@ -8,9 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+import lce
 from lce.errors import UsageError
 from lce.server.answering import Json, common
-from lce.server.conversation import openai_messages, rendered
+from lce.server.conversation import prompt_or_messages, rendered
 from lce.server.fields import Fields
 from lce.server.generation import engine_for, room
 from lce.server.refusals import Refusal, wrong
@@ -69,6 +70,7 @@ async def props(service: Service, request: Request) -> Response:
     return Json({
         "model_alias": service.settings.model, "total_slots": batch.max_lanes, "n_ctx": _longest(engine),
         "chat_template": engine.tokenizer.chat_template or "", "method": repr(engine.method), "window": engine.window,
+        "methods": lce.methods.available(),
         "default_generation_settings": {"n_ctx": _longest(engine)}, "modalities": {"vision": False, "audio": False},
     })  # fmt: skip
 
@@ -109,14 +111,11 @@ async def make_context(service: Service, request: Request, fields: Fields) -> Re
         raise wrong("name", None, "a name")
     how = common(service, Fields({**fields.body, "context": None, "model": None}))
     method = {key: how[key] for key in ("method", "method_options")}
-    prompt = fields.text("prompt")
-    if (prompt is None) == (not fields.has("messages")):
-        raise Refusal(400, "expected either prompt, a text, or messages", "prompt")
-    said = None if prompt is not None else openai_messages(fields)
+    prompt, said = prompt_or_messages(fields)
 
     def begin() -> Any:
         engine = engine_for(batch, how["method"], how["method_options"])
-        made = prompt if said is None else rendered(engine.tokenizer, said, answer=False)
+        made = rendered(engine.tokenizer, said, answer=False) if prompt is None else prompt
         n = len(engine.tokenizer.encode(made) if isinstance(made, str) else engine.tokenizer.encode_parts(made))
         room(engine, n, 1)
         return batch.make_context(name, made, **method)

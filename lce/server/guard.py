@@ -1,7 +1,8 @@
 """What every request passes: checks of its head, the key, origins, errors as JSON, and a line in the log.
 
 On loopback without a key, the Host header must be a name of this machine, so that no web page reaches the server
-through a name of its own (DNS rebinding); and a request with an Origin is refused unless the origin was named.
+through a name of its own (DNS rebinding); and a request with an Origin is refused unless the origin was named, or is
+the server's own page.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lce.server.refusals import Refusal
 from lce.server.service import Record, Service, Settings
 from lce.server.sse import Gone
 
+_OPEN = {("GET", "/"), ("GET", "/inspect"), ("GET", "/health")}  # need no key: they have no data
 _ALLOWED = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
     "Access-Control-Allow-Headers": (
@@ -105,9 +107,10 @@ class Guard:
             host = headers.get("host", "").lower()
             if host.rpartition(":")[0] not in settings.hosts and host not in settings.hosts:
                 raise Refusal(403, f"the Host header must name this machine: {', '.join(settings.hosts)}")
-            if "origin" in headers and not self._allowed(scope):
+            origin = headers.get("origin")
+            if origin not in (None, f"http://{host}") and not self._allowed(scope):
                 raise Refusal(403, "this origin may not ask; start lce serve with --cors ORIGIN")
-        elif not preflight and scope["path"] not in settings.keyless and not _has_key(headers, settings.key):
+        elif not preflight and not _is_open(scope, settings) and not _has_key(headers, settings.key):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _note(self, scope: Scope, record: Record) -> None:
@@ -131,6 +134,11 @@ class Guard:
 def log(line: dict[str, Any]) -> None:
     """Write one line of JSON to stderr."""
     print(json.dumps({"time": round(time.time(), 3), **line}), file=sys.stderr, flush=True)
+
+
+def _is_open(scope: Scope, settings: Settings) -> bool:
+    """Return whether a request needs no key."""
+    return (scope["method"], scope["path"]) in _OPEN or (settings.open_metrics and scope["path"] == "/metrics")
 
 
 def _has_key(headers: Headers, key: str) -> bool:

@@ -60,6 +60,10 @@ ANTHROPIC: Schema = {
     **COUNTED, "max_tokens": COUNT, "temperature": _number(0, 2), "top_p": _number(0, 1), "top_k": _whole(0, 1 << 31),
     "stop_sequences": STOP,
 }  # fmt: skip
+INSPECTED: Schema = {
+    **{name: schema for name, schema in OWN.items() if name != "stream"}, **SAMPLING, "prompt": TEXT,
+    "messages": MESSAGES, "max_tokens": _whole(1, 64), "chat_template_kwargs": OBJECT,
+}  # fmt: skip
 CONTEXT: Schema = {"name": TEXT, "prompt": TEXT, "messages": MESSAGES, "method": TEXT, "method_options": OBJECT}
 
 _BODIES: dict[str, tuple[str, Schema, list[str], bool]] = {  # summary, fields, required ones, whether it streams
@@ -71,8 +75,11 @@ _BODIES: dict[str, tuple[str, Schema, list[str], bool]] = {  # summary, fields, 
     "/tokenize": ("Turn text into token ids", {"content": TEXT, "prompt": TEXT, "add_special": FLAG}, [], False),
     "/detokenize": ("Turn token ids into text", {"tokens": {"type": "array", "items": {"type": "integer"}}}, [], False),
     "/contexts": ("Read a text and keep it under a name", CONTEXT, ["name"], False),
+    "/inspect": ("Record what the tokens of an answer attend", INSPECTED, [], False),
 }
 _READ = {
+    "/": "The page: ask about a document, and watch what is attended",
+    "/inspect": "The page's picture of a recording",
     "/health": "Whether requests are taken",
     "/metrics": "Figures for Prometheus",
     "/props": "What is served",
@@ -81,6 +88,7 @@ _READ = {
     "/contexts": "The named contexts",
     "/openapi.json": "This document",
 }
+_KINDS = {"/": "text/html", "/inspect": "text/html", "/metrics": "text/plain"}
 _REFUSED = {
     "400": "A field is wrong, or the text is too long", "401": "The key is missing or wrong",
     "403": "The Host or the origin is not allowed", "404": "There is no such model, context or path",
@@ -94,7 +102,7 @@ def document() -> Schema:
     """Return the document. Fields that no schema names are ignored; a field that is null counts as missing."""
     paths: dict[str, Schema] = {}
     for path, summary in _READ.items():
-        kind = "text/plain" if path == "/metrics" else "application/json"
+        kind = _KINDS.get(path, "application/json")
         paths.setdefault(path, {})["get"] = _operation(path, summary, {kind: {}})
     for path, (summary, fields, required, streams) in _BODIES.items():
         answers: Schema = {"application/json": {"schema": OBJECT}, **({"text/event-stream": {}} if streams else {})}

@@ -190,7 +190,7 @@ def app(arguments: dict[str, Any]) -> Any:
     )  # fmt: skip
     settings = Settings(
         given.name or served_name(given.model), given.api_key or os.environ.get("LCE_API_KEY"), given.cors, given.hosts,
-        ("/health", "/metrics") if given.open_metrics else ("/health",), ping_s=given.ping, drain_s=given.drain,
+        given.open_metrics, ping_s=given.ping, drain_s=given.drain,
     )  # fmt: skip
     how: dict[str, Any] = {"num_replicas": given.replicas}
     if given.max_replicas is not None:

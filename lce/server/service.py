@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import lce
 from lce.server.grammar import Vocabulary
 from lce.server.metrics import Metrics
 from lce.server.refusals import Refusal
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a server. `origins` may read answers from a browser. `ping_s` is the longest silence of a stream.
 
-    `hosts` are the valid names in the Host header while there is no key, `keyless` the paths that need no key.
+    `hosts` are the valid names in the Host header while there is no key. With `open_metrics`, `/metrics` needs no key.
     """
 
     model: str
     key: str | None = None
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
-    keyless: tuple[str, ...] = ("/health",)
+    open_metrics: bool = False
     ping_s: float = 5.0
     head_s: float = 10.0  # seconds that a client may take to send a request's head
     body_s: float = 60.0  # the same for its body
@@ -73,7 +76,7 @@ class Service:
         self.draining = False
         self.active = 0  # requests that are being answered
         self.compiling = asyncio.Semaphore(1)  # one grammar is compiled at a time
-        self.scoring = asyncio.Semaphore(1)  # one prompt is scored at a time, beside the batch
+        self._beside = asyncio.Semaphore(1)  # what works beside the batch, one at a time
         self._batch: Any = None
         self._vocabulary: Vocabulary | None = None
         if batch is not None:
@@ -83,6 +86,18 @@ class Service:
         """Answer requests by a batch from now on."""
         self._batch = batch
         self.metrics.watch(batch)
+
+    async def beside(self, work: Callable[[threading.Event], T]) -> T:
+        """Call `work` in a thread beside the batch; one such call runs at a time. Its event is set if nobody waits."""
+        async with self._beside:
+            given_up = threading.Event()
+            task = asyncio.ensure_future(asyncio.to_thread(work, given_up))
+            try:
+                return await asyncio.shield(task)
+            finally:  # a thread cannot be cancelled, so the next one waits for it
+                given_up.set()
+                await asyncio.wait({task})
+                task.exception()  # asyncio complains of an error that nobody has seen
 
     @property
     def status(self) -> str:

@@ -46,8 +46,7 @@ def serve(
         raise UsageError(f"--host {host} is open to other machines; give --api-key KEY, or set LCE_API_KEY")
     served = name or served_name(model)
     own = ("localhost", "127.0.0.1", "[::1]", host.lower())
-    keyless = ("/health", "/metrics") if open_metrics else ("/health",)
-    settings = Settings(served, api_key, cors, own, keyless, ping_s=ping, drain_s=drain)
+    settings = Settings(served, api_key, cors, own, open_metrics, ping_s=ping, drain_s=drain)
     batch = {"max_lanes": lanes, "max_waiting": queue, "cache_dir": cache_dir, "cache_budget": cache_budget}
     load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
     with running.bound(host, port) as sock, ExitStack() as closing:

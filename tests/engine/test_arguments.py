@@ -15,6 +15,7 @@ import torch
 import lce
 from lce.engine.arguments import are_many
 from lce.engine.loading import SizeOptions
+from lce.engine.trace import TraceObserver
 from lce.lab.study.explain import explain
 from lce.methods import LongHeads
 from tests.checkpoints import save_chat, tokens
@@ -71,6 +72,7 @@ class Face:
             "Engine.trace": (self.engine.trace, {"token_ids": [5]}),
             "Engine.batch": (lambda **o: self.engine.batch(**o).close(), {}),
             "Engine.using": (self.engine.using, {"method": "full"}),
+            "Engine.observed": (self.engine.observed, {"observer": TraceObserver()}),
             "Engine.beyond": (self.engine.beyond, {"n_tokens": 3}),
             "Engine.new_context": (self.engine.new_context, {"length": 3}),
             "Engine.rope_of": (self.engine.rope_of, {"length": 3}),

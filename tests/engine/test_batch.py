@@ -179,6 +179,49 @@ def test_named_contexts_are_read_once_and_stay(batch: Batch, tmp_path: Path) -> 
         batch.drop_context("book")
 
 
+def test_turns_on_a_named_context_are_read_once(tiny_model: Path, tmp_path: Path) -> None:
+    """Each turn continues the kept context of the one before, in memory alone: the document has a file already."""
+    engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8), block=BLOCK)
+    with engine.batch(cache_dir=tmp_path) as batch:
+        finish(batch.make_context("book", tokens(200)))
+        said, truth = tokens(7, seed=1), engine.prefill(tokens(200))
+        for turn in range(5):
+            result = finish(batch.stream(said, context="book", max_tokens=6))
+            assert result.token_ids == engine.generate(said[len(truth) - 200 :], context=truth, max_tokens=6).token_ids
+            assert result.stats.read_before == (0 if not turn else len(said) - 1 - 7)
+            said = [*said, *result.token_ids, *tokens(7, seed=turn + 2)]
+        assert len(batch.contexts["book"]) == 200
+    assert not [*tmp_path.rglob("*.lce")]
+
+
+def test_what_is_read_behind_a_context_without_some_keys_serves_nobody_else(batch: Batch) -> None:
+    ids = [*tokens(80), *tokens(9, seed=1)]
+    evicted = batch.engine.evict(batch.engine.prefill(tokens(80)), keep=0.5)
+    assert evicted.cache.n_evicted
+    finish(batch.stream(ids[80:], context=evicted, max_tokens=4))
+    result = finish(batch.stream(ids, max_tokens=4))
+    assert result.stats.read_before == 0
+    again = finish(batch.stream(ids[80:], context=evicted, max_tokens=4))
+    assert facts(again) == facts(batch.engine.generate(ids[80:], context=evicted, max_tokens=4))
+
+
+def test_a_stream_hands_its_context_over(batch: Batch) -> None:
+    stream = batch.stream(tokens(40), max_tokens=5, keep_context=True)
+    assert stream.context is None or stream.result.finish_reason
+    result = finish(stream)
+    assert stream.context is not None
+    with stream.context as context:
+        assert context.token_ids == [*tokens(40), *result.token_ids]
+        more = batch.engine.generate([5], context=context, max_tokens=4)
+    whole = batch.engine.generate([*tokens(40), *result.token_ids, 5], max_tokens=4)
+    assert more.token_ids == whole.token_ids
+    assert finish(batch.stream(tokens(40), max_tokens=5)).stats.read_before == 0  # the context was the caller's alone
+    cancelled = batch.stream(tokens(4000), max_tokens=5, keep_context=True)
+    cancelled.cancel()
+    finish(cancelled)
+    assert cancelled.context is None
+
+
 def test_a_context_of_a_method_is_asked_by_naming_the_method_or_not(batch: Batch) -> None:
     finish(batch.make_context("book", tokens(60), method="streaming"))
     for i in range(40):  # more engines than a batch keeps
@@ -191,7 +234,7 @@ def test_a_context_of_a_method_is_asked_by_naming_the_method_or_not(batch: Batch
 
 def test_two_of_the_same_name_and_one_that_is_cancelled(batch: Batch) -> None:
     streams = [batch.make_context("book", tokens(300, seed=i)) for i in range(2)]
-    assert finish(streams[0]).finish_reason == ""
+    assert finish(streams[0]).finish_reason == "stop"
     with pytest.raises(UsageError, match="already"):
         finish(streams[1])
     stream = batch.make_context("more", tokens(3000))
@@ -200,8 +243,40 @@ def test_two_of_the_same_name_and_one_that_is_cancelled(batch: Batch) -> None:
     assert list(batch.contexts) == ["book"]
 
 
+@pytest.mark.parametrize("method", ["full", "longheads"])
+def test_a_prompt_is_read_for_its_caller_and_stays_cached(method: str, batch: Batch) -> None:
+    text = tokens(120)
+    stream = batch.read(text[:100], method=method)
+    assert stream.context is None
+    assert finish(stream).finish_reason == "stop"
+    assert stream.context is not None
+    assert stream.context.token_ids == text[:100]
+    truth = stream.engine.generate(text, max_tokens=6)
+    assert stream.engine.generate(text[100:], context=stream.context, max_tokens=6).token_ids == truth.token_ids
+    assert facts(finish(batch.stream(text, method=method, max_tokens=6))) == facts(truth), (
+        "the fork is the caller's own"
+    )
+    again = batch.read(text[:90], method=method)
+    assert finish(again).stats.read_before >= 80
+
+
+def test_a_named_context_is_read_on_for_the_caller(batch: Batch) -> None:
+    finish(batch.make_context("book", tokens(60), method="streaming"))
+    stream = batch.read(tokens(9), context="book")
+    finish(stream)
+    assert stream.context is not None
+    assert stream.context.token_ids == [*tokens(60), *tokens(9)]
+    assert stream.engine.method.name == "streaming"
+    assert len(batch.contexts["book"]) == 60
+    cancelled = batch.read(tokens(3000))
+    cancelled.cancel()
+    assert finish(cancelled).finish_reason == "cancelled"
+    assert cancelled.context is None
+
+
 WRONG: dict[str, Callable[[Batch], object]] = {
     "empty": lambda batch: batch.stream(""),
+    "a bias for no token": lambda batch: batch.stream([5], logit_bias={10**6: 1.0}),
     "no ids": lambda batch: batch.stream([]),
     "empty chat": lambda batch: batch.stream(ChatText("")),
     "vocabulary": lambda batch: batch.stream([5, 300]),
@@ -394,6 +469,51 @@ def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Pa
         assert finish(other).finish_reason
 
 
+def test_a_prompt_that_waits_for_memory_is_not_overtaken(full: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small prompts that come later begin after it, however many there are."""
+    free, new_context, begun = threading.Event(), lce.Engine.new_context, list[int]()
+
+    def limited(self: lce.Engine, length: Any = None) -> lce.Context:
+        if length > 100 and not free.is_set():
+            raise CapacityError("no memory is free")
+        begun.append(length)
+        return new_context(self, length)
+
+    monkeypatch.setattr(lce.Engine, "new_context", limited)
+    with full.batch() as batch:
+        first = batch.stream(tokens(20), max_tokens=60, stop=lambda text: free.is_set() or free.wait(0.02))
+        big = batch.stream(tokens(90, seed=1), max_tokens=20)
+        small = [batch.stream(tokens(5, seed=i), max_tokens=2) for i in range(2, 6)]
+        until(lambda: first.state == "decode")
+        time.sleep(0.2)
+        assert {each.state for each in (big, *small)} == {"waiting"}
+        free.set()
+        for each in (first, big, *small):
+            assert finish(each).finish_reason
+    assert begun[:2] == [80, 110]
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_callback_cannot_wait_for_its_own_batch(n: int, full: lce.Engine) -> None:
+    with full.batch() as batch:
+        texts: list[str] = []
+
+        def stop(text: str) -> None:
+            texts.append(text)
+            if len(texts) == n:
+                batch.stream(tokens(9), max_tokens=2).finish()
+
+        with pytest.raises(UsageError, match="its own batch"):
+            finish(batch.stream(tokens(20), max_tokens=9, stop=stop))
+        assert finish(batch.stream(tokens(20), max_tokens=9)).token_ids
+
+
+@pytest.mark.parametrize("drain_s", ["3", -1, float("inf"), float("nan"), None])
+def test_close_refuses_what_is_no_time(drain_s: Any, batch: Batch) -> None:
+    with pytest.raises(UsageError, match="drain_s"):
+        batch.close(drain_s)
+
+
 def test_a_constraint_and_biases_decide(batch: Batch) -> None:
     class Only:
         def __init__(self) -> None:
@@ -442,7 +562,7 @@ def test_close_ends_what_runs_and_may_be_called_again(full: lce.Engine) -> None:
     with pytest.raises(BusyError, match="closed"):
         batch.stream([5])
     assert batch.gauges()["running"] == 0
-    until(lambda: not [each for each in threading.enumerate() if each in (batch._thread, batch._prefixes._saver)])
+    until(lambda: not batch._scheduler.thread.is_alive())
 
 
 @pytest.mark.parametrize("n", [1, 5])

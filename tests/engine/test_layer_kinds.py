@@ -131,7 +131,9 @@ def test_lanes_of_a_pass_attend_on_their_own(made: Path) -> None:
     engine = load(made, "longheads", block=16)
     contexts = [engine.prefill(tokens(30 + 25 * i, i)) for i in range(3)]
     alone = [engine.prefill([7], context=context.fork()).logits for context in contexts]
-    assert torch.equal(forward(engine.model, [engine.alone.lane(x, [7]) for x in contexts]), torch.stack(alone))
+    assert torch.equal(
+        torch.stack(forward(engine.model, [engine.alone.lane(x, [7]) for x in contexts])), torch.stack(alone)
+    )
 
 
 def test_layers_on_two_devices(made: Path) -> None:

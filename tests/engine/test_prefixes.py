@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import lce
-from lce.engine import prefixes
-from lce.engine.prefixes import Entry, PrefixCache, chain, common
+from lce.engine import kept_files, prefixes
+from lce.engine.prefix_index import Entry, chain, common
+from lce.engine.prefixes import PrefixCache
 from lce.errors import DataError
 from tests.checkpoints import save_tiny, tokens
 from tests.command import Process, output, start, until, within
@@ -32,7 +33,7 @@ def engine(tiny_model: Path) -> lce.Engine:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LEAST_IDLE_S", 0.0)
+    monkeypatch.setattr(kept_files, "LEAST_IDLE_S", 0.0)
 
 
 def kept(folder: Path) -> list[Path]:
@@ -334,7 +335,7 @@ def test_a_conversation_leaves_one_file(full: lce.Engine, tmp_path: Path) -> Non
         ids = tokens(60)
         for turn in range(4):
             result = within(batch.stream(ids, max_tokens=6).finish)
-            until(lambda: all(each.path for each in batch._prefixes._entries))
+            until(lambda: all(each.path for each in batch._prefixes._index))
             ids = [*ids, *result.token_ids, *tokens(9, seed=turn)]
     assert len(listed(tmp_path)) == len(listed(tmp_path, "ids")) == 1
     assert len(listed(tmp_path)[0].with_suffix(".ids").read_bytes()) == 4 * (len(ids) - 9)
@@ -467,7 +468,7 @@ def test_the_budget_is_kept_and_the_least_recently_used_file_goes(full: lce.Engi
     with full.batch(cache_dir=tmp_path, cache_budget=budget) as batch:
         for i, text in enumerate(texts[1:]):
             within(batch.stream(text, max_tokens=6).finish)
-            until(lambda: not batch._prefixes._unsaved() and not any(e.busy for e in batch._prefixes._entries))
+            until(lambda: not batch._prefixes._files._unsaved() and not any(e.busy for e in batch._prefixes._index))
             assert taken(tmp_path) <= budget
             if i < 4:
                 within(batch.stream([*texts[0], 9], max_tokens=1).finish)  # the oldest is used again and again
@@ -479,7 +480,7 @@ def test_the_budget_is_kept_and_the_least_recently_used_file_goes(full: lce.Engi
 def test_a_context_larger_than_the_budget_is_not_saved(full: lce.Engine, tmp_path: Path) -> None:
     with full.batch(cache_dir=tmp_path, cache_budget=1000) as batch:
         within(batch.stream(TEXT, max_tokens=6).finish)
-        until(lambda: any(each.unsavable for each in batch._prefixes._entries))
+        until(lambda: any(each.unsavable for each in batch._prefixes._index))
         assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).stats.read_before >= 199
     assert not listed(tmp_path)
     assert not listed(tmp_path, "ids")
@@ -492,7 +493,9 @@ def test_two_caches_use_one_folder(full: lce.Engine, tmp_path: Path) -> None:
             first, second = (one, two) if i % 2 else (two, one)
             within(first.stream(text, max_tokens=2).finish)
             until(
-                lambda first=first: not first._prefixes._unsaved() and all(not e.busy for e in first._prefixes._entries)
+                lambda first=first: (
+                    not first._prefixes._files._unsaved() and all(not e.busy for e in first._prefixes._index)
+                )
             )
             found = within(second.stream([*text, 5], max_tokens=4).finish)
             assert found.stats.read_before >= 79
@@ -518,7 +521,7 @@ def test_a_save_that_fails_leaves_the_context_in_memory(
     with full.batch(cache_dir=tmp_path) as batch:
         monkeypatch.setattr(call, failing)
         within(batch.stream(TEXT, max_tokens=6).finish)
-        until(lambda: any(each.unsavable or each.path for each in batch._prefixes._entries))
+        until(lambda: any(each.unsavable or each.path for each in batch._prefixes._index))
         monkeypatch.undo()
         assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).stats.read_before >= 199
         within(batch.stream(tokens(99, seed=1), max_tokens=6).finish)
@@ -538,14 +541,14 @@ def cache(tmp_path: Path) -> Iterator[PrefixCache]:
 
 def test_prefixes_are_found_by_their_pieces(full: lce.Engine, cache: PrefixCache) -> None:
     for n in (10, 63, 64, 65, 128, 200):
-        cache._add(Entry(np.array(tokens(n), np.int32), "g"))
-    cache._add(Entry(np.array([*tokens(100), *tokens(100, seed=1)], np.int32), "g"))
+        cache._index.add(Entry(np.array(tokens(n), np.int32), "g"))
+    cache._index.add(Entry(np.array([*tokens(100), *tokens(100, seed=1)], np.int32), "g"))
     for n_asked in range(1, 260, 7):
         asked = np.array(tokens(n_asked) if n_asked <= 200 else [*TEXT, *tokens(n_asked - 200, seed=3)], np.int32)
-        entry, n = cache._best("g", asked)
+        entry, n = cache._index.best("g", asked)
         assert entry is not None
-        assert n == max(common(each.ids, asked) for each in cache._entries)
-    assert cache._best("h", np.array(TEXT, np.int32)) == (None, 0)
+        assert n == max(common(each.ids, asked) for each in cache._index)
+    assert cache._index.best("h", np.array(TEXT, np.int32)) == (None, 0)
 
 
 def test_digests_and_common_lengths() -> None:
@@ -581,7 +584,7 @@ def test_a_context_that_is_being_saved_is_waited_for(
 def test_a_file_whose_rows_are_damaged_is_forgotten(full: lce.Engine, folder: Path) -> None:
     with full.batch(cache_dir=folder) as batch:
         (path,) = listed(folder)
-        context, busy = batch._prefixes.find(full, [*TEXT, 5])
+        context, busy = batch._prefixes.find(full, full.rope_of(len(TEXT) + 1), [*TEXT, 5])
         assert context is not None
         assert not busy
         assert batch._prefixes.forget(context, DataError("mine"))
@@ -598,11 +601,11 @@ def test_a_file_that_has_just_appeared_belongs_to_its_entry_alone(
 
         def looked_for(self: lce.Context, path: Path, **how: Any) -> None:
             save(self, path, **how)
-            batch._prefixes._scan(path.parent.name)
+            batch._prefixes._files.scan(path.parent.name)
 
         monkeypatch.setattr(lce.Context, "save", looked_for)
         within(batch.stream(TEXT, max_tokens=6).finish)
-        until(lambda: all(each.path for each in batch._prefixes._entries))
+        until(lambda: all(each.path for each in batch._prefixes._index))
         assert len(listed(tmp_path)) == batch._prefixes.n_contexts == 1
 
 

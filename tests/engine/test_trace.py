@@ -48,6 +48,20 @@ def test_a_trace_does_not_depend_on_blocks(tiny_model: Path, block: int) -> None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(chosen, expected, strict=True))
 
 
+def test_an_observed_engine_continues_the_contexts_of_the_plain_one(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=BLOCK)
+    ids, observer = tokens(96), TraceObserver()
+    context = engine.prefill(ids[:64])
+    watched = engine.observed(observer)
+    found = watched.generate(ids[64:], context=context, max_tokens=5)
+    truth = engine.generate(ids, max_tokens=5)
+    assert (found.token_ids, found.text) == (truth.token_ids, truth.text)
+    expected = engine.trace([*ids, *truth.token_ids[:-1]]).chosen
+    chosen = observer.trace(engine.method.choices).chosen
+    assert all(torch.equal(ours, theirs[:, 64:]) for ours, theirs in zip(chosen, expected, strict=True))
+    assert len(engine.generate([5], context=context, max_tokens=1).token_ids) == 1, "and back"
+
+
 def observed(observer: TraceObserver, layer: int, n_tokens: int, chosen: Any, scores: Any = None) -> None:
     """Hand an observer what a layer of one or two heads chose in a block."""
     q = torch.zeros(1 if chosen is None else len(chosen), n_tokens, 2)

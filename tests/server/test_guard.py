@@ -33,7 +33,7 @@ def test_the_key_is_needed_for_all_but_health(service: Service) -> None:
 
 
 def test_figures_may_be_open(service: Service) -> None:
-    client = client_of(service, key="s3cret", keyless=("/health", "/metrics"))
+    client = client_of(service, key="s3cret", open_metrics=True)
     assert client.get("/metrics").status_code == 200
     assert client.get("/v1/models").status_code == 401
 

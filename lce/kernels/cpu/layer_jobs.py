@@ -6,6 +6,7 @@ layer to layer in the addresses of queries, keys and values alone. So one layer'
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,50 +24,64 @@ _ARGS, _NEXT = words.CALL_ARGS // 8, words.CALL_NEXT // 8
 
 
 class LayerJobs:
-    """The jobs of a layer's attention for n layers: for each call of a kernel, the words of n jobs `[n, words]`.
+    """The jobs of a layer's attention for n layers: a row of words for each layer, `[n, words of all calls]`.
 
     Calls between two seams make a chain. Chains, one for each lane, run at the same time, each on one thread, if none
     has so much work that other threads would wait for it. What follows the last seam comes after them.
     """
 
     def __init__(self) -> None:
-        self._jobs: list[NDArray[np.int64]] = []
-        self._linked: list[NDArray[np.int64]] = []  # those that `linked` links: not those in chains
+        self._words: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
+        self._base = 0  # the address of `_words`
         self._held: list[Any] = []
+        self._firsts: list[int] = []  # for each layer: the address of its first job
+        self._runs: NDArray[np.int64] = self._words  # for each layer: the words of a job that runs all chains
+        self._last: NDArray[np.int64] = self._words  # for each layer: the word with the address of what comes after it
 
     def set(self, calls: Sequence[Call | None], own: Sequence[Range], others: Sequence[Sequence[Range]]) -> None:
         """Make the jobs: of calls that use the memory `own`, with that of each of n layers instead. Time: O(calls · n).
 
         `others` has, for each layer, as many ranges as `own` has. Words that are no address of `own` stay.
         """
-        starts = np.array([base for base, _ in own], dtype=np.int64)
-        moves = np.array([[base for base, _ in ranges] for ranges in others], dtype=np.int64) - starts  # [n, ranges]
-        stops = starts + np.array([size for _, size in own], dtype=np.int64)
-        order = np.argsort(starts, kind="stable")
-        sorted_starts, before = starts[order], self._jobs
-        self._held, self._jobs = [], []
+        made, offsets, columns = array("q"), list[int](), list[int]()
+        tails: list[int] = []  # the places of the addresses of tails
+        self._held = []
         for call in filter(None, calls):
-            held, made = job_of(*call)
-            words_of = np.frombuffer(made, dtype=np.int64)
-            number = len(self._jobs)
-            jobs = before[number] if number < len(before) else np.empty((0, 0), dtype=np.int64)
-            if jobs.shape != (len(others), len(made)):
-                jobs = np.empty((len(others), len(made)), dtype=np.int64)
-            jobs[:] = words_of
-            args = words_of[_ARGS:]
-            found = np.searchsorted(sorted_starts, args, side="right") - 1
-            which = order[found]  # the range that begins last before the argument
-            inside = (found >= 0) & (args < stops[which])
-            jobs[:, _ARGS:][:, inside] += moves[:, which[inside]]
-            if call[5]:  # the address of the tail
-                place = _ARGS + len(call[2])
-                jobs[:, place] = jobs.ctypes.data + jobs.strides[0] * np.arange(len(jobs)) + 8 * (place + 1)
+            held, job = job_of(*call)
             self._held.append(held)
-            self._jobs.append(jobs)
-        self._linked = self._chained(calls)
+            at = len(made)
+            offsets.append(at)
+            made.extend(job)
+            columns.extend(range(at + _ARGS, len(made)))
+            if call[5]:
+                tails.append(at + _ARGS + len(call[2]))
+        if self._words.shape != (len(others), len(made)):
+            self._words = np.empty((len(others), len(made)), dtype=np.int64)
+            self._base = self._words.ctypes.data
+        self._words[:] = np.frombuffer(made, dtype=np.int64)
+        self._move(np.array(columns), np.array(own, dtype=np.int64), np.array(others, dtype=np.int64))
+        for place in tails:
+            self._words[:, place] = self._addresses(place + 1)
+        self._link(calls, offsets)
 
-    def _chained(self, calls: Sequence[Call | None]) -> list[NDArray[np.int64]]:
-        """Link the calls of each chain; return the jobs that remain to be linked: one that runs all chains, others."""
+    def _move(self, columns: NDArray[np.int64], own: NDArray[np.int64], others: NDArray[np.int64]) -> None:
+        """Change the addresses in `columns` that are in the ranges `own [r, 2]` to those in `others [n, r, 2]`."""
+        starts = own[:, 0]
+        stops, moves = starts + own[:, 1], others[:, :, 0] - starts
+        order = np.argsort(starts, kind="stable")
+        args = self._words[0, columns]
+        found = np.searchsorted(starts[order], args, side="right") - 1
+        which = order[found]  # the range that begins last before the argument
+        inside = (found >= 0) & (args < stops[which])
+        self._words[:, columns[inside]] += moves[:, which[inside]]
+
+    def _addresses(self, place: int) -> NDArray[np.int64]:
+        """Return the address of each layer's word at a place in its row."""
+        n_layers, n_words = self._words.shape
+        return self._base + 8 * (n_words * np.arange(n_layers) + place)
+
+    def _link(self, calls: Sequence[Call | None], offsets: Sequence[int]) -> None:
+        """Link each layer's jobs: one after the other, or those of each chain, behind a job that runs all chains."""
         ends, work = [0], [0]
         for call in calls:
             if call is None:
@@ -77,30 +92,30 @@ class LayerJobs:
                 work[-1] += call[1]
         ends, work, n_threads = [0, *ends[:-1]], work[:-1], torch.get_num_threads()
         chains = list(pairwise(ends))
-        if n_threads == 1 or len(chains) < 2 * n_threads or max(work) * n_threads > sum(work):
-            return self._jobs
-        n_layers = len(self._jobs[0])
-        table = np.empty((n_layers, len(chains)), dtype=np.int64)
-        for number, (first, stop) in enumerate(chains):
-            for one, following in pairwise(self._jobs[first:stop]):
-                one[:, _NEXT] = _addresses(following)
-            self._jobs[stop - 1][:, _NEXT] = 0
-            table[:, number] = _addresses(self._jobs[first])
-        memory = max(call[4] for call in filter(None, calls))
-        held, made = job_of(library.address("threads.run_chains", None), len(chains), (0,), 1, memory, ())
-        runs = np.tile(np.frombuffer(made, dtype=np.int64), (n_layers, 1))
-        runs[:, _ARGS] = _addresses(table)
-        self._held += [held, table]
-        return [runs, *self._jobs[ends[-1] :]]
+        for one, following in pairwise(offsets):
+            self._words[:, one + _NEXT] = self._addresses(following)
+        self._last, firsts = self._words[:, offsets[-1] + _NEXT], self._addresses(offsets[0])
+        if n_threads > 1 and len(chains) >= 2 * n_threads and max(work) * n_threads <= sum(work):
+            for _, stop in chains:
+                self._words[:, offsets[stop - 1] + _NEXT] = 0
+            table = np.stack([self._addresses(offsets[first]) for first, _ in chains], axis=1)
+            memory = max(call[4] for call in filter(None, calls))
+            held, made = job_of(library.address("threads.run_chains", None), len(chains), (0,), 1, memory, ())
+            runs = np.tile(np.frombuffer(made, dtype=np.int64), (len(table), 1))
+            runs[:, _ARGS] = _rows(table)
+            self._held += [held, table]
+            self._runs, firsts = runs, _rows(runs)
+            after = offsets[ends[-1] :]
+            runs[:, _NEXT] = self._addresses(after[0]) if after else 0
+            self._last = self._last if after else runs[:, _NEXT]
+        self._firsts = firsts.tolist()
 
     def linked(self, layer: int, following: int) -> int:
-        """Return the address of a layer's first job, after linking its jobs, and the last one to `following`."""
-        for jobs in reversed(self._linked):
-            jobs[layer, _NEXT] = following
-            following = jobs.ctypes.data + layer * jobs.strides[0]
-        return following
+        """Return the address of a layer's first job, after linking its last one to `following`."""
+        self._last[layer] = following
+        return self._firsts[layer]
 
 
-def _addresses(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rows(table: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the address of each row."""
-    return rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
+    return table.ctypes.data + table.strides[0] * np.arange(len(table))

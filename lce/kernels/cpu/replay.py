@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -48,11 +49,18 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        name = str(func).rpartition(".")[0]
-        self.computes |= name not in _IDLE
-        if name not in _VIEWS:
+        is_view, is_idle = _kind_of(func)
+        self.computes |= not is_idle
+        if not is_view:
             self.held.append(found)
         return found
+
+
+@cache
+def _kind_of(operator: Any) -> tuple[bool, bool]:
+    """Return whether an operator makes a view, and whether it computes nothing."""
+    name = str(operator).rpartition(".")[0]
+    return name in _VIEWS, name in _IDLE
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

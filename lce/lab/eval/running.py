@@ -3,6 +3,7 @@
 A record makes a run resumable. Shards divide a run among processes. There are three modes of asking. `single` reads
 each sample's prompt by itself. `shared` prefills a document once and asks each of its questions in a fork of the
 context. `turns` asks a document's questions one after the other in one context, which keeps the model's answers.
+In the modes `single` and `shared`, some questions are answered at once, by a batch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +33,7 @@ from lce.lab.eval.scores import Score
 
 MODES = ("single", "shared", "turns")
 Numbered = tuple[int, Sample]  # a sample's number in the run, and the sample
+Asked = Generator[tuple[int, Answer]]  # numbers of samples, and their answers
 Progress = Callable[[int, int], None]  # called with the samples done, first with those recorded, and their total
 
 
@@ -58,13 +62,15 @@ class Asking:
 
     With `contexts`, a folder, the modes `shared` and `turns` save each prefilled document as a context file, and open
     this file instead of prefilling again. Questions do not change the file. With `brief`, an answer ends as soon as
-    its score is certain. Raises `UsageError` for a wrong mode.
+    its score is certain. Up to `lanes` questions are answered at once, fewer if memory is short; the answers are the
+    same. Raises `UsageError` for a wrong mode.
     """
 
     mode: str = "single"
     shard: Shard = Shard()
     contexts: str | Path | None = None
     brief: bool = False
+    lanes: int = 8
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -111,11 +117,12 @@ def answers(
     done, found = total - len(missing), []
     progress = progress or (lambda done, total: None)
     progress(done, total)
-    for number, group in mine:
-        for (index, _), each in zip(group, run.document(number, group), strict=True):
-            found.append(each)
-            if index in missing:
-                progress(done := done + 1, total)
+    with closing(run.single(asked for _, group in mine for asked in group if asked[0] in missing)) as single:
+        for number, group in mine:
+            for (index, _), each in zip(group, run.document(number, group, single), strict=True):
+                found.append(each)
+                if index in missing:
+                    progress(done := done + 1, total)
     return found
 
 
@@ -150,8 +157,11 @@ class _Run:
         found = {index: self.record.get(self.key(index, sample), sample.prompt) for index, sample in group}
         return {index: answer for index, answer in found.items() if answer}
 
-    def document(self, number: int, group: Sequence[Numbered]) -> Iterator[tuple[Sample, Answer]]:
-        """Yield one document's samples with their answers, from the record or the model."""
+    def document(self, number: int, group: Sequence[Numbered], single: Asked) -> Iterator[tuple[Sample, Answer]]:
+        """Yield one document's samples with their answers, from the record or the model.
+
+        `single` has the answers to all missing samples of the run, if the mode is `single`.
+        """
         keys = {index: self.key(index, sample) for index, sample in group}
         known = self.known(group)
         missing = [asked for asked in group if asked[0] not in known]
@@ -161,31 +171,55 @@ class _Run:
             made = {index: replace(answer, document=number) for index, answer in self._turns(group)}
             self.record.add_all([(keys[index], made[index]) for index, _ in missing])
             known = made | known
-        asking = self._single(missing) if self.asking.mode == "single" else self._shared(group, missing)
-        for index, sample in group:
-            if index not in known:
-                _, answer = next(asking)
-                known[index] = replace(answer, document=number)
-                self.record.add(keys[index], known[index])
-            yield sample, replace(known[index], document=number)
+        with closing(self._shared(group, missing)) as shared:
+            asking = single if self.asking.mode == "single" else shared
+            for index, sample in group:
+                if index not in known:
+                    _, answer = next(asking)
+                    known[index] = replace(answer, document=number)
+                    self.record.add(keys[index], known[index])
+                yield sample, replace(known[index], document=number)
 
-    def _single(self, asked: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
-        for index, sample in asked:
-            ids, most = self.engine.tokenizer.encode(sample.prompt), answer_tokens(self.engine, sample)
-            with self.engine.new_context(len(ids) + most) as context:
-                yield index, self._answer(index, sample, context, ids)
+    def single(self, asked: Iterable[Numbered]) -> Asked:
+        """Yield the answers to samples, each with a context of its own."""
+        encode = self.engine.tokenizer.encode
+        yield from self._at_once((index, sample, encode(sample.prompt), None) for index, sample in asked)
 
-    def _shared(self, group: Sequence[Numbered], asked: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
+    def _shared(self, group: Sequence[Numbered], asked: Sequence[Numbered]) -> Asked:
         with self._prefilled(group) as (context, questions):
-            for index, sample in asked:
-                with context.fork() as fork:
-                    yield index, self._answer(index, sample, fork, questions[index])
+            yield from self._at_once((index, sample, questions[index], context) for index, sample in asked)
+
+    def _at_once(self, asked: Iterable[tuple[int, Sample, list[int], lce.Context | None]]) -> Asked:
+        """Yield the answers to samples, in their order. Each has tokens to read, and the context that these continue.
+
+        As many samples as there are lanes are in the batch, each until its answer is scored.
+        """
+        lanes: deque[tuple[int, Sample, int, lce.BatchStream]] = deque()
+        with lce.Batch(self.engine, self.asking.lanes, keep=False) as batch:
+            for index, sample, ids, start in asked:
+                stream = batch.stream(ids, context=start, keep_context=True, **self._options(sample))
+                lanes.append((index, sample, len(ids) + (0 if start is None else len(start)), stream))
+                if len(lanes) == self.asking.lanes:
+                    yield self._ended(*lanes.popleft())
+            while lanes:
+                yield self._ended(*lanes.popleft())
+
+    def _ended(self, index: int, sample: Sample, n_prompt: int, stream: lce.BatchStream) -> tuple[int, Answer]:
+        """Wait for the end of a stream; return its answer."""
+        said = stream.finish()
+        assert stream.context is not None
+        with stream.context as context:
+            return index, self._answer(index, sample, said, n_prompt, decode_bytes(self.engine, context))
 
     def _turns(self, group: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
         """Ask all questions, even those with recorded answers, because later answers depend on earlier ones."""
         with self._prefilled(group) as (context, questions):
             for index, sample in group:
-                yield index, self._answer(index, sample, context, questions[index], last=sample is group[-1][1])
+                n_prompt = len(context) + len(questions[index])
+                said = self.engine.generate(questions[index], context=context, **self._options(sample))
+                is_last = sample is group[-1][1]
+                n_bytes = decode_bytes(self.engine, context) if is_last else None
+                yield index, self._answer(index, sample, said, n_prompt, n_bytes)
 
     @contextmanager
     def _prefilled(self, group: Sequence[Numbered]) -> Iterator[tuple[lce.Context, dict[int, list[int]]]]:
@@ -219,19 +253,17 @@ class _Run:
         identity = f"{json.dumps(facts, sort_keys=True, default=str)}\n{self.engine.block}"
         return Path(self.asking.contexts) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.lce"
 
-    def _answer(self, index: int, sample: Sample, context: lce.Context, ids: list[int], *, last: bool = True) -> Answer:
-        with self.engine.stream(ids, context=context, max_tokens=answer_tokens(self.engine, sample)) as stream:
-            for _ in stream:
-                if self.asking.brief and is_decided(sample, stream.result.text):
-                    break
-        said = stream.result
+    def _options(self, sample: Sample) -> dict[str, Any]:
+        """Return the options with which a sample is asked."""
+        stop = partial(is_decided, sample) if self.asking.brief else ()
+        return {"max_tokens": answer_tokens(self.engine, sample), "stop": stop}
+
+    def _answer(self, index: int, sample: Sample, said: lce.Generation, n_prompt: int, n_bytes: int | None) -> Answer:
         score = METRICS[sample.metric](said.text, sample.answers)
         return Answer(
             right=score == 1, prompt=text_hash(sample.prompt), expected=sample.answer or list(sample.answers),
             answer=said.text, score=score, metric=sample.metric, depth=sample.depth, chance=self.chances[index],
-            prompt_tokens=said.stats.read_before + said.stats.prompt_tokens,
-            read_bytes=decode_bytes(self.engine, context) if last else None,
-            **self.about,
+            prompt_tokens=n_prompt, read_bytes=n_bytes, **self.about,
         )  # fmt: skip
 
 

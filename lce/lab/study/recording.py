@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
@@ -25,7 +25,7 @@ from lce.methods.mass import Judge
 from lce.sizes import count, size_text
 
 if TYPE_CHECKING:
-    from lce import Engine, Generation, Method
+    from lce import Context, Engine, Generation, Method
 
 FORMAT = 1
 TOP = 5  # How many of the likeliest tokens are listed with each generated token.
@@ -44,6 +44,7 @@ class RecordingRequest:
     `off` has pairs of a layer and a head to switch off. A recording analyses the queries of generated tokens, of
     the last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. Methods are compared with
     full attention. `judge` sets the distances of full attention: i - j, or ("constant") at most half the window.
+    `sampling` says how tokens are drawn, None: the likeliest.
     """
 
     prompt: str | Sequence[int]
@@ -53,6 +54,7 @@ class RecordingRequest:
     spread: int = 200
     last: int = 64
     judge: Judge = "constant"
+    sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         count(self.max_tokens, "max_tokens", 0, MOST_GENERATED)
@@ -61,6 +63,20 @@ class RecordingRequest:
         """Return the indices of the queries to analyse in a prompt of `n_tokens` tokens."""
         tail = max(0, n_tokens - self.last)
         return sorted({tail * i // self.spread for i in range(self.spread)} | set(range(tail, n_tokens)))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt's tokens: their ids, their texts, and the marked places."""
+
+    ids: list[int]
+    texts: list[str]
+    marks: list[tuple[int, int, str]]
+
+    @classmethod
+    def of(cls, engine: Engine, ids: list[int], marks: Sequence[str]) -> _Text:
+        texts = token_texts(engine, ids)
+        return cls(ids, texts, spans_of_marks(texts, marks))
 
 
 class Recorder:
@@ -91,27 +107,16 @@ class Recorder:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
         ids = prompt_ids(self.engine, request.prompt)
         check_heads(request.off, self.engine)
-        texts = token_texts(self.engine, ids)
-        marks = spans_of_marks(texts, request.marks)
+        text = _Text.of(self.engine, ids, request.marks)
         prepared = []
         for method in methods:
             observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, self.most_bytes)
             observed = Observed(make(method) if isinstance(method, str) else method, observer)
             prepared.append((self.engine_of(observed), observer))
-        n_bytes = [_estimated_bytes(engine, request, len(ids)) for engine, _ in prepared]
-        if max(n_bytes) > 2 * self.most_bytes:
-            raise CapacityError(
-                f"a recording would have about {size_text(max(n_bytes))}; expected {size_text(self.most_bytes)} or "
-                "less: give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
-            )
+        n_bytes = [_checked_bytes(engine, request, len(ids), self.most_bytes) for engine, _ in prepared]
         expect(sum(n_bytes))
-        places = [(a, b) for a, b, _ in marks]
-        runs = [_run(engine, observer, request, ids, places, progress) for engine, observer in prepared]
-        return {
-            "format": FORMAT, "lce": lce.__version__, "model": facts(self.engine, str(self.model)),
-            "judge": request.judge, "tokens": texts,
-            "marks": [{"start": a, "stop": b, "label": label} for a, b, label in marks], "runs": runs,
-        }  # fmt: skip
+        runs = [_run(*each, request, text, progress) for each in prepared]
+        return _recording(self.engine, str(self.model), request, text, runs)
 
 
 def record(
@@ -127,7 +132,48 @@ def record(
     return Recorder(model, **options).record(request, methods, **how)
 
 
-def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int) -> int:
+def record_after(
+    context: Context | None, engine: Engine, request: RecordingRequest, name: str, *, most_bytes: int = MOST_BYTES,
+    check: Callable[[], None] = lambda: None,
+) -> Recording:  # fmt: skip
+    """Record a prompt that continues a context, under the method of its engine; `name` is the model's.
+
+    The recording has the text of the context, and no query of it. `context` gets the prompt and the answer. See
+    `Recorder` for `most_bytes` and `check`.
+    """
+    before = [] if context is None else context.token_ids
+    ids = [*before, *prompt_ids(engine, request.prompt)]
+    text = _Text.of(engine, ids, request.marks)
+    observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, most_bytes)
+    observed = engine.observed(observer)
+    _checked_bytes(observed, request, len(ids), most_bytes, len(before))
+    run = _run(observed, observer, request, text, lambda *_: None, context)
+    return _recording(engine, name, request, text, [run])
+
+
+def _recording(
+    engine: Engine, name: str, request: RecordingRequest, text: _Text, runs: list[dict[str, Any]]
+) -> Recording:
+    """Return the recording of runs over a text."""
+    return {
+        "format": FORMAT, "lce": lce.__version__, "model": facts(engine, name),
+        "judge": request.judge, "tokens": text.texts,
+        "marks": [{"start": a, "stop": b, "label": label} for a, b, label in text.marks], "runs": runs,
+    }  # fmt: skip
+
+
+def _checked_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, most: int, n_before: int = 0) -> int:
+    """Return the estimated bytes of a run's JSON. Raises `CapacityError` if they are by far more than `most`."""
+    n_bytes = _estimated_bytes(engine, request, n_tokens, n_before)
+    if n_bytes > 2 * most:
+        raise CapacityError(
+            f"a recording would have about {size_text(n_bytes)}; expected {size_text(most)} or "
+            "less: give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
+        )
+    return n_bytes
+
+
+def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, n_before: int) -> int:
     """Estimate the bytes of a run's JSON, as if every query chose as many chunks as the last query does.
 
     A look has about 200 bytes for each head and 8 for each of its choices, and 17 for each choice of a chooser. Choices
@@ -144,34 +190,37 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int) -
     if k >= (n - 1) // method.choices[1]:  # all chunks fit, so all heads choose alike
         choosers = min(choosers, 1)
     look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
-    n_looks = len(request.looked(n_tokens)) + request.max_tokens
+    n_looks = sum(query >= n_before for query in request.looked(n_tokens)) + request.max_tokens
     sliding = (c.n_layers - n_acting) * n_looks * c.n_heads * 200  # layers that choose nothing
-    return n_acting * (n_looks * look + n * choosers * k * 2 * 4 // 3) + sliding  # 4 / 3: base64
+    chosen = (n - n_before) * choosers * k * 2 * 4 // 3  # 4 / 3: base64
+    return n_acting * (n_looks * look + chosen) + sliding
 
 
 def _run(
-    engine: Engine, observer: RunObserver, request: RecordingRequest, ids: list[int], marks: list[tuple[int, int]],
-    progress: Callable[[str, int, int], None],
+    engine: Engine, observer: RunObserver, request: RecordingRequest, text: _Text,
+    progress: Callable[[str, int, int], None], context: Context | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run one prompt under the engine's method and return the recorded data of the run."""
+    """Run the tokens of a text that `context` does not have, and return the recorded data of the run."""
     assert isinstance(engine.method, Observed)
     started, method = time.perf_counter(), engine.method.inner
     bar = partial(progress, method.label)
-    result, choices = lce.Generation(), observer.choices
+    result, choices, new = lce.Generation(), observer.choices, text.ids[len(context or ()) :]
     if request.max_tokens:
-        result = engine.generate(ids, max_tokens=request.max_tokens, logprobs=TOP, progress=bar)
+        how: Any = {"max_tokens": request.max_tokens, "sampling": request.sampling, "logprobs": TOP}
+        result = engine.generate(new, context=context, progress=bar, **how)
     else:
-        engine.prefill(ids, progress=bar)
+        engine.prefill(new, context=context, progress=bar)
         result.stats.prefill_s = time.perf_counter() - started
     first, size = unit = method.choices if choices.layers else (0, max(1, engine.window // UNITS))
-    looks = looks_of(observer, unit, marks, request.judge, partial(progress, "true attention"))
+    places = [(start, stop) for start, stop, _ in text.marks]
+    looks = looks_of(observer, unit, places, request.judge, partial(progress, "true attention"))
     return {
         "label": label_of(method), "method": method.label,
         "knobs": {each.name: _plain(getattr(method, each.name)) for each in fields(method)},
         "window": engine.window, "chunk_size": size, "first": first,
         "placement": getattr(method, "placement", getattr(method, "place", None)),
         "blocks": [[block.start, block.stop] for block in choices.blocks],
-        "generated": _generated(engine, ids, result),
+        "generated": _generated(engine, text.ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
         "choosing": choices.layers, **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True)),
         "warning": result.warning, "off": [list(pair) for pair in request.off], "looked": sorted(looks),
@@ -185,7 +234,7 @@ def _run(
             for start, stop, rows in choices.segments()
         ],
         "stats": {
-            "prompt_tokens": len(ids), "prefill_s": round(result.stats.prefill_s, 4),
+            "prompt_tokens": len(text.ids), "prefill_s": round(result.stats.prefill_s, 4),
             "decode_s": round(result.stats.decode_s, 4), "recorded_s": round(time.perf_counter() - started, 4),
         },
     }  # fmt: skip

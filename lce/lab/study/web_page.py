@@ -1,8 +1,8 @@
 """Writes a recording as a page: an HTML file that needs no network, and scripts beside it for a large recording.
 
-`lce/lab/study/web/page.html` has places to fill: `<!--lce:style-->`, `<!--lce:data-->`, and `<!--lce:script NAME-->`
-for each script, in the order in which scripts run. The text of a prompt stays data: JSON is escaped, so that no text
-can end its script element.
+`lce/lab/study/web/page.html` has places to fill: `<!--lce:style NAME-->`, `<!--lce:data-->`, and
+`<!--lce:script NAME-->` for each script, in the order in which scripts run. The text of a prompt stays data: JSON is
+escaped, so that no text can end its script element. `assembled` fills the pages of others, too.
 """
 
 from __future__ import annotations
@@ -44,28 +44,35 @@ def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
 
     Scripts and styles get the `nonce` of a Content-Security-Policy.
     """
+    element = '<script type="application/json" id="{}">{}</script>'
+    parts = [element.format("lce-recording", data)]
+    parts = parts if live is None else [element.format("lce-live", json_text(live)), *parts]
+    return assembled(WEB / "page.html", nonce, "\n".join(parts))
+
+
+def assembled(path: Path, nonce: str | None = None, data: str = "") -> str:
+    """Return the HTML of a page with the files that it names: those beside it, or else those of the folder `WEB`."""
     mark = f' nonce="{nonce}"' if nonce else ""
 
     def put(found: re.Match[str]) -> str:
         kind, name = found.groups()
-        if kind == "style":
-            return f"<style{mark}>\n{_part('page.css')}</style>"
-        if kind == "script":
-            return f"<script{mark}>\n{_part(name or 'page.js')}</script>"
-        element = '<script type="application/json" id="{}">{}</script>'
-        parts = [element.format("lce-recording", data)]
-        return "\n".join(parts if live is None else [element.format("lce-live", json_text(live)), *parts])
+        if kind == "data":
+            return data
+        beside = path.with_name(name)
+        return f"<{kind}{mark}>\n{_part(beside if beside.is_file() else WEB / name)}</{kind}>"
 
-    return _PLACES.sub(put, _part("page.html"))
+    return _PLACES.sub(put, _part(path))
 
 
 @cache
-def _part(name: str) -> str:
-    """Return the text of the file `name` in the folder `WEB`."""
+def _part(path: Path) -> str:
+    """Return the text of a file of pages."""
     try:
-        return (WEB / name).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise LceError(f"lce was installed without {name} for pages ({error.strerror}); install it again") from None
+        raise LceError(
+            f"lce was installed without {path.name} for pages ({error.strerror}); install it again"
+        ) from None
 
 
 def store_of(path: str | Path) -> Path:

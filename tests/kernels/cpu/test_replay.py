@@ -253,7 +253,7 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
             shift = turn // 5 % len(lanes)
             some = [*lanes[shift:], *lanes[:shift]][:n]
             now = [engines[name].alone.lane(each, [5 + turn], decoding=True) for name, each in some]
-            found.append(forward(engines[some[0][0]].model, now))
+            found.append(torch.stack(forward(engines[some[0][0]].model, now)))
             for lane in now:
                 lane.check()
         return found

@@ -62,6 +62,18 @@ def test_killed_and_resumed_equals_never_stopped_and_shards_equal_one_run(
     assert lines(half) == lines(whole)
 
 
+@pytest.mark.parametrize("mode", ["single", "shared"])
+@pytest.mark.parametrize("brief", [False, True])
+def test_the_number_of_lanes_changes_nothing(mode: str, brief: bool, engine: lce.Engine) -> None:
+    samples = made(4, 3)
+    found = [
+        [answer for _, answer in answers(engine, samples, setting=SETTING, asking=Asking(mode, brief=brief, lanes=n))]
+        for n in (1, 3, 8)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert all(answer.read_bytes for answer in found[0])
+
+
 def test_nothing_recorded_is_asked_again(engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record(tmp_path / "record")
     score = evaluate(engine, made(), setting=SETTING, record=record)

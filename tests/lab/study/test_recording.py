@@ -9,7 +9,15 @@ import torch
 
 import lce
 from lce.errors import CapacityError, UsageError
-from lce.lab.study.recording import Recorder, RecordingRequest, label_of, record, spans_of_marks, token_texts
+from lce.lab.study.recording import (
+    Recorder,
+    RecordingRequest,
+    label_of,
+    record,
+    record_after,
+    spans_of_marks,
+    token_texts,
+)
 from lce.methods import LongHeads, make
 from tests.lab.study.recorded import always_of, choices_of
 
@@ -136,3 +144,24 @@ def test_the_size_is_estimated_before_the_work(tiny_model: Path, method: Any) ->
     few = Recorder(tiny_model, most_bytes=told[0] // 3)
     with pytest.raises(CapacityError, match=r"a recording would have about .* smaller spread"):
         few.record(RecordingRequest(3 * TEXT, 3, spread=50, last=4), [method], check=lambda: 1 / 0)
+
+
+def test_a_recording_behind_a_context_is_the_end_of_the_whole_one(tiny_model: Path) -> None:
+    engine, n = lce.load(tiny_model, METHOD, block=16), 16
+    ids = engine.tokenizer.encode(TEXT)
+    request = RecordingRequest(ids[-n:], 4, spread=0, last=n)
+    found = record_after(engine.prefill(ids[:-n]), engine, request, "tiny")
+    whole = record(tiny_model, [METHOD], ids, max_tokens=4, spread=0, last=n, block=16)
+    assert found["tokens"] == whole["tokens"]
+    run, full = found["runs"][0], whole["runs"][0]
+    assert run["generated"] == full["generated"]
+    assert run["blocks"][0] == [len(ids) - n, len(ids)]
+    assert (choices_of(run) == choices_of(full)[len(ids) - n :]).all()
+    assert run["looked"] == full["looked"]
+    assert always_of(run, 0, len(ids)) == always_of(full, 0, len(ids))
+    with pytest.raises(CapacityError, match="a recording would have about"):
+        record_after(engine.prefill(ids[:-n]), engine, request, "tiny", most_bytes=100)
+    drawn = RecordingRequest(ids, 6, sampling={"temperature": 1.0, "seed": 3})
+    generated = record_after(None, engine, drawn, "tiny")["runs"][0]["generated"]
+    expected = engine.generate(ids, max_tokens=6, temperature=1.0, seed=3, logprobs=0)
+    assert [each["logprob"] for each in generated] == [round(x.logprob, 4) for x in expected.logprobs or []]

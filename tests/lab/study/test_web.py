@@ -221,6 +221,35 @@ def test_text_of_prompts_is_never_markup(browser: Browser, tmp_path: Path) -> No
     found.close()
 
 
+def test_a_recording_behind_a_context_begins_there_and_a_frame_may_be_given_it(
+    browser: Browser, tmp_path: Path
+) -> None:
+    made = recording()
+    for run in made["runs"]:
+        run["blocks"] = [[max(start, 300), stop] for start, stop in run["blocks"] if stop > 300]
+    (tmp_path / "page.html").write_text(page("null"), encoding="utf-8")
+    found = browser.open((tmp_path / "page.html").as_uri())
+    assert not found.value("document.getElementById('empty').hidden")
+    found.value(f"lce.open({json.dumps(made)})")
+    found.settle()
+    assert found.value("document.getElementById('empty').hidden")
+    assert found.value(f"{SLIDER}.min") == "300"
+    go(found, 310)
+    before = text(found, "#now")
+    found.value("document.querySelector('.sheet').parentElement.scrollTop = 0")
+    found.settle()
+    token = found.value("+document.querySelector('.cell:first-child .token').dataset.token")
+    assert token < 300
+    x, y = found.middle(f"document.querySelector('.token[data-token=\"{token}\"]')")
+    found.click(x, y)
+    assert text(found, "#now") == before, "no query of the context was recorded"
+    for _ in range(3):
+        found.press("ArrowLeft", SHIFT)
+    assert "token 300 of 400" in text(found, "#now")
+    assert found.complaints == []
+    found.close()
+
+
 def test_data_beside_the_page_is_loaded_when_it_is_looked_at(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

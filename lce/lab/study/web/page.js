@@ -49,8 +49,12 @@
       return column;
     });
     for (const column of state.columns) column.text.lay(column.run);
-    get("slider").max = last();
+    [get("slider").min, get("slider").max] = [earliest(), last()];
     answers();
+  }
+
+  function earliest() {
+    return Math.max(...state.columns.map(({ run }) => run.from));
   }
 
   function last() {
@@ -143,6 +147,7 @@
   // Moving -----------------------------------------------------------------------------------------------------------
 
   function at(token, pinned) {
+    if (token < earliest()) return;
     if (pinned) {
       to(token, false);
       return;
@@ -164,7 +169,7 @@
 
   /** Go to a query and stay there. */
   function to(token, scroll = true) {
-    state.t = Math.max(0, Math.min(token, last()));
+    state.t = Math.max(earliest(), Math.min(token, last()));
     state.hover = null;
     if (scroll) show(state.t);
     draw(true);
@@ -176,7 +181,7 @@
       blocks = run.raw.blocks,
       now = run.blockOf(Math.min(state.t, run.queries - 1)) + way;
     if (now < 0 || now >= blocks.length) {
-      to(way < 0 ? 0 : last());
+      to(way < 0 ? earliest() : last());
       return;
     }
     const [start, stop] = blocks[now],
@@ -228,7 +233,7 @@
       b = get("run-b").value;
     state.shown = b === "none" ? [a] : [a, Number(b)];
     build();
-    state.t = Math.min(state.t, last());
+    state.t = Math.max(earliest(), Math.min(state.t, last()));
     show(state.t);
     drawNow();
   }
@@ -242,6 +247,7 @@
       stay = older.length > 0;
     state.recording = recording;
     get("shown").hidden = false;
+    get("empty").hidden = true;
     get("about").textContent = lce.about(recording);
     const names = recording.runs.map((run, i) => [i, lce.named(run)]);
     fill(get("run-a"), names, 0);
@@ -330,6 +336,7 @@
       };
       state.live = new lce.Live(JSON.parse(live.textContent), { show, changed: () => draw() });
     }
+    lce.open = open; // for a page that holds this one in a frame
     if (raw) open(raw);
     else if (!live) {
       get("empty").textContent = "This page holds no recording. lce inspect makes one.";

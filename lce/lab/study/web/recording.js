@@ -42,6 +42,7 @@
       this.generated = raw.generated ?? [];
       this.tokens = recording.tokens.concat(this.generated.map((token) => token.text));
       this.marks = recording.marks ?? [];
+      this.from = raw.blocks[0][0]; // the first query that was recorded
       this.queries = raw.blocks.at(-1)[1];
       this.size = raw.chunk_size;
       this.first = raw.first;

@@ -1,0 +1,215 @@
+"""Keeps contexts as files in a folder, within a budget of bytes. Several processes may use one folder.
+
+    folder/ENGINE/NAME.lce    a context file, as `Context.save` writes it; ENGINE is a digest of the engine's identity
+    folder/ENGINE/NAME.ids    the file's tokens, int32, by which it is found without being opened
+
+A thread saves the contexts. A context is saved once it has been idle for as long as saving takes, so a conversation is
+not written down at every turn. If the files exceed their budget, those that were not used for the longest time are
+removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lce.engine.context import Context
+from lce.engine.prefix_index import Entry, Ids, PrefixIndex
+from lce.errors import CapacityError, LceError
+from lce.files import open_regular, remove_leftover, write_whole
+from lce.progress import notice
+
+if TYPE_CHECKING:
+    from lce.engine.engine import Engine
+
+LEAST_IDLE_S = 0.5  # before a context is saved
+SAVED_BYTES_PER_S = 500 << 20  # an estimate, by which the time that a context must have been idle follows from its size
+ABANDONED_S = 3600  # a file of tokens without its context is removed after so many seconds
+MOST_IDS_BYTES = 1 << 30  # of a file of tokens
+SETTLED_NS = 100_000_000  # two changes of a folder within so many nanoseconds may have the same time
+GROUP = re.compile("[0-9a-f]{16}")  # the name of a group's folder
+
+
+class KeptFiles:
+    """The files of kept contexts. `lock` guards the index of the entries. `saved` is called when one has been saved."""
+
+    def __init__(
+        self, folder: Path, budget: int, index: PrefixIndex, lock: threading.RLock, saved: Callable[[], None]
+    ) -> None:
+        self.folder, self.budget, self.saved = folder, budget, saved
+        self._index, self._lock = index, lock
+        self._wake = threading.Condition(lock)
+        self._scanned: dict[str, int] = {}  # of each group's folder: its time of change when it was read
+        self._writing = ""  # the stem of the names that the saver writes to; no other entry is made of these files
+        self._refused: set[str] = set()  # the names of files of tokens that cannot be read
+        self._closing = False
+        self._saver: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """Let the saver look for contexts that are to be saved."""
+        with self._lock:
+            if self._saver is None:
+                self._saver = threading.Thread(target=self._save_all, name="lce-saver", daemon=True)
+                self._saver.start()
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        """Save what is to be saved, at once, and end the saver."""
+        with self._lock:
+            self._closing = True
+            self._wake.notify_all()
+        if self._saver is not None:
+            self._saver.join()
+
+    def open(self, engine: Engine, entry: Entry) -> Context | None:
+        """Open an entry's file. An entry whose file is gone, or has other tokens, is removed."""
+        assert entry.path is not None
+        try:
+            context = engine.open_context(entry.path)
+            if np.array_equal(np.asarray(context.token_ids, np.int32), entry.ids):
+                return context
+            notice(f"{entry.path} does not hold the tokens of its .ids file; it is removed")
+            context.close()
+        except CapacityError as error:
+            notice(f"a kept context is not used: {error}")
+            entry.unopenable = True
+            return None
+        except LceError as error:
+            if entry.path.exists():
+                notice(f"a kept context cannot be opened and is removed: {error}")
+        self._index.remove(entry)
+        return None
+
+    def scan(self, group: str) -> None:
+        """Learn which files of a group there are, if its folder has changed: other processes write there, too."""
+        folder = self.folder / group
+        try:
+            changed = folder.stat().st_mtime_ns
+        except OSError:
+            return
+        if self._scanned.get(group) == changed:
+            return
+        self._scanned[group] = changed if time.time_ns() - changed > SETTLED_NS else 0
+        known = {each.path.stem for each in self._index.of(group) if each.path is not None}
+        for path in folder.glob("*.ids"):
+            file = path.with_suffix(".lce")
+            if path.stem in known or path.stem == self._writing:
+                continue
+            try:
+                if file.exists():
+                    ids, stat = _read_ids(path), file.stat()
+                    self._index.add(Entry(ids, group, None, file, stat.st_size + ids.nbytes, stat.st_mtime))
+                elif time.time() - path.stat().st_mtime > ABANDONED_S:
+                    path.unlink(missing_ok=True)
+            except (OSError, ValueError, LceError) as error:
+                if path.name not in self._refused:
+                    self._refused.add(path.name)
+                    notice(f"a kept context is not used: {error}")
+        for entry in self._index.of(group):
+            if entry.path is not None and not entry.path.exists() and entry.context is None and not entry.busy:
+                self._index.remove(entry)
+        for path in (*folder.glob(".*.lce.*.tmp"), *folder.glob(".*.ids.*.tmp")):
+            remove_leftover(path)
+
+    def _save_all(self) -> None:
+        """Save contexts that have been idle, until the cache is closed: the saver's thread."""
+        while True:
+            with self._lock:
+                waits = {each: _idle_s(each) + each.used - time.time() for each in self._unsaved()}
+                due = min(waits, key=lambda each: waits[each], default=None)
+                if due is None and self._closing:
+                    return
+                if due is None or (waits[due] > 0 and not self._closing):
+                    self._wake.wait(None if due is None else waits[due])
+                    continue
+                due.busy = True
+            self._save(due)
+            self.saved()
+
+    def _unsaved(self) -> list[Entry]:
+        """Return the entries that are to be saved."""
+        held = (each for each in self._index if each.context is not None and each.path is None)
+        return [each for each in held if each.is_savable and not each.busy]
+
+    def _save(self, entry: Entry) -> None:
+        """Write a busy entry's files. If they cannot be written, the entry stays in memory alone."""
+        assert entry.context is not None
+        path, n_bytes = self.folder / entry.group / f"{secrets.token_hex(8)}.lce", 0
+        self._writing = path.stem
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._make_space(_file_bytes(entry)):
+                raise CapacityError("it is larger than the budget for kept contexts")
+            write_whole(path.with_suffix(".ids"), entry.ids.tobytes())
+            entry.context.save(path)
+            n_bytes = path.stat().st_size + entry.ids.nbytes
+        except Exception as error:  # any one: the saver must go on, and requests may wait for the entry
+            with suppress(OSError):
+                path.with_suffix(".ids").unlink(missing_ok=True)
+            notice(f"a context of {len(entry.ids):,} tokens is not kept on disk: {error}")
+        with self._lock:
+            entry.path, entry.n_bytes, entry.unsavable = path if n_bytes else None, n_bytes, not n_bytes
+            entry.busy, self._writing = False, ""
+            if n_bytes:
+                for other in self._index.prefixes(entry):
+                    if other.context is None:
+                        self._index.remove(other)
+                self._make_space(0)  # the file may be larger than the estimate
+
+    def _make_space(self, n_bytes: int) -> bool:
+        """Remove files, the least recently used first, until `n_bytes` more fit the budget; return whether they do."""
+        with self._lock:
+            for group in filter(GROUP.fullmatch, _names(self.folder)):
+                self.scan(group)
+            files = sorted((each for each in self._index if each.path is not None), key=lambda each: each.used)
+            total = sum(each.n_bytes for each in files)
+            for entry in files:
+                if total + n_bytes <= self.budget:
+                    break
+                total -= entry.n_bytes
+                entry.unlink()
+                if entry.context is None:
+                    self._index.remove(entry)
+                entry.unsavable = True
+        return total + n_bytes <= self.budget
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder; none if it cannot be read, for example because it was removed."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _file_bytes(entry: Entry) -> int:
+    """Return the bytes of the files that an entry with a context will have."""
+    assert entry.context is not None
+    data = entry.context._data
+    tensors = data.tensors().values()
+    layout = data.cache.layout.file(data.cache.length)
+    n_bytes: int = layout.small_start + sum(each.nbytes for each in tensors) + entry.ids.nbytes
+    return n_bytes
+
+
+def _read_ids(path: Path) -> Ids:
+    """Return the tokens in a file. Raises `OSError`, `DataError` or `ValueError` for what is no such file."""
+    with open(open_regular(path), "rb") as file:
+        raw = file.read(MOST_IDS_BYTES)
+    if not raw or len(raw) % 4:
+        raise ValueError(f"{path} has {len(raw)} bytes; expected some tokens of 4 bytes each")
+    return np.frombuffer(raw, dtype=np.int32)
+
+
+def _idle_s(entry: Entry) -> float:
+    """Return the seconds for which a context is idle before it is saved."""
+    return 0 if entry.urgent else max(LEAST_IDLE_S, entry.memory_bytes / SAVED_BYTES_PER_S)

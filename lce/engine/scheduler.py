@@ -1,0 +1,318 @@
+"""Runs the requests of a batch in threads of their own.
+
+One pass decodes a token of every answer; then a block of the oldest prompt that is not read yet is read, and so on.
+While a block is read on a CPU, its kernels run in slices, and between two slices the answers get their next token. The
+length of a slice follows from the time of a pass. Prompts are read in one thread and answers decoded in another, and
+only one of the two works at a time.
+
+A request begins with the longest prefix that a kept context holds: see `lce.engine.prefixes`. Memory for prompt and
+answer is reserved before the prompt is read. If there is none, the request and those behind it wait until others end,
+and kept contexts leave memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Literal
+
+import torch
+
+from lce.engine.answer import Answer, Piece
+from lce.engine.context import Context
+from lce.engine.lanes import forward
+from lce.engine.planning import ALLOWANCE
+from lce.engine.prefixes import PrefixCache
+from lce.engine.requests import Request
+from lce.errors import BusyError, CapacityError, DataError, UsageError
+from lce.models.layers import Model
+from lce.models.products import Slices
+from lce.progress import reported
+from lce.tokenizer.chat import ChatText
+
+SLOWDOWN = 1.6  # A pass of decode and the slice of prefill after it take so many times the shortest pass of decode.
+FORGET = 1.002  # With each pass, what counts as the shortest one grows by this factor.
+LEAST_SLICE_S, IDLE_SLICE_S = 0.001, 0.05
+
+Begun = Literal["begun", "busy", "no memory"]
+
+
+class Scheduler:
+    """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order.
+
+    `changed` guards the queue, and is notified when something happens for which a request may wait. Without `prefixes`,
+    every prompt is read whole, and no context is kept.
+    """
+
+    def __init__(
+        self, model: Model, max_lanes: int, max_waiting: int, prefixes: PrefixCache | None,
+        changed: threading.Condition,
+    ) -> None:  # fmt: skip
+        self.model, self.max_lanes, self.max_waiting, self.prefixes = model, max_lanes, max_waiting, prefixes
+        self.totals: Counter[str] = Counter()
+        self._changed = changed
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in the order in which they were admitted
+        self._ending: float | None = None  # the time until which running requests may go on; None: no end is planned
+        self._slice_s = 0.0  # the seconds of the next slice of prefill
+        self._shortest_s: dict[int, float] = {}  # by the number of lanes: the time of a pass of decode at its fastest
+        self._slices = Slices(self._pause)
+        # A thread of its own for decode: prefill, which it interrupts, goes on with what its thread keeps in memory.
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="lce-decode")
+        self.threads: set[int] = set()  # those in which requests' callbacks are called
+        self.thread = threading.Thread(target=self._work, name="lce-batch", daemon=True)
+        self.thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Add a request to the queue. Raises `BusyError` if the queue is full or closed."""
+        request.threads = self.threads
+        with self._changed:
+            if self._ending is not None:
+                raise BusyError("the batch is closed; ask another one")
+            if len(self._waiting) >= self.max_waiting + self.max_lanes - len(self._running):
+                raise BusyError(f"{len(self._waiting)} requests are waiting, as many as may; ask again later")
+            self._waiting.append(request)
+            self._changed.notify_all()
+
+    def gauges(self) -> dict[str, float]:
+        """Return the numbers of requests now, the bytes of their contexts, and the counts of tokens so far."""
+        held = 0
+        for context in [each.context for each in [*self._running]]:
+            with suppress(UsageError, RuntimeError):  # it was closed just now, or its memory is being rearranged
+                held += 0 if context is None else sum(context.cache.bytes_by_tier.values())
+        counts = {name: self.totals[name] for name in ("prompt_tokens", "cached_tokens", "decode_tokens")}
+        return {"running": len(self._running), "waiting": len(self._waiting), "held_bytes": held, **counts}
+
+    def close(self, drain_s: float) -> None:
+        """Take no more requests, let running ones go on for `drain_s` seconds, and end the threads."""
+        with self._changed:
+            self._ending = min(self._ending or float("inf"), time.perf_counter() + drain_s)
+            self._changed.notify_all()
+        self.thread.join()
+        self._decoder.shutdown()
+
+    def _work(self) -> None:
+        """Run requests until the batch is closed."""
+        self.threads.add(threading.get_ident())
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while not self._has_work():
+                        if self._ending is not None:
+                            return
+                        self._changed.wait()
+                    if self._ending is not None and time.perf_counter() >= self._ending:
+                        for request in (*self._waiting, *self._running):
+                            request.cancelled = True
+                try:
+                    self._admit()
+                    self._decode()
+                    self._read()
+                except BaseException as error:  # a fault of ours: it must not end the thread, for others wait for it
+                    for request in [*self._running]:
+                        self._end(request, error)
+
+    def _has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def _admit(self) -> None:
+        """Let requests in, in their order, while there are lanes."""
+        with self._changed:
+            for request in [each for each in self._waiting if each.cancelled]:
+                self._waiting.remove(request)
+                self._end(request)
+            while self._waiting and len(self._running) < self.max_lanes:
+                self._running.append(self._waiting.popleft())
+
+    def _decode(self) -> None:
+        """Generate one token of every answer, and wait for that."""
+        for request in [each for each in self._running if each.cancelled and each.state == "decode"]:
+            self._end(request)
+        asked = [each for each in self._running if each.state == "decode"]
+        if asked:
+            self._decoder.submit(self._decode_all, asked).result()
+
+    @torch.inference_mode()
+    def _decode_all(self, asked: Sequence[Request]) -> None:
+        self.threads.add(threading.get_ident())
+        began = time.perf_counter()
+        lanes = []
+        for each in asked:
+            assert each.context is not None
+            ids = each.context._uncached
+            lanes.append(each.engine.alone.lane(each.context, ids, decoding=True))
+        forward(self.model, lanes)
+        for request, lane in zip(asked, lanes, strict=True):
+            assert request.context is not None
+            request.is_sound = lane.error is None
+            try:
+                lane.check()
+                request.context._store_logits(lane)
+                self._say(request, lane.likeliest)
+            except BaseException as error:  # a callback may raise any, and it must not end the thread
+                self._end(request, error)
+        seconds = time.perf_counter() - began
+        shortest = min(seconds, self._shortest_s.get(len(asked), seconds) * FORGET)
+        self._shortest_s[len(asked)] = shortest
+        self._slice_s = max(LEAST_SLICE_S, SLOWDOWN * shortest - seconds)
+
+    def _say(self, request: Request, likeliest: int | None = None) -> None:
+        """Draw the next token of an answer, and hand its text over."""
+        context, answer = request.context, request.answer
+        assert context is not None
+        assert answer is not None
+        assert context.logits is not None
+        text = answer.take(context.logits, likeliest)
+        del context.token_ids[request.n_said :]
+        context.token_ids.extend(request.result.token_ids)
+        if text:
+            request.channel.put(Piece(text))
+        if answer.done:
+            self._end(request)
+
+    def _pause(self) -> float:
+        """Decode between two slices of prefill; return the seconds of the next slice."""
+        self._decode()
+        decoding = any(each.state == "decode" for each in self._running)
+        return self._slice_s if decoding else IDLE_SLICE_S
+
+    def _read(self) -> None:
+        """Read a block of the oldest prompt. While a prompt waits for memory, no later one begins."""
+        is_short = False
+        for request in [each for each in self._running if each.state in ("waiting", "prefill")]:
+            if request.state == "waiting" and is_short and not request.cancelled:
+                continue
+            try:
+                if request.cancelled:
+                    self._end(request)
+                    continue
+                if request.state == "waiting" and (begun := self._begin(request)) != "begun":
+                    is_short = begun == "no memory"
+                    continue
+                self._read_block(request)
+            except BaseException as error:  # a callback may raise any, and it must not end the thread
+                if not self._begins_again(request, error):
+                    self._end(request, error)
+            return
+        if self._running and all(each.state == "waiting" for each in self._running):
+            with self._changed:
+                self._changed.wait(0.05)  # for a context that is being saved, or for memory
+
+    def _begin(self, request: Request) -> Begun:
+        """Find the context that a prompt continues, and reserve memory."""
+        engine, options = request.engine, request.options
+        context, is_busy = self._found(request)
+        if is_busy:
+            return "busy"
+        ids, whole = request.ids, request.n_before + len(request.ids) + options.max_tokens
+        try:
+            if context is None:
+                context = engine.new_context(whole)
+            else:
+                engine._reserve(context.cache, whole)
+        except CapacityError:
+            if context is not None and self.prefixes is not None:
+                self.keep(request, context)
+            is_freed = self.prefixes is not None and self.prefixes.shrink(1)
+            if is_freed or any(each.state in ("prefill", "decode") for each in self._running):
+                return "no memory"
+            raise
+        request.context, request.state = context, "prefill"
+        n_cached = min(len(context), context.cache.n_tokens) - request.n_before
+        request.result.stats.read_before = request.n_read = max(0, n_cached)
+        self.totals.update(prompt_tokens=len(ids), cached_tokens=request.n_read)
+        context.token_ids.extend(ids[len(context) - request.n_before :])
+        request.report = request.closing.enter_context(reported(options.progress, "prefill"))
+        if context.logits is None and not context._uncached:
+            context.cache.truncate(context.cache.nearest(context.cache.length - 1))
+        return "begun"
+
+    def _found(self, request: Request) -> tuple[Context | None, bool]:
+        """Return the kept context with which a prompt begins, if any, and whether the best one is being saved."""
+        engine, start = request.engine, request.start
+        before = [] if start is None else start.token_ids
+        request.n_before = len(before)
+        if self.prefixes is not None and (start is None or not start.cache.n_evicted):
+            whole = len(before) + len(request.ids) + request.options.max_tokens
+            rope = engine.rope_of(whole) if start is None else start._rope
+            if isinstance(request.prompt, ChatText):
+                request.ids = self.prefixes.spelled(engine, rope, request.prompt, request.ids, before)
+                request.result.stats.prompt_tokens = len(request.ids)
+            others = [each.context for each in self._running if each.engine is engine and each.state == "decode"]
+            also = [each for each in others if each is not None and not each.cache.n_evicted]
+            context, is_busy = self.prefixes.find(engine, rope, [*before, *request.ids], also, len(before))
+            if context is not None or is_busy:
+                return context, is_busy
+        return None if start is None else start.fork(), False
+
+    def keep(self, request: Request, context: Context) -> None:
+        """Keep a context for later requests. One that continues a given context is not saved: its beginning is."""
+        if self.prefixes is not None and len(context) > request.n_before and not context.cache.n_evicted:
+            self.prefixes.put(request.engine, context, savable=request.start is None)
+
+    def _begins_again(self, request: Request, error: BaseException) -> bool:
+        """Return whether a prompt is to be read anew, because a file of the cache with its beginning is damaged."""
+        context = request.context
+        if request.is_sound or context is None or not isinstance(error, DataError):
+            return False
+        if self.prefixes is None or not self.prefixes.forget(context, error):
+            return False
+        request.closing.close()
+        request.context, request.state, request.is_sound, request.n_read = None, "waiting", True, 0
+        return True
+
+    def _read_block(self, request: Request) -> None:
+        """Read the next block of a prompt; after the last one, draw the first token."""
+        engine, context, stats = request.engine, request.context, request.result.stats
+        assert context is not None
+        if uncached := context._uncached[: engine.block]:
+            request.is_sound = False
+            engine.alone.append(context, uncached, slices=self._slices)
+            request.is_sound = True
+            request.n_read = min(len(request.ids), context.cache.n_tokens - request.n_before)
+            if request.report is not None:
+                request.report(context.cache.n_tokens, len(context))
+        if request.cancelled or context._uncached:
+            return
+        stats.prefill_s = time.perf_counter() - request.asked
+        if request.reads_only:
+            request.result.finish_reason = "stop"
+            self._end(request)
+            return
+        request.n_said, request.state = len(context), "decode"
+        eos_ids, tokenizer = engine.alone.eos_ids, engine.tokenizer
+        request.answer = Answer(request.options, eos_ids, tokenizer, request.result, context.token_ids)
+        self._say(request)
+
+    def _end(self, request: Request, error: BaseException | None = None) -> None:
+        """End a request, and hand its context over, or keep it for later ones."""
+        if request in self._running:
+            self._running.remove(request)
+        result, context = request.result, request.context
+        request.state, request.context = "done", None
+        with suppress(Exception):
+            request.closing.close()
+        if error is None:
+            result.finish_reason = result.finish_reason or "cancelled"
+        self.totals["decode_tokens"] += len(result.token_ids)
+        try:
+            if context is not None:
+                result.stats.memory, result.stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+                result.warning = result.warning or request.engine.beyond(len(context))
+                del context.token_ids[max(context.cache.n_tokens, request.n_said and len(context)) :]
+                ALLOWANCE.give_back(context.cache, len(context))
+                if isinstance(error, DataError) and self.prefixes is not None:
+                    self.prefixes.forget(context, error)
+                if request.hand_over is not None and error is None and result.finish_reason != "cancelled":
+                    request.hand_over(request, context)
+                elif request.is_sound:
+                    self.keep(request, context)
+        except Exception as failure:
+            error = error or failure
+        request.channel.put(error)
+        with self._changed:
+            self._changed.notify_all()
