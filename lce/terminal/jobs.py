@@ -7,14 +7,13 @@ when the shard is done, so an interrupted job resumes as the command does: recor
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lce.errors import LceError, UsageError
-from lce.lab.eval.record import Record
+from lce.lab.eval.record import Record, line_of, parse_line
 from lce.lab.eval.running import Shard
 from lce.lab.eval.suite import MadeSuite
 from lce.terminal.output import Output
@@ -76,7 +75,7 @@ def _job(run: SuiteRun, ray: Any, workers: int | None) -> None:
     )  # fmt: skip
     with run.output.bar("shards", "") as advance:
         for number, row in enumerate(done.iter_rows(), 1):
-            run.answers.add_all(pickle.loads(row["lines"]))
+            run.answers.add_all([parse_line(line) for line in row["lines"].splitlines()])
             advance(number, len(parts))
 
 
@@ -88,8 +87,9 @@ class Worker:
         self._engines = run.load()
 
     def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
-        """Return the pickled lines of a shard for the record."""
-        return {"lines": [pickle.dumps(self._asked(*each)) for each in zip(batch["task"], batch["shard"], strict=True)]}
+        """Return the lines of a shard for the record."""
+        asked = [self._asked(*each) for each in zip(batch["task"], batch["shard"], strict=True)]
+        return {"lines": [b"".join(line_of(*line) for line in lines) for lines in asked]}
 
     def _asked(self, task: int, number: int) -> Lines:
         """Ask a shard of the run's own shard."""
