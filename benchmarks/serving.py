@@ -6,7 +6,8 @@
 
 `lanes`: 1, 4 and 8 streams at once, each with a prompt of its own of 512 tokens. Prints the tokens a second of all
 streams together while all of them are written, the median of the repeats, and its ratio to one stream.
-`beside`: the time between tokens of a stream alone, and while a prompt of `--long` tokens is read.
+`beside`: the time between tokens of a stream while a prompt of `--long` tokens is read, and of the same tokens of the
+stream alone: each reads the tokens before it, so later ones take longer.
 `restart`: a prompt of `--known` tokens is read and kept, the server is started anew, and the prompt is asked again.
 """
 
@@ -117,8 +118,10 @@ def healthy(port: int) -> bool:
         return False
 
 
-def streamed(port: int, prompt: Sequence[int], max_tokens: int, times: list[float]) -> dict[str, Any]:
-    """Stream an answer; append the time of each event with text to `times`, and return the last usage."""
+def streamed(
+    port: int, prompt: Sequence[int], max_tokens: int, times: list[float], ended: threading.Event | None = None
+) -> dict[str, Any]:
+    """Stream an answer until `ended`; append the time of each event with text to `times`, and return the last usage."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     body = {
         "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True,
@@ -134,6 +137,9 @@ def streamed(port: int, prompt: Sequence[int], max_tokens: int, times: list[floa
             usage = event.get("usage") or usage
             if event.get("choices") and event["choices"][0].get("text"):
                 times.append(time.perf_counter())
+        if ended is not None and ended.is_set():
+            break
+    connection.close()
     return usage
 
 
@@ -180,24 +186,31 @@ def measure(args: argparse.Namespace, name: str, port: int, known: list[int]) ->
 
 
 def beside(args: argparse.Namespace, name: str, port: int, known: list[int]) -> None:
-    """Print the time between tokens of a stream alone, and while a long prompt is read."""
-    times: list[float] = []
+    """Print the time between tokens of a stream while a long prompt is read, and of the same tokens alone."""
+    times, finished = list[float](), threading.Event()
     most = 20_000 if name == "lce" else 4000
-    thread = threading.Thread(target=lambda: streamed(port, known[:PROMPT], most, times), daemon=True)
+    thread = threading.Thread(target=lambda: streamed(port, known[:PROMPT], most, times, finished), daemon=True)
     thread.start()
     while len(times) < 200:
         assert thread.is_alive(), "the stream has ended"
         time.sleep(0.01)
-    alone = statistics.median(gaps(times[50:]))
+    before = statistics.median(gaps(times[50:]))
     began = time.perf_counter()
     long: list[float] = []
     streamed(port, known[700 : 700 + args.long], 1, long)
-    took = time.perf_counter() - began
-    during = sorted(gaps([at for at in times if began <= at <= began + took]))
+    ended = time.perf_counter()
+    finished.set()
+    here = [i for i, at in enumerate(times) if began <= at <= ended]
+    during = sorted(gaps([times[i] for i in here]))
+    thread.join()
+    alone: list[float] = []
+    streamed(port, known[:PROMPT], here[-1] + 2, alone)
+    normal = statistics.median(gaps(alone[here[0] : here[-1] + 1]))
     middle, late = statistics.median(during), during[int(0.99 * len(during))]
     print(
-        f"{name}: between tokens {1e3 * alone:.2f} ms alone; while {args.long:,} tokens are read ({took:.1f} s): "
-        f"median {1e3 * middle:.2f}, 99% {1e3 * late:.2f}, most {1e3 * during[-1]:.2f} ms; {middle / alone:.2f} times"
+        f"{name}: between tokens {1e3 * before:.2f} ms before; while {args.long:,} tokens are read "
+        f"({ended - began:.1f} s): median {1e3 * middle:.2f}, 99% {1e3 * late:.2f}, most {1e3 * during[-1]:.2f} ms; "
+        f"the same tokens alone {1e3 * normal:.2f} ms; {middle / normal:.2f} times, {middle / before:.2f} of before"
     )
 
 

@@ -184,16 +184,17 @@ class Engine(Unique):
 
     def batch(
         self, max_lanes: int | str = SHARED_ROWS, max_waiting: int | str = 256, *, cache_dir: str | Path | None = None,
-        cache_budget: int | str = "50GiB",
+        cache_budget: int | str = "50GiB", cache_memory: int | str | None = None,
     ) -> Batch:  # fmt: skip
         """Begin a batch, which runs many requests at once.
 
         Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
         requests are kept, and a prompt that begins with the tokens of one is read from there on. With `cache_dir`, a
-        folder, they are kept as files, too, of up to `cache_budget` bytes together, and outlive the process.
+        folder, they are kept as files, too, of up to `cache_budget` bytes together, and outlive the process. In memory
+        they have up to `cache_memory` bytes, by default half of what is free.
         """
         self._check_undivided("a batch", "ask prompt by prompt, with Engine.generate or stream")
-        return Batch(self, max_lanes, max_waiting, cache_dir, cache_budget)
+        return Batch(self, max_lanes, max_waiting, cache_dir, cache_budget, cache_memory)
 
     def _check_undivided(self, what: str, remedy: str) -> None:
         """Raise `UsageError` if ranks share the model: `what` is then impossible."""

@@ -352,6 +352,17 @@ def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
 loading_options = packed("loading", _loading, *_LOADING)
 divided_loading_options = packed("loading", _loading, *_LOADING, _RANKS)
 planning_options = packed("planning", dict, *_COMPUTING, *_ROPE, *_BUDGETS)
+cluster_options = packed(
+    "cluster",
+    dict,
+    flag(
+        "--ray [ADDRESS]",
+        "Ask in a Ray job, on this machine or a cluster: lce[ray].",
+        is_flag=False,
+        flag_value="local",
+    ),
+    flag("--workers N", "With --ray: engines.  [default: as many as --threads allows]", type=COUNT),
+)
 output_options = packed("output", Output, _JSON, quiet_option, debug_option)
 quiet_options = packed("output", Output, quiet_option, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)
