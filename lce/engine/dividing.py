@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,13 @@ def _join() -> None:
     except (RuntimeError, ValueError) as error:
         cause = " ".join(str(error).split())[:160]
         raise RankError(f"this rank found no others within {LIMIT_S} s; start all with torchrun ({cause})") from error
-    atexit.register(dist.destroy_process_group)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leave the group before Python ends: gloo's threads may not outlive the group."""
+    gc.collect()  # what still refers to the group
+    dist.destroy_process_group()
 
 
 def device_for(ranks: Ranks, device: Any) -> Any:
