@@ -33,7 +33,7 @@ smollm2: $(VENV)/smollm2.stamp
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-slow: $(VENV)/dev.stamp
+test-slow: $(VENV)/ray.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not cuda"
 
 # x86-64-v3, of our kernels, PyTorch's and oneDNN's. A test checks that it is.
@@ -80,6 +80,11 @@ $(VENV)/smollm2.stamp: smollm2.txt $(VENV)/runtime.stamp
 $(VENV)/docs.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/runtime.stamp
+
+# Ray has more than 300 MB, so it is not in [dev]: where it is absent, its tests are skipped.
+$(VENV)/ray.stamp: $(VENV)/dev.stamp
+	$(INSTALL) -e '.[ray]'
+	@touch $@
 
 $(VENV)/dev.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'

@@ -53,6 +53,10 @@ class Soak:
     asked: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     number: int = 0
+    own: list[int] = field(init=False)  # the tokens with which questions begin, each in another order
+
+    def __post_init__(self) -> None:
+        self.own = sorted(set(self.known))[:997]
 
     def question(self, rng: random.Random) -> dict[str, Any]:
         """Return the body of a request that begins like no other."""
@@ -60,7 +64,7 @@ class Soak:
             self.number += 1
             number = self.number
         size, start = int(20 * 150 ** rng.random()), rng.randrange(len(self.known) - 3000)
-        own = [3000 + number % 997, 5000 + number // 997 % 997, 7000 + number // 997**2]
+        own = [self.own[number // len(self.own) ** i % len(self.own)] for i in range(4)]
         method, options = rng.choice(METHODS)
         body = {
             "prompt": [*own, *self.known[start : start + size]], "max_tokens": rng.choice([1, 8, 24, 48]),
@@ -112,7 +116,7 @@ def client(soak: Soak, number: int) -> None:
             elif kind == "more" and last is not None:
                 body, _ = last
                 status, answer = post(
-                    soak.port, json.dumps(body | {"prompt": [*body["prompt"], 260, 265, 272]}).encode()
+                    soak.port, json.dumps(body | {"prompt": [*body["prompt"], *soak.known[:3]]}).encode()
                 )
                 cached = answer.get("usage", {}).get("prompt_tokens_details", {}).get("cached_tokens", 0)
                 soak.counts["read on" if cached else "read anew"] += 1

@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from lce.engine.sampling import Constraint, Sampling, TokenScores
     from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
-    from lce.errors import BusyError, CapacityError, DataError, LceError, ModelError, UsageError, WindowWarning
+    from lce.errors import (
+        BusyError,
+        CapacityError,
+        DataError,
+        LceError,
+        ModelError,
+        RankError,
+        UsageError,
+        WindowWarning,
+    )
     from lce.methods.base import Method
     from lce.methods.selective import SelectiveMethod
     from lce.profiling import Profile
@@ -56,7 +65,16 @@ _HOMES = {
     "lce.engine.sampling": ("Constraint", "Sampling", "TokenScores"),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
-    "lce.errors": ("BusyError", "CapacityError", "DataError", "LceError", "ModelError", "UsageError", "WindowWarning"),
+    "lce.errors": (
+        "BusyError",
+        "CapacityError",
+        "DataError",
+        "LceError",
+        "ModelError",
+        "RankError",
+        "UsageError",
+        "WindowWarning",
+    ),
     "lce.methods.base": ("Method",),
     "lce.methods.selective": ("SelectiveMethod",),
     "lce.profiling": ("Profile",),
@@ -66,9 +84,9 @@ _HOMES = {
 __all__ = [
     "AsyncStream", "Batch", "BatchStream", "BusyError", "CapacityError", "Constraint", "Context", "ContextInfo",
     "Conversation", "DataError", "Engine", "Generation", "GenerationOptions", "LceError", "Method", "ModelError",
-    "ModelInfo", "Operations", "Piece", "Plan", "Profile", "Progress", "Sampling", "SelectiveMethod", "Stats",
-    "Stream", "TokenLogprobs", "TokenScores", "Trace", "UsageError", "WindowWarning", "__version__", "info", "load",
-    "methods", "operations", "plan", "profiled", "quantize",
+    "ModelInfo", "Operations", "Piece", "Plan", "Profile", "Progress", "RankError", "Sampling", "SelectiveMethod",
+    "Stats", "Stream", "TokenLogprobs", "TokenScores", "Trace", "UsageError", "WindowWarning", "__version__", "info",
+    "load", "methods", "operations", "plan", "profiled", "quantize",
 ]  # fmt: skip
 
 

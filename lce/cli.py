@@ -6,6 +6,7 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepar
 from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
+from lce.terminal.ranks import quieten
 from lce.terminal.reading import read_text
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
@@ -32,6 +34,7 @@ def main() -> NoReturn:
     """Run the command line and exit. This is the entry point of the console script `lce`."""
     try:
         prepare_streams()
+        quieten(sys.argv)
         keep_interrupts()
         cli.main(prog_name="lce")
     except KeyboardInterrupt as error:  # Ctrl-C before or after the command itself
@@ -66,7 +69,7 @@ cli.add_command(evaluation)
 @flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.COUNT, default=256)
 @options.method_or_context_options
 @options.sampling_options
-@options.loading_options
+@options.divided_loading_options
 @options.output_options
 def generate(
     model: str, prompt: str | list[Any], context_file: str | None, save: options.NewFile, method: MethodOption,
@@ -81,8 +84,6 @@ def generate(
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
-    from lce.engine.saving import check_space
-
     engine, context = method.load(model, context_file, loading, str(prompt), how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
@@ -94,7 +95,7 @@ def generate(
             asked = engine.conversation(context=context)
             stream, n_tokens = asked.stream(prompt, progress=bar, **how), asked.tokens_read + len(asked.context or ())
         if save.path is not None:
-            check_space(Path(save.path), engine.layout, n_tokens + how["max_tokens"])
+            engine.files.check_space(Path(save.path), n_tokens + how["max_tokens"])
         output.generation(stream)
     if save.path is not None:
         asked.save(save.path, force=save.force)
@@ -146,7 +147,7 @@ def chat(
 @flag("--keep SHARE", "Keep this share of keys and values, chosen by repeating the text (KVzip).", type=float)
 @flag("--length TOKENS", "Final length of the context; for --rope dynamic and --method auto.", type=options.COUNT)
 @options.method_or_context_options
-@options.loading_options
+@options.divided_loading_options
 @options.output_options
 def prefill(
     model: str, prompt: str, context_file: str | None, out: options.NewFile, method: MethodOption,
@@ -433,10 +434,12 @@ def warm(level: tuple[str, ...], output: Output) -> None:
 @flag("--host ADDRESS", "Where to listen; other than loopback only with a key.", default="127.0.0.1")
 @flag("--port N", "The port; 0 is any.", type=options.INDEX, default=8000)
 @flag("--api-key KEY", "The key that clients must give.  [default: LCE_API_KEY]", envvar="LCE_API_KEY")
+@flag("--open-metrics", "/metrics needs no key, for routers and Prometheus.", is_flag=True)
 @flag("--cors ORIGIN", "Web pages of this origin may ask; repeatable.", multiple=True)
 @flag("--name NAME", "The model's name for clients.  [default: the last part of --model]")
 @flag("--lanes N", "Requests that run at once.", type=options.COUNT, default=8)
 @flag("--queue N", "Requests that wait; more are refused with 429.", type=options.INDEX, default=256)
+@flag("--replicas N", "Engines in processes of their own; needs lce[ray].", type=options.COUNT, default=1)
 @flag("--cache-dir DIR", "Keep contexts of ended requests here, for later runs too.")
 @flag("--cache-budget SIZE", "The most bytes in that folder.", default="50GiB")
 @flag("--context NAME=FILE", "Serve this file of `lce prefill` as MODEL@NAME; repeatable.", multiple=True)

@@ -5,7 +5,8 @@
     ├── ModelError           3   a checkpoint, config or tokenizer that is missing, damaged or unsupported
     ├── DataError            3   a text, a context file or a file of learned maps that cannot be used
     ├── CapacityError        4   not enough memory or disk
-    └── BusyError            1   a batch's queue is full, or the batch is closed
+    ├── BusyError            1   a batch's queue is full, or the batch is closed
+    └── RankError            1   another rank of a divided model has failed
 
 The number is the exit code of the command line. A message is one line that says what was wrong, what was expected and
 what to do. `UsageError` is a `ValueError`, too, because a caller gave the value; the others are about files, models and
@@ -55,6 +56,14 @@ class CapacityError(LceError):
 
 class BusyError(LceError):
     """The error for a request that a batch does not take now: its queue is full, or it is closed. Ask again later."""
+
+
+class RankError(LceError):
+    """The error for a failure of another rank, where several share a model. Its exit code is that of the failure."""
+
+    def __init__(self, text: str, exit_code: int = LceError.exit_code) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class WindowWarning(UserWarning):

@@ -23,7 +23,16 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = {".py": "python", ".toml": "toml", ".sh": "bash", ".cfg": "ini", ".js": "js", ".css": "css"}
+CODE = {
+    ".py": "python",
+    ".toml": "toml",
+    ".sh": "bash",
+    ".cfg": "ini",
+    ".yaml": "yaml",
+    ".conf": "nginx",
+    ".js": "js",
+    ".css": "css",
+}
 FENCED = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 INFO = re.compile(
     r"^( *(?:```+|~~~+) *\w+) +[^\n{}=]*$", re.MULTILINE

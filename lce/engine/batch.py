@@ -55,7 +55,8 @@ class Batch(Unique):
 
     def __init__(
         self, engine: Engine, max_lanes: int | str = SHARED_ROWS, max_waiting: int | str = 256,
-        cache_dir: str | Path | None = None, cache_budget: int | str = "50GiB", *, keep: bool = True,
+        cache_dir: str | Path | None = None, cache_budget: int | str = "50GiB", cache_memory: int | str | None = None,
+        *, keep: bool = True,
     ) -> None:  # fmt: skip
         """Begin a batch: see `Engine.batch`. Without `keep`, no context is kept for later requests."""
         self.engine = engine
@@ -70,7 +71,10 @@ class Batch(Unique):
                 raise UsageError(f"cache_dir is {shown(str(folder))}: {error.strerror}; name another folder") from None
         self._keeps = keep
         self._changed = threading.Condition()
-        self._prefixes = PrefixCache(folder, (free_host_memory() or 8 << 30) // 2, budget, self._wake)
+        memory = (free_host_memory() or 8 << 30) // 2
+        if cache_memory is not None:
+            memory = in_bytes(cache_memory, "cache_memory")
+        self._prefixes = PrefixCache(folder, memory, budget, self._wake)
         self._choosing = threading.Lock()  # for `_engines`
         self._engines: dict[Method, Engine] = {engine.method: engine}
         self._named: dict[str, tuple[Engine, Context]] = {}

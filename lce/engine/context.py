@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache, Mark
 from lce.engine.graph import DecodeGraph
-from lce.engine.identity import Identity
 from lce.engine.lanes import Lane
 from lce.engine.planning import ALLOWANCE
-from lce.engine.saving import ContextData, Target, save
+from lce.engine.saving import ContextData, ContextFiles, Target
 from lce.errors import UsageError
 from lce.files import path_of
 from lce.models.rope import Rope
@@ -56,8 +55,8 @@ class Context(Unique):
 
     _instead = "copy it with fork(), or write it with save() and open it with Engine.open_context() in another process"
 
-    def __init__(self, data: ContextData, rope: Rope, identity: Identity) -> None:
-        self._identity = identity
+    def __init__(self, data: ContextData, rope: Rope, files: ContextFiles) -> None:
+        self._files = files
         self._rope = rope
         self._cache: KVCache | None = data.cache
         self.token_ids = list(data.token_ids)
@@ -118,7 +117,7 @@ class Context(Unique):
     def fork(self) -> Context:
         """Return an independent context with the same tokens. On a CPU the two share the memory of these tokens."""
         with self._hold():
-            return Context(replace(self._data, cache=self.cache.fork(), saves=set()), self._rope, self._identity)
+            return Context(replace(self._data, cache=self.cache.fork(), saves=set()), self._rope, self._files)
 
     def truncate(self, n_tokens: int) -> None:
         """Drop all tokens after the first `n_tokens`. Raises `UsageError` if the context has fewer.
@@ -161,7 +160,7 @@ class Context(Unique):
         it was opened from or last saved to, whatever its name. A fork has no file of its own.
         """
         with self._hold():
-            save(Target(path_of(path), force, self._saves), self._data, self._identity)
+            self._files.save(Target(path_of(path), force, self._saves), self._data)
 
     def _mark(self) -> ContextMark:
         """Return the current state for a later `_go_back`. Copies no keys or values."""

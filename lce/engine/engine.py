@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,12 +23,13 @@ from lce.engine.arguments import GenerationOptions, Options, Prompt, Prompts, ar
 from lce.engine.batch import Batch
 from lce.engine.chat import Conversation
 from lce.engine.context import Context, Unique
+from lce.engine.divided_files import DividedFiles
 from lce.engine.eviction import attention_peaks, best_rows, check_evictable, checked_keep, copy_rows, repetitions
 from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
 from lce.engine.planning import ALLOWANCE
 from lce.engine.sampling import Sampling, Scorer, TokenScores, check_logits, recommended
-from lce.engine.saving import ContextData, PrefillJob, Target, open_saved, save
+from lce.engine.saving import ContextData, ContextFiles, PrefillJob, Target
 from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver
 from lce.engine.window import beyond, readable, warn
@@ -39,6 +41,7 @@ from lce.methods.run import Driver
 from lce.models.config import RopeConfig
 from lce.models.layers import Model
 from lce.models.products import SHARED_ROWS
+from lce.models.ranks import Division
 from lce.models.rope import Rope
 from lce.progress import Progress, check_progress, reported
 from lce.sizes import count
@@ -61,6 +64,7 @@ class Engine(Unique):
     def __init__(
         self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, layout: CacheLayout, method: Method,
         attention: Attention, window: int, rope: RopeConfig, weights: str | None, again: Callable[..., Engine],
+        division: Division,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
@@ -74,13 +78,22 @@ class Engine(Unique):
         self.weights = weights
         self._fingerprint = checkpoint.fingerprint
         self._again = again  # `load` with the options of this engine
-        config = model.config
+        self.division = division
+        self.ranks = division.ranks
+        config, whole = model.config, division.config
         self.identity = Identity(
-            lambda: config.identity(checkpoint.fingerprint()),
+            lambda: whole.identity(checkpoint.fingerprint()),
             method, window, rope, self.dtype, config.vocab_size, layout.kv_dtype, weights,
         )  # fmt: skip
+        divided = self.ranks.count > 1
+        self.files = DividedFiles(layout, self.identity, division) if divided else ContextFiles(layout, self.identity)
         driver = Driver(method, attention, window, config.n_kv_heads, config.sliding_window, config.kinds)
-        recorded = self.device.type == "cuda" and method.decodes and attention.decodes(self.dtype, config.head_dim)
+        recorded = (
+            self.device.type == "cuda"
+            and not divided
+            and method.decodes
+            and attention.decodes(self.dtype, config.head_dim)
+        )
         eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
         self.alone = Alone(model, driver, tokenizer, eos_ids, self.block, self.device, CudaTape if recorded else None)
         self._end = _End()  # freed after the model, because it is the last attribute
@@ -149,6 +162,7 @@ class Engine(Unique):
         all_ids = [self._ids(each, checked.context) for each in (prompt if many else [prompt])]
         if not many:
             return self._stream(all_ids[0], checked, CancelFlag(), keep="nothing").finish()
+        self._check_undivided("a list of prompts", "give them one by one")
         lanes = min(len(all_ids), SHARED_ROWS)
         with Batch(self, lanes, len(all_ids), keep=False) as batch:
             return [stream.finish() for stream in [batch.stream(ids, **options) for ids in all_ids]]
@@ -170,15 +184,22 @@ class Engine(Unique):
 
     def batch(
         self, max_lanes: int | str = SHARED_ROWS, max_waiting: int | str = 256, *, cache_dir: str | Path | None = None,
-        cache_budget: int | str = "50GiB",
+        cache_budget: int | str = "50GiB", cache_memory: int | str | None = None,
     ) -> Batch:  # fmt: skip
         """Begin a batch, which runs many requests at once.
 
         Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
         requests are kept, and a prompt that begins with the tokens of one is read from there on. With `cache_dir`, a
-        folder, they are kept as files, too, of up to `cache_budget` bytes together, and outlive the process.
+        folder, they are kept as files, too, of up to `cache_budget` bytes together, and outlive the process. In memory
+        they have up to `cache_memory` bytes, by default half of what is free.
         """
-        return Batch(self, max_lanes, max_waiting, cache_dir, cache_budget)
+        self._check_undivided("a batch", "ask prompt by prompt, with Engine.generate or stream")
+        return Batch(self, max_lanes, max_waiting, cache_dir, cache_budget, cache_memory)
+
+    def _check_undivided(self, what: str, remedy: str) -> None:
+        """Raise `UsageError` if ranks share the model: `what` is then impossible."""
+        if self.ranks.count > 1:
+            raise UsageError(f"{what} is for a model on one rank, and {self.ranks.count} share this one; {remedy}")
 
     def beyond(self, n_tokens: int) -> str | None:
         """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
@@ -293,6 +314,7 @@ class Engine(Unique):
         """
         if not isinstance(scores, bool):
             raise UsageError(f"scores is {shown(scores)}; expected True or False")
+        self._check_undivided("a trace", "load the model without ranks")
         ids = self._ids(token_ids)
         self._warn(len(ids))
         context = self.new_context(len(ids))
@@ -323,9 +345,9 @@ class Engine(Unique):
         path, ids = path_of(path), self._ids(document, self._own(context))
         wanted = 0 if length is None else count(length, "length", least=0)
         check_progress(progress)
-        if keep is not None or (context is not None and context.cache.n_evicted):
+        if keep is not None or self.ranks.count > 1 or (context is not None and context.cache.n_evicted):
             if every is not None:
-                raise UsageError("checkpoint_every is for a prefill that keeps all keys; leave it out")
+                raise UsageError("checkpoint_every is for a prefill on one rank that keeps all keys; leave it out")
             return self._evicted_file(
                 ids, Target(path, force, context._saves if context else ()), context, wanted, keep, progress
             )
@@ -376,7 +398,7 @@ class Engine(Unique):
                     kept = self.evict(held, keep, progress=lambda done, total: tell(n + done * n // total, whole))
                     stats.evict_s = time.perf_counter() - started - stats.prefill_s
                 with kept:
-                    save(target, kept._data, self.identity)
+                    self.files.save(target, kept._data)
                     stats.memory, stats.traffic = kept.cache.bytes_by_tier, kept.cache.traffic
         return stats
 
@@ -413,7 +435,7 @@ class Engine(Unique):
 
         Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
         """
-        return self._context(open_saved(path_of(path), self.layout, self.identity))
+        return self._context(self.files.open(path_of(path)))
 
     def new_context(self, length: int | str) -> Context:
         """Return an empty context with memory for `length` tokens. Raises `CapacityError` if they cannot fit."""
@@ -422,14 +444,18 @@ class Engine(Unique):
         return self._context(ContextData(cache, announced=announced))
 
     def _context(self, data: ContextData) -> Context:
-        return Context(data, self.rope_of(data.announced), self.identity)
+        return Context(data, self.rope_of(data.announced), self.files)
 
     def _reserve(self, cache: KVCache, length: int) -> None:
         """Reserve memory for `length` tokens of a cache, if `ALLOWANCE` has enough. Raises `CapacityError` if not."""
         before, n_rows = ALLOWANCE.promised(cache), length - cache.n_evicted
-        ALLOWANCE.promise(cache, n_rows)
-        try:
+
+        def reserve() -> None:
+            ALLOWANCE.promise(cache, n_rows)
             cache.reserve(n_rows)
+
+        try:
+            self.ranks.together(reserve)
         except BaseException:
             ALLOWANCE.give_back(cache, before)
             raise
@@ -450,6 +476,9 @@ class Engine(Unique):
         options.sampling.check(self.model.config.vocab_size)
         if options.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
             raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
+        if self.ranks.count > 1 and options.sampling.seed is None and not options.sampling.greedy:
+            seed = self.ranks.exchange(secrets.randbits(62))[0]  # ranks with one seed draw the same tokens
+            options = replace(options, sampling=replace(options.sampling, seed=seed))
         return options
 
     def _own(self, context: object) -> Context | None:
@@ -458,7 +487,7 @@ class Engine(Unique):
             return None
         if not isinstance(context, Context):
             raise UsageError(f"context is {shown(context)}; expected what prefill, open_context or fork returns")
-        if context._identity is not self.identity:
+        if context._files is not self.files:
             raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
         return context
 

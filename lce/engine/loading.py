@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from lce.attention import Attention
 from lce.cache.formats import kv_dtype_of
 from lce.cache.layout import Budgets, CacheLayout
+from lce.engine import dividing
 from lce.engine.arguments import DTYPES, budgets_of, check_names, dtype_of, scaled, sized
 from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.engine import Engine
@@ -29,6 +30,7 @@ from lce.methods.own_window import access_of
 from lce.methods.registry import AUTO, as_method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
+from lce.models.ranks import Division, Ranks
 from lce.models.registry import model_class, read_config
 from lce.progress import notice
 from lce.sizes import count
@@ -50,7 +52,7 @@ def load(
     kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
     spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
     weights: str | None = "auto", sharing: Engine | None = None, length: int | str | None = None,
-    prefill_method: str | Method | None = None,
+    prefill_method: str | Method | None = None, ranks: object = None,
 ) -> Engine:  # fmt: skip
     """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
 
@@ -75,6 +77,8 @@ def load(
     - `threads`: the number of threads that the whole process computes with from now on, at most the cores that it may
       use; None keeps the present number.
     - `sharing`: an engine of the same model, device, dtype and weights; the new engine uses that engine's weights.
+    - `ranks`: the processes that share the model's heads and matrices, each of which makes the same calls: "all" that
+      torchrun started, or a group of torch.distributed; None is this process alone. See docs/parallel.md.
 
     Raises `ModelError` for what is no valid model or cannot be had, and `UsageError` for options that cannot be used.
     """
@@ -83,12 +87,29 @@ def load(
         "rope_factor": rope_factor, "kv_device_budget": kv_device_budget, "kv_host_budget": kv_host_budget,
         "spill_dir": spill_dir, "kv_dtype": kv_dtype, "weights": weights, "length": length,
     }  # fmt: skip
-    source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     if threads is not None:
         torch.set_num_threads(_within_cores(count(threads, "threads", most=MOST_THREADS), usable_cores()))
+    own, again = dividing.ranks_of(ranks), partial(load, model, **loading, ranks=ranks)
+    engine = own.together(partial(_loaded, model, method, own, sharing, prefill_method, again, **loading))
+    dividing.check_same(
+        own, engine.division.config, engine.method, engine.block, engine.dtype, engine.rope, engine.weights
+    )
+    return engine
+
+
+def _loaded(
+    model: str | Path, method: str | Method, ranks: Ranks, sharing: Engine | None, prefill_method: str | Method | None,
+    again: Callable[..., Engine], *, device: Devices, dtype: str | torch.dtype | None, block: int | str | None,
+    window: int | str | None, attention: str | None, rope: str | None, rope_factor: float | None,
+    kv_device_budget: int | str | None, kv_host_budget: int | str | None, spill_dir: str | Path | None,
+    kv_dtype: str | torch.dtype | None, weights: str | None, length: int | str | None,
+) -> Engine:  # fmt: skip
+    """Do what `load` does for one of several ranks; `again` is `load` with these options."""
+    source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     config = read_config(source)
     tokenizer = source.tokenizer(config.vocab_size)
-    devices = devices_of(device)
+    devices = devices_of(dividing.device_for(ranks, device))
+    dividing.check_devices(ranks, devices)
     if devices[0].type == "cpu":
         keep_freed_memory()
     checkpoint = source.checkpoint
@@ -98,28 +119,29 @@ def load(
     kind = dtype_of(dtype, checkpoint.dtype)
     borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
     n_tokens = None if length is None else count(length, "length")
-    chosen = fitted(method, facts, n_tokens, prefill_method)
-    made = _sizes(facts, chosen, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
+    chosen, family = fitted(method, facts, n_tokens, prefill_method), model_class(config)
+    dividing.check_method(ranks, chosen)
+    schemes = family.schemes(config, scheme, checkpoint.shapes) if scheme else {}
+    division = dividing.division_of(config, ranks, family, checkpoint, schemes)
+    made = _sizes(facts, division, chosen, kind, devices, scheme, checkpoint, block, budgets, kv_dtype, borders)
     layout, backend = made.layout, Attention.choose(attention)
     options = layout, made.method, backend, facts.window, facts.rope, scheme.name if scheme else None
     if sharing is not None:
-        _check_same(sharing, config, checkpoint, layout, scheme)
-        return Engine(sharing.model, tokenizer, checkpoint, *options, again=sharing._again)
+        _check_same(sharing, division, checkpoint, layout, scheme)
+        return Engine(sharing.model, tokenizer, checkpoint, *options, again=sharing._again, division=division)
     if layout.dtype != checkpoint.dtype() or (checkpoint.quantised and not checkpoint.manifest):
         uses_threads()  # converting weights may start threads
-    family = model_class(config)
-    wanted = family.weights(config, checkpoint.shapes)
-    loaded = checkpoint.load(
+    wanted, ignore = dividing.weights_of(division, family, checkpoint.shapes), (*family.unused, *config.unused)
+    loaded = dividing.part_of(division, family, checkpoint, ignore).load(
         wanted, dtype=layout.dtype, device=lambda name: layout.part_of(family.layer_of(name, config)).device,
-        ignore=(*family.unused, *config.unused),
-        joined=family.joined(config), schemes=family.schemes(config, scheme, checkpoint.shapes) if scheme else None,
+        ignore=ignore, joined=family.joined(config), schemes=schemes or None,
         wide=[name for name in wanted if family.is_wide(name)],
     )  # fmt: skip
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
-    again = partial(load, model, **loading)
-    return Engine(family(config, loaded), tokenizer, checkpoint, *options, again=again)
+    built = family(division.own, dividing.joined(division, family, loaded, [*checkpoint.shapes]))
+    return Engine(built, tokenizer, checkpoint, *options, again=again, division=division)
 
 
 @cache
@@ -153,13 +175,15 @@ def resolved(
 
 
 def _check_same(
-    sharing: object, config: ModelConfig, checkpoint: Checkpoint, layout: CacheLayout, scheme: Scheme | None
+    sharing: object, division: Division, checkpoint: Checkpoint, layout: CacheLayout, scheme: Scheme | None
 ) -> None:
-    """Raise `UsageError` unless `sharing` is an engine of this model, dtype, devices and quantisation scheme."""
+    """Raise `UsageError` unless `sharing` is an engine of this model, dtype, devices, ranks and quantisation scheme."""
     if not isinstance(sharing, Engine):
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
-    if sharing.model.config != config or sharing.fingerprint != checkpoint.fingerprint():
+    if sharing.division.config != division.config or sharing.fingerprint != checkpoint.fingerprint():
         raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
+    if sharing.ranks != division.ranks:
+        raise UsageError("sharing is an engine of other ranks; give the same ranks")
     theirs, ours = (f"{each.dtype} on {each.devices_text}" for each in (sharing.layout, layout))
     if theirs != ours:
         raise UsageError(f"sharing is an engine in {theirs}; expected {ours}, as asked")
@@ -243,25 +267,26 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions, lengt
     budgets = budgets_of(options.get("kv_device_budget"), options.get("kv_host_budget"), options.get("spill_dir"))
     devices = devices_of(options.get("device"))
     chosen = fitted(method, facts, length, options.get("prefill_method"))
-    return _sizes(facts, chosen, kind, devices, scheme, headers, block, budgets, options.get("kv_dtype"))
+    division = Division(config)
+    return _sizes(facts, division, chosen, kind, devices, scheme, headers, block, budgets, options.get("kv_dtype"))
 
 
 def _sizes(
-    facts: ModelFacts, chosen: Method, dtype: torch.dtype, devices: Sequence[torch.device], scheme: Scheme | None,
-    checkpoint: Checkpoint | None, block: int | None, budgets: Budgets, kv_dtype: object,
+    facts: ModelFacts, division: Division, chosen: Method, dtype: torch.dtype, devices: Sequence[torch.device],
+    scheme: Scheme | None, checkpoint: Checkpoint | None, block: int | None, budgets: Budgets, kv_dtype: object,
     borders: Borders | None = None,
 ) -> Planned:  # fmt: skip
-    """Return an engine's sizes with a fitted method; weights' are as stored, if a checkpoint is stored quantised.
+    """Return an engine's sizes with a fitted method, of what one rank has; matrices stored quantised stay as stored.
 
     If `borders` is None, see `borders_of`.
     """
-    config, family = facts.config, model_class(facts.config)
-    stored = checkpoint.shapes if checkpoint else ()
-    schemes = family.schemes(config, scheme, stored) if scheme else {}
+    config, family = division.own, model_class(facts.config)
+    stored = checkpoint.shapes if checkpoint else {}
+    schemes = family.schemes(facts.config, scheme, stored) if scheme else {}
     if checkpoint and devices[0].type == "cpu":
         schemes = {**schemes, **checkpoint.schemes}
     sizes = {}
-    for name, (published, shape) in family.weights(config, stored).items():
+    for name, (published, shape) in dividing.weights_of(division, family, stored).items():
         plain = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)
         sizes[name] = schemes[published].n_bytes(shape) if published in schemes else plain
     layout = CacheLayout(

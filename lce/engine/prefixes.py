@@ -114,6 +114,8 @@ class PrefixCache(Unique):
         )
         with self._lock:
             for other in self._index.prefixes(entry):
+                if other.path is not None and not other.path.exists():  # another process has removed the file
+                    other.path = None
                 if len(other.ids) == len(entry.ids):
                     entry.path, entry.n_bytes, other.path = other.path, other.n_bytes, None
                 if other.path is None:  # the others' files are given up when this context has one

@@ -135,6 +135,26 @@ def save(target: Target, data: ContextData, identity: Identity) -> None:
         raise
 
 
+class ContextFiles:
+    """The context files that an engine of this layout and identity writes and opens."""
+
+    def __init__(self, layout: CacheLayout, identity: Identity) -> None:
+        self.layout = layout
+        self.identity = identity
+
+    def save(self, target: Target, data: ContextData) -> None:
+        """Write a context file: see `Context.save`."""
+        save(target, data, self.identity)
+
+    def open(self, path: Path) -> ContextData:
+        """Read a context file: see `Engine.open_context`."""
+        return open_saved(path, self.layout, self.identity)
+
+    def check_space(self, path: Path, n_tokens: int) -> None:
+        """Raise `CapacityError` unless a context of `n_tokens` tokens can be saved at `path`."""
+        check_space(path, self.layout, n_tokens)
+
+
 def check_space(path: Path, layout: CacheLayout, n_tokens: int) -> None:
     """Raise `CapacityError` unless a context of `n_tokens` tokens can be saved. The space is reserved for a moment."""
     check_writable(path)

@@ -188,6 +188,15 @@ class Method:
         """
         raise NotImplementedError(f"{self.label} declares no parts; define parts_of, or attend")
 
+    @property
+    def couples_heads(self) -> str | None:
+        """Why a KV head's outputs depend on other KV heads, and what to do; None: on nothing but this head.
+
+        Ranks, which divide the heads, refuse a method that couples them. A class from outside of lce says so itself.
+        """
+        ours = type(self).__module__.startswith("lce.")
+        return None if ours else "it may look at all heads; say `couples_heads = None` in its class if it does not"
+
     def layer_kind(self, layer: int) -> str:
         """Return a label of a layer; layers with equal labels have the same parts."""
         return ""

@@ -149,6 +149,10 @@ class Delta(Method):
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
+    def couples_heads(self) -> str | None:
+        return self.sparse_method.couples_heads or self.dense_method.couples_heads
+
+    @property
     def n_recent(self) -> int:
         return max(self.sparse_method.n_recent, self.dense_method.n_recent)
 

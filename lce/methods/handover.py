@@ -71,6 +71,10 @@ class Handover(Wrapped):
             )
         return made
 
+    @property
+    def couples_heads(self) -> str | None:
+        return self.inner.couples_heads or self.prefill.couples_heads
+
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         """Return the smaller of both methods' limits."""
         limits = [method.limit(window, sliding_window) for method in (self.inner, self.prefill)]

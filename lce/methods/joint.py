@@ -32,6 +32,10 @@ class JointSelection(LocalMethod, ABC):
         made = self.filled(local=max(1, window // 2), top_k=max(1, window // 4))
         return made.filled(far=made.local)
 
+    @property
+    def couples_heads(self) -> str | None:
+        return "all heads make one choice; take a method whose heads choose alone, such as longheads"
+
     @abstractmethod
     def n_candidates(self, start: int) -> int:
         """Return the number of candidates for the block that begins at token `start`; 0 or less means none."""

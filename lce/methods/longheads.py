@@ -15,7 +15,7 @@ from lce.methods.base import knob
 from lce.methods.costs import Cost, PaperFigure, QueryBlock
 from lce.methods.registry import register
 from lce.methods.selective import SelectiveMethod, choosers
-from lce.methods.selectors import SUMMARY, random_scores
+from lce.methods.selectors import BY_NUMBER, SUMMARY, random_scores
 from lce.methods.step import Step
 
 
@@ -65,6 +65,10 @@ class LongHeads(SelectiveMethod):
     def access(self) -> AccessPattern:
         per_head = self.share != "layer" and not self.fix_head
         return AccessPattern(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
+
+    @property
+    def couples_heads(self) -> str | None:
+        return BY_NUMBER if self.rank == "random" else super().couples_heads
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
         return 1 if self.fix_head else choosers(self.share, n_heads, n_kv_heads)

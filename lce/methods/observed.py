@@ -37,6 +37,10 @@ class Wrapped(Method):
     def resolve(self, window: int) -> Self:
         return replace(self, inner=self.inner.resolve(window))
 
+    @property
+    def couples_heads(self) -> str | None:
+        return super().couples_heads or self.inner.couples_heads
+
     def alike(self, step: Step) -> bool:
         """Return False: `attend` of a derived class looks on in each layer."""
         return False

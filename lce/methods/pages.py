@@ -26,6 +26,7 @@ from lce.methods.registry import register
 from lce.methods.selective import ChunkSelection, block_of, choosers, slot_turns
 from lce.methods.selectors import (
     BEST_KEY,
+    BY_NUMBER,
     SELECTORS,
     ContextSelector,
     Mass,
@@ -222,6 +223,10 @@ class Pages(ChunkSelection):
     @property
     def _n_local(self) -> int:
         return -(-resolved(self.local) // self.size)
+
+    @property
+    def couples_heads(self) -> str | None:
+        return BY_NUMBER if self.select == "random" else super().couples_heads
 
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
         return choosers(resolved(self.share), n_heads, n_kv_heads)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lce.methods.base import knob
 from lce.methods.oracle import BudgetedChunks
 from lce.methods.registry import register
-from lce.methods.selectors import ContextSelector, Random
+from lce.methods.selectors import BY_NUMBER, ContextSelector, Random
 
 
 @register("random")
@@ -24,6 +25,8 @@ class RandomChunks(BudgetedChunks):
     """
 
     seed: int = knob(0, "another seed draws other chunks", kw_only=True)
+
+    couples_heads: ClassVar[str] = BY_NUMBER
 
     @property
     def selector(self) -> ContextSelector:

@@ -123,6 +123,11 @@ class ChunkSelection(Method, ABC):
         return AccessPattern(self.size, sinks=self.size, local=self.size, per_head=True)
 
     @property
+    def couples_heads(self) -> str | None:
+        together = "all heads make one choice; give share=head or share=group, without fix_head"
+        return super().couples_heads or (None if self.access.per_head else together)
+
+    @property
     def n_first(self) -> int:
         """The number of first chunks that are always taken."""
         return int(self.keep_first)

@@ -269,5 +269,6 @@ def _mix(x: Tensor, y: Tensor) -> Tensor:
     return ((bits ^ (bits >> 16)) >> 8).float() / 2**24
 
 
+BY_NUMBER = "random choices depend on a head's number among all heads; choose in another way"  # `couples_heads`
 SUMMARY, BOUNDS, BEST_KEY = Summary(), Bounds(), BestKey()
 SELECTORS: dict[str, SummarySelector] = {"summary": SUMMARY, "bounds": BOUNDS, "mean": MeanKey()}

@@ -150,6 +150,14 @@ class Model:
             "qkv": (config.n_heads + 2 * config.n_kv_heads) * config.head_dim,
             "gate_up": 2 * config.intermediate_size,
         }
+        return {
+            name: (published, tuple(sizes[word] for word in words))
+            for name, (published, words) in cls.table(config, stored).items()
+        }
+
+    @classmethod
+    def table(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return what `weights` returns, but with the words for sizes in place of the sizes."""
         table: dict[str, tuple[str, str]] = {"embed": cls.model_weights["embed"]}
         for i in range(config.n_layers):
             for name, (published, shape) in cls.layer_weights.items():
@@ -161,8 +169,7 @@ class Model:
         if not config.tied or config.weight_prefix + cls.model_weights["head"][0] in stored:
             table["head"] = cls.model_weights["head"]
         return {
-            name: (config.weight_prefix + published, tuple(sizes[word] for word in shape.split()))
-            for name, (published, shape) in table.items()
+            name: (config.weight_prefix + published, tuple(shape.split())) for name, (published, shape) in table.items()
         }
 
     @classmethod

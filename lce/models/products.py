@@ -7,6 +7,7 @@ package depends on kernels or devices.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lce.kernels.cpu.kernel import sliced as sliced
 from lce.kernels.cpu.products import product
 from lce.kernels.cpu.replay import Replays as Replays  # for models
 from lce.kernels.cuda import launching
+from lce.models.ranks import Ranks
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked
 
@@ -34,7 +36,7 @@ _thread = threading.local()  # `memory`: this thread's scratch memory for unpack
 
 @timed("products")
 def linear(
-    x: Tensor, weight: Matrix, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
+    x: Tensor, weight: Matrix | Divided, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
     gate: Gate | None = None, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
@@ -45,6 +47,8 @@ def linear(
     rows, one kernel does everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of
     up to `MOST_ROWS` rows, each row has the same bits as in a product of its own. If a norm is given, x may be float32.
     """
+    if isinstance(weight, Divided):
+        return weight.linear(x, bias, norm=norm, eps=eps, onto=onto)
     few = len(x) <= MOST_ROWS
     around: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "onto": onto, "out_dtype": out_dtype}
     if not isinstance(weight, Tensor):
@@ -115,7 +119,7 @@ def _computed(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | N
     return panels.arithmetic(_stored_dtype(x, weight, norm))
 
 
-def rows_of(weight: Tensor | PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_of(weight: Tensor | PackedMatrix | VocabularyPart, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows `ids [T]` of the embedding as the first hidden states, `[T, in]`.
 
     On a CPU, hidden states are float32 in a model of any `dtype`: a layer adds to them, and the sum is not rounded.
@@ -199,6 +203,57 @@ def gate_mul(x: Tensor, gate: Gate) -> Tensor:
         return on_gpu.silu_mul(x)
     first, second = x.chunk(2, dim=-1)
     return (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")).mul_(second)
+
+
+class Divided:
+    """A matrix that ranks divide among them. Every rank calls `linear`, and gets the product with the whole matrix."""
+
+    def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
+        """Do what `linear` does with the whole matrix, without a gate."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class SummedMatrix(Divided):
+    """A matrix of which this rank has the columns `own`, and that part of x alone. Ranks add their sums in float32."""
+
+    own: Matrix
+    ranks: Ranks
+
+    def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
+        assert norm is None, "a rank has only a part of the vectors"
+        out = self.ranks.sum(linear(x, self.own, out_dtype=torch.float32))
+        if bias is not None:
+            out += bias
+        return out.to(_stored_dtype(x, self.own, None)) if onto is None else onto.add_(out)
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyPart(Divided):
+    """An embedding or a head of `n_rows` tokens of which this rank has the rows `own`, from token `first` on.
+
+    Each number of a result is computed by one rank, and has the same bits on all ranks, whatever their machines.
+    """
+
+    own: Tensor | PackedMatrix
+    first: int
+    n_rows: int
+    ranks: Ranks
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows `ids [T]`: `[T, in]`."""
+        local = ids - self.first
+        others = (local < 0) | (local >= self.own.shape[0])
+        found = rows_of(self.own, local.masked_fill_(others, 0), dtype)
+        return self.ranks.sum(found.masked_fill_(others[:, None], 0.0))
+
+    def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
+        assert bias is None, "a head has no bias"
+        assert onto is None, "logits are added to nothing"
+        out = x.new_zeros(len(x), self.n_rows, dtype=torch.float32)
+        own = linear(x, self.own, norm=norm, eps=eps, out_dtype=torch.float32)
+        out[:, self.first : self.first + own.shape[1]] = own
+        return self.ranks.sum(out)
 
 
 def merge_heads(out: Tensor) -> Tensor:

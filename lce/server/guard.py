@@ -29,13 +29,18 @@ from lce.server.sse import Gone
 _OPEN = {("GET", "/"), ("GET", "/inspect"), ("GET", "/health")}  # need no key: they have no data
 _ALLOWED = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
-    "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Api-Key, Anthropic-Version, Anthropic-Beta",
+    "Access-Control-Allow-Headers": (
+        "Authorization, Content-Type, X-Api-Key, X-Session-Id, Anthropic-Version, Anthropic-Beta"
+    ),
     "Access-Control-Max-Age": "600",
 }
 
 
 class Guard:
-    """The outermost ASGI application. `scope` gets `lce.record`, and `lce.failed`, which notes an error."""
+    """The outermost ASGI application. `scope` gets `lce.record`, and `lce.failed`, which notes an error.
+
+    `lce.id` of a scope is the request's id, if a door in front of this server has given it one.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -43,15 +48,16 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        service, record = self._service, Record(f"req_{secrets.token_hex(8)}")
+        service, record = self._service, Record(scope.get("lce.id") or f"req_{secrets.token_hex(8)}")
         allowed = self._allowed(scope)
 
         async def put(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 more = {"X-Request-Id": record.id, "X-Content-Type-Options": "nosniff", **allowed}
-                pairs = [(name.lower().encode(), value.encode()) for name, value in more.items()]
-                message = {**message, "headers": [*message["headers"], *pairs]}
+                pairs = {name.lower().encode(): value.encode() for name, value in more.items()}
+                given = [pair for pair in message["headers"] if pair[0] not in pairs]  # a replica's answer has them too
+                message = {**message, "headers": [*given, *pairs.items()]}
             await send(message)
 
         def failed(error: BaseException) -> Refusal:
@@ -104,7 +110,7 @@ class Guard:
             origin = headers.get("origin")
             if origin not in (None, f"http://{host}") and not self._allowed(scope):
                 raise Refusal(403, "this origin may not ask; start lce serve with --cors ORIGIN")
-        elif not preflight and (scope["method"], scope["path"]) not in _OPEN and not _has_key(headers, settings.key):
+        elif not preflight and not _is_open(scope, settings) and not _has_key(headers, settings.key):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _note(self, scope: Scope, record: Record) -> None:
@@ -120,7 +126,7 @@ class Guard:
             "id": record.id, "endpoint": endpoint, "method": scope["method"], "status": record.status,
             "stream": record.stream, "prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens,
             "generated_tokens": record.generated_tokens, "first_token_s": record.first_token_s, "total_s": took,
-            "finish": record.finish, "error": record.error,
+            "finish": record.finish, "error": record.error, "replica": record.replica,
         }  # fmt: skip
         log({name: round(x, 4) if isinstance(x, float) else x for name, x in line.items() if x is not None})
 
@@ -128,6 +134,11 @@ class Guard:
 def log(line: dict[str, Any]) -> None:
     """Write one line of JSON to stderr."""
     print(json.dumps({"time": round(time.time(), 3), **line}), file=sys.stderr, flush=True)
+
+
+def _is_open(scope: Scope, settings: Settings) -> bool:
+    """Return whether a request needs no key."""
+    return (scope["method"], scope["path"]) in _OPEN or (settings.open_metrics and scope["path"] == "/metrics")
 
 
 def _has_key(headers: Headers, key: str) -> bool:
@@ -139,6 +150,11 @@ def _has_key(headers: Headers, key: str) -> bool:
 
 async def body_of(request: Request, settings: Settings) -> Any:
     """Return a request's JSON body. Refuses other kinds, and one that is too large, too slow or too deep."""
+    return await parsed(await bytes_of(request, settings), settings)
+
+
+async def bytes_of(request: Request, settings: Settings) -> bytes:
+    """Return the bytes of a request's body. Refuses what is not said to be JSON, and what is too large or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "expected Content-Type: application/json")
@@ -160,9 +176,12 @@ async def body_of(request: Request, settings: Settings) -> Any:
                     break
     except TimeoutError:
         raise Refusal(408, f"the body did not come within {settings.body_s:g} seconds") from None
-    if len(data) < 1 << 16:
-        return _parsed(bytes(data), settings)
-    return await asyncio.to_thread(_parsed, bytes(data), settings)
+    return bytes(data)
+
+
+async def parsed(data: bytes, settings: Settings) -> Any:
+    """Return the JSON value of a body. Refuses one that is wrong or too deep."""
+    return _parsed(data, settings) if len(data) < 1 << 16 else await asyncio.to_thread(_parsed, data, settings)
 
 
 def _parsed(data: bytes, settings: Settings) -> Any:

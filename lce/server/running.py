@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lce.errors import UsageError
@@ -25,10 +26,11 @@ LAST_S = 5  # seconds for open connections after the last stream
 class Server(uvicorn.Server):
     """A server whose first signal lets requests end, and whose second ends it at once. `signal` is the first one."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, app: ASGIApp | None = None) -> None:
+        """Make a server of an application, by default of the one that answers by the service's batch."""
         settings = service.settings
         config = uvicorn.Config(
-            application(service), http=_protocol(settings.head_s, settings.most_connections), ws="none",
+            app or application(service), http=_protocol(settings.head_s, settings.most_connections), ws="none",
             lifespan="off", log_config=None, access_log=False, server_header=False, timeout_keep_alive=IDLE_S,
             h11_max_incomplete_event_size=MOST_HEAD, timeout_graceful_shutdown=LAST_S,
         )  # fmt: skip

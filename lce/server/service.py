@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import lce
 from lce.server.grammar import Vocabulary
 from lce.server.metrics import Metrics
 from lce.server.refusals import Refusal
@@ -20,13 +21,14 @@ T = TypeVar("T")
 class Settings:
     """The settings of a server. `origins` may read answers from a browser. `ping_s` is the longest silence of a stream.
 
-    `hosts` are the valid names in the Host header while there is no key.
+    `hosts` are the valid names in the Host header while there is no key. With `open_metrics`, `/metrics` needs no key.
     """
 
     model: str
     key: str | None = None
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    open_metrics: bool = False
     ping_s: float = 5.0
     head_s: float = 10.0  # seconds that a client may take to send a request's head
     body_s: float = 60.0  # the same for its body
@@ -37,6 +39,31 @@ class Settings:
     most_headers: int = 100
     most_connections: int = 1024
     drain_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server loads: arguments of `lce.load` and of `Engine.batch`, and the files of contexts by their names."""
+
+    loading: Mapping[str, Any]
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    contexts: Mapping[str, str] = field(default_factory=dict)
+
+    def begin(self) -> Any:
+        """Load the model, and return a batch with the named contexts."""
+        batch = lce.load(**self.loading).batch(**self.batch)
+        try:
+            for name, path in self.contexts.items():
+                batch.add_context(name, path)
+        except BaseException:
+            batch.close()
+            raise
+        return batch
+
+
+def served_name(model: str) -> str:
+    """Return the name under which a model is served: the last part of its path or id."""
+    return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").replace("@", "-") or model
 
 
 class Service:
@@ -124,3 +151,4 @@ class Record:
     first_token_s: float | None = None
     finish: str | None = None
     error: str | None = None
+    replica: str | None = None  # the one that answered, if there are several

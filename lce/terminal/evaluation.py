@@ -118,18 +118,21 @@ def perplexity(**how: Any) -> None:
 @options.suite_options
 @record_option
 @flag("--ceiling/--no-ceiling", "First measure `full` within the window, for each task.", default=True)
+@options.cluster_options
 @options.loading_options
 @options.output_options
-def run_suite(suite: dict[str, Any], record: str | None, **how: Any) -> None:
+def run_suite(suite: dict[str, Any], record: str | None, cluster: dict[str, Any], **how: Any) -> None:
     """Ask every method samples of some tasks and lengths, and print the mean scores with 95% intervals.
 
     Every method gets the same samples. For each task, full attention is asked first within the window: where it fails
     there, scores say little of the methods, and a note says so. With --record, an interrupted run resumes when the same
-    command is run again, and `lce eval report FILE` makes tables and pictures.
+    command is run again, and `lce eval report FILE` makes tables and pictures. With --ray, processes of a Ray cluster
+    ask the samples, and the answers are the same.
     """
+    from lce.terminal.jobs import filling
     from lce.terminal.suites import SuiteRun
 
-    SuiteRun(**suite, **how).measure(record)
+    SuiteRun(**suite, **how).measure(record, filling(**cluster))
 
 
 passkey = copy(run_suite)
@@ -180,17 +183,19 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 @options.benchmark_options
 @record_option
 @flag("--predictions DIR", "Also write the answers here, as the benchmark's own code does.")
+@options.cluster_options
 @options.loading_options
 @options.output_options
-def published(suite: dict[str, Any], record: str | None, **how: Any) -> None:
+def published(suite: dict[str, Any], record: str | None, cluster: dict[str, Any], **how: Any) -> None:
     """Ask every method the published benchmark SUITE, from your copy of its files, and print its scores.
 
     Prompts, answer lengths, metrics and averages are the benchmark's own; scores are 0 to 100. `lce eval benchmarks`
     lists the names and the files. With --record, an interrupted run resumes when the same command is run again.
     """
+    from lce.terminal.jobs import filling
     from lce.terminal.suites import SuiteRun
 
-    SuiteRun(**suite, **how).measure(record)
+    SuiteRun(**suite, **how).measure(record, filling(**cluster))
 
 
 @evaluation.command()

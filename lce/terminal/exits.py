@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from lce.errors import CapacityError, LceError, user_line
+from lce.terminal.ranks import error_stream
 
 INTERRUPTED = 130
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
@@ -110,7 +111,7 @@ def report_failure(error: BaseException) -> int:
     if cause is None and isinstance(error, BrokenPipeError):  # another program closed our stdout, as `head` does
         return 0
     code, line = (INTERRUPTED, "\nlce: interrupted") if cause else classify(error)
-    click.echo("; ".join([line, *notes]), err=True)
+    click.echo("; ".join([line, *notes]), file=error_stream(error))
     return code
 
 

@@ -25,6 +25,7 @@ from lce.system import default_threads
 from lce.terminal.exits import DEBUG
 from lce.terminal.methods import MethodOption, method_name, methods_of, named_methods
 from lce.terminal.output import Output, note
+from lce.terminal.ranks import join
 from lce.terminal.reading import read_prompt
 
 Command = Callable[..., Any]
@@ -338,12 +339,30 @@ suite_options = packed("suite", _suite, *_SUITE)
 benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
 sampling_options = packed("sampling", _sampling, *_sampling_flags(lambda off: off))
 given_sampling_options = packed("sampling", _given, *_sampling_flags(lambda off: None))
-loading_options = packed(
-    "loading",
-    lambda threads, **values: {**values, "threads": threads or default_threads()},
-    *(*_COMPUTING, _ATTENTION, *_ROPE, *_BUDGETS, flag("--threads", _CORES, type=COUNT)),
+_LOADING = *_COMPUTING, _ATTENTION, *_ROPE, *_BUDGETS, flag("--threads", _CORES, type=COUNT)
+_RANKS = flag(
+    "--ranks", "Share the model among all processes of torchrun: see docs/parallel.md.", is_flag=True, callback=join
 )
+
+
+def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
+    return {**values, "threads": threads or default_threads()}
+
+
+loading_options = packed("loading", _loading, *_LOADING)
+divided_loading_options = packed("loading", _loading, *_LOADING, _RANKS)
 planning_options = packed("planning", dict, *_COMPUTING, *_ROPE, *_BUDGETS)
+cluster_options = packed(
+    "cluster",
+    dict,
+    flag(
+        "--ray [ADDRESS]",
+        "Ask in a Ray job, on this machine or a cluster: lce[ray].",
+        is_flag=False,
+        flag_value="local",
+    ),
+    flag("--workers N", "With --ray: engines.  [default: as many as --threads allows]", type=COUNT),
+)
 output_options = packed("output", Output, _JSON, quiet_option, debug_option)
 quiet_options = packed("output", Output, quiet_option, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)

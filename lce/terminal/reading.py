@@ -11,6 +11,7 @@ from lce.errors import CapacityError, DataError, UsageError
 from lce.files import JsonError, named, open_regular, parse_json, path_of
 from lce.sizes import size_text
 from lce.system import free_host_memory
+from lce.terminal.ranks import from_first
 
 BYTES_OF_TEXT = 16  # The most bytes of memory per byte of input: for the input, its characters and token ids.
 MAX_MESSAGES_VALUES = 1 << 20
@@ -84,7 +85,11 @@ def read_messages(name: str) -> list[Any]:
 
 
 def read_bytes(name: str) -> tuple[str, bytes]:
-    """Read a file, or stdin for "-". Return its name for error messages, and its bytes."""
+    """Read a file, or stdin for "-". Return its name for error messages, and its bytes. Of several ranks, one reads."""
+    return from_first(lambda: _read_bytes(name))
+
+
+def _read_bytes(name: str) -> tuple[str, bytes]:
     stdin = name == "-"
     source, remedy = ("stdin", "give a file") if stdin else (named(name), "check the path and its permissions")
     if stdin and sys.stdin is None:

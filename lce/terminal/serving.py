@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import click
 
-import lce
 from lce.errors import UsageError, WindowWarning, shown
 from lce.terminal.output import Output
 
@@ -28,69 +29,60 @@ def contexts_of(values: tuple[str, ...]) -> dict[str, str]:
 def serve(
     model: str, methods: Mapping[str, Any], loading: Mapping[str, Any], output: Output, *, host: str, port: int,
     api_key: str | None, cors: tuple[str, ...], lanes: int, queue: int, cache_dir: str | None, cache_budget: str,
-    context: tuple[str, ...], ping: float, name: str | None, drain: float,
+    context: tuple[str, ...], ping: float, name: str | None, drain: float, replicas: int,
+    open_metrics: bool,
 ) -> None:  # fmt: skip
     """Serve a model until a signal comes. Raises KeyboardInterrupt after Ctrl-C, when all is closed."""
-    try:
+    with _extra("serve", "starlette", "uvicorn", "prometheus_client", "llguidance", "h11"):
         import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
 
         from lce.server import running
-        from lce.server.service import Service, Settings
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] not in (
-            "starlette",
-            "uvicorn",
-            "prometheus_client",
-            "llguidance",
-            "h11",
-        ):
-            raise
-        raise UsageError(f"lce serve needs {error.name}; install it by pip install 'lce[serve]'") from None
+        from lce.server.door import DoorService, door
+        from lce.server.service import Load, Service, Settings, served_name
     if api_key is not None and not api_key.strip():
         raise UsageError("the API key is empty; give --api-key KEY, or unset LCE_API_KEY")
     if not running.is_loopback(host) and api_key is None:
         raise UsageError(f"--host {host} is open to other machines; give --api-key KEY, or set LCE_API_KEY")
-    files, served = contexts_of(context), name or _name_of(model)
+    served = name or served_name(model)
     own = ("localhost", "127.0.0.1", "[::1]", host.lower())
-    settings = Settings(served, api_key, cors, own, ping_s=ping, drain_s=drain)
-    with running.bound(host, port) as sock:
-        service = Service(settings)
-        server = running.Server(service)
-        loader = _Loader(
-            service, server, lambda: _batch(model, methods, loading, files, lanes, queue, cache_dir, cache_budget)
-        )
+    settings = Settings(served, api_key, cors, own, open_metrics, ping_s=ping, drain_s=drain)
+    batch = {"max_lanes": lanes, "max_waiting": queue, "cache_dir": cache_dir, "cache_budget": cache_budget}
+    load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
+    with running.bound(host, port) as sock, ExitStack() as closing:
+        if replicas == 1:
+            service, begin, app = Service(settings), load.begin, None
+        else:
+            service = DoorService(settings)
+            begin, app = partial(closing.enter_context(_local()).begin, load, settings, replicas), door(service)
+        server = running.Server(service, app)
+        loader = _Loader(service, server, begin)
+        closing.callback(loader.close)
         loader.start()
         click.echo(f"lce: serving {served} on {running.address(sock)}", err=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", WindowWarning)  # the server refuses such texts
-                server.listen(sock)
-        finally:
-            loader.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WindowWarning)  # the server refuses such texts
+            server.listen(sock)
     if loader.failure is not None:
         raise loader.failure
 
 
-def _name_of(model: str) -> str:
-    """Return the name under which a model is served: the last part of its path or id."""
-    return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").replace("@", "-") or model
-
-
-def _batch(
-    model: str, methods: Mapping[str, Any], loading: Mapping[str, Any], files: Mapping[str, str], lanes: int,
-    queue: int, cache_dir: str | None, cache_budget: str,
-) -> Any:  # fmt: skip
-    """Load a model, and return a batch with the named contexts."""
-    engine = lce.load(model, **methods, **loading)
-    batch = engine.batch(max_lanes=lanes, max_waiting=queue, cache_dir=cache_dir, cache_budget=cache_budget)
+@contextmanager
+def _extra(name: str, *packages: str) -> Iterator[None]:
+    """Name the extra `lce[NAME]` if one of its packages is missing."""
     try:
-        for each, path in files.items():
-            batch.add_context(each, path)
-    except BaseException:
-        batch.close()
-        raise
-    return batch
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in packages:
+            raise
+        raise UsageError(f"lce serve needs {error.name}; install it by pip install 'lce[{name}]'") from None
+
+
+def _local() -> Any:
+    """Return what runs replicas on this machine."""
+    with _extra("ray", "ray", "fastapi"):
+        from lce.server.ray import Local
+    return Local()
 
 
 class _Loader(threading.Thread):

@@ -83,27 +83,41 @@ class SuiteRun:
     objects: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task scores in percent, by method and task
 
-    def measure(self, record: str | None) -> None:
-        """Measure and print all cells. If the first task cannot be made, the error comes before any printed line."""
+    def measure(self, record: str | None, fill: Callable[[SuiteRun], None] | None = None) -> None:
+        """Measure and print all cells. If the first task cannot be made, the error comes before any printed line.
+
+        `fill` may put answers into the run's record first.
+        """
         self.answers = Record(record)
         self.answers.prepare()
         if self.predictions is not None:
             make_folder(self.predictions, "predictions")
-        check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)
-        engines: list[lce.Engine] = []
-        for method in self.methods:
-            engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
+        engines = self.load()
         for task in self.tasks if self.lengths else ():
             self.suite.make(engines[0], task, min(self.lengths))  # raises if the length is too short for the task
-        ceilings = self._ceilings(engines[0]) if self.ceiling else None
-        left = TokensLeft(len(self.tasks))
-        with self.output.bar(lambda: left.label, " tok") as left.advance:
-            self._tasks(engines, ceilings, left)
+        if fill is not None:
+            fill(self)
+        self.ask(engines)
         for label, scores in self.scores.items():
             for name, score in self.suite.averages(scores).items():
                 self.objects.append({"average": name, "method": label, "score": score})
                 self.output.text(f"{name:<26}{label:<18}{'':>18}{score:>8.2f}")
         self.output.object(self.objects)
+
+    def load(self) -> list[lce.Engine]:
+        """Load the model, and return an engine for each method."""
+        check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)
+        engines: list[lce.Engine] = []
+        for method in self.methods:
+            engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
+        return engines
+
+    def ask(self, engines: Sequence[lce.Engine]) -> None:
+        """Ask what the record lacks, and print all cells."""
+        ceilings = self._ceilings(engines[0]) if self.ceiling else None
+        left = TokensLeft(len(self.tasks))
+        with self.output.bar(lambda: left.label, " tok") as left.advance:
+            self._tasks(engines, ceilings, left)
 
     def _tasks(
         self, engines: Sequence[lce.Engine], ceilings: Sequence[tuple[lce.Engine, list[int]]] | None, left: TokensLeft

@@ -94,7 +94,8 @@ class Checkpoint:
 
     A file that was changed after its header was read no longer matches its stamp in `stamps`: size, inode and times.
     `manifest` describes weights that lce quantised; it is None for other checkpoints. Row i of a tensor is row
-    `orders[name][i]` of the stored tensor; most tensors have no order.
+    `orders[name][i]` of the stored tensor; most tensors have no order. Of a tensor in `columns`, only the columns from
+    the first number up to the second are loaded; `tensors` has its stored width.
     """
 
     folder: Path
@@ -102,6 +103,7 @@ class Checkpoint:
     stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict, repr=False)
     manifest: Manifest | None = field(default=None, repr=False)
     orders: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False)
+    columns: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -242,13 +244,13 @@ class Checkpoint:
     def _fill(
         self, outs: Mapping[str, Mapping[str, Tensor]], files: Mapping[Path, int], dtype: torch.dtype | None
     ) -> None:
-        """Read tensors into `outs`, by name and by part: as they lie in a file, or from blocks and rows in an order."""
+        """Read tensors into `outs`, by name and by part: as they lie in a file, or as `Blocks`."""
         as_stored, blocks = dict[str, Tensor](), []
         for name, parts in outs.items():
-            info, order = self.tensors.get(name), self.orders.get(name)
-            if info and (info.dtype not in DTYPES or order is not None):
+            info, order, columns = self.tensors.get(name), self.orders.get(name), self.columns.get(name)
+            if info and (info.dtype not in DTYPES or order is not None or columns):
                 kind = parts[""].dtype if "" in parts else dtype or torch.float32
-                blocks.append(Blocks(name, info, order, parts, kind))
+                blocks.append(Blocks(name, info, order, parts, kind, columns))
             else:
                 as_stored |= {f"{name}.{part}" if part else name: out for part, out in parts.items()}
         fill(as_stored, self.tensors, files)
@@ -345,6 +347,7 @@ class Checkpoint:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor, by name. A quantised matrix counts as one tensor."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
+        shapes |= {name: (shapes[name][0], stop - first) for name, (first, stop) in self.columns.items()}
         if self.manifest:
             for name, shape in self.manifest.shapes.items():
                 for part in self.manifest.schemes[name].parts(shape):

@@ -64,10 +64,11 @@ SCHEMES: Mapping[str, Scheme] = {name: Packed(layout) for name, layout in GGUF_L
 
 @dataclass(frozen=True)
 class Blocks:
-    """A tensor of a GGUF file that is not read as it lies: quantised, or of another order of rows.
+    """A tensor that is not read as it lies in its file: quantised, of another order of rows, or of some columns alone.
 
     Row i of the tensor is row `order[i]` in the file. `parts` are the parts of a packed matrix, or under "" a plain
     tensor; without any, the tensor is only checked. `dtype` is the dtype in which a packed matrix is computed with.
+    Of each row, the parts have `columns`, whole blocks from the first number up to the second; None: all.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Blocks:
     order: NDArray[np.int64] | None
     parts: Mapping[str, Tensor]
     dtype: torch.dtype
+    columns: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,6 +104,9 @@ class Blocks:
         lowest = int(rows.min())
         raw = np.empty((int(rows.max()) + 1 - lowest, self.row_bytes), np.uint8)
         read_into(memoryview(raw.reshape(-1)), descriptor, self.info.start + lowest * self.row_bytes, self.info.file)  # type: ignore[arg-type]
+        if self.columns:
+            first_byte, stop_byte = (column * self.row_bytes // self.shape[1] for column in self.columns)
+            raw = raw[:, first_byte:stop_byte]
         step, found = max(ROW_BLOCK, _REPACKED // self.shape[1] // ROW_BLOCK * ROW_BLOCK), []
         for start in range(first, stop, step):
             chosen = rows[start - first : start - first + step] - lowest
@@ -130,7 +135,7 @@ class Blocks:
         if len(self.info.shape) == 1:
             flat = weights.reshape(-1)
             return [(self.parts[""], torch.from_numpy(flat if self.order is None else flat[self.order]))]
-        return [(self.parts[""][first:stop], torch.from_numpy(weights.reshape(stop - first, *self.info.shape[1:])))]
+        return [(self.parts[""][first:stop], torch.from_numpy(weights.reshape(self.parts[""][first:stop].shape)))]
 
 
 def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:

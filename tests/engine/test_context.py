@@ -83,8 +83,8 @@ def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -
     for call in (twin.generate, twin.stream, twin.prefill):
         with pytest.raises(lce.UsageError, match="made by another engine"):
             call("x", context=context)
-    assert context.fork()._identity is context._identity is not twin.identity
-    assert context._identity.facts == twin.identity.facts
+    assert context.fork()._files is context._files is not twin.files
+    assert context._files.identity.facts == twin.identity.facts
     assert len(context) == 10
 
 

@@ -21,7 +21,7 @@ from lce.engine.prefix_index import Entry, chain, common
 from lce.engine.prefixes import PrefixCache
 from lce.errors import DataError
 from tests.checkpoints import save_tiny, tokens
-from tests.command import output, start, until, within
+from tests.command import Process, output, start, until, within
 
 BLOCK = 32
 
@@ -167,6 +167,17 @@ def test_what_memory_lacks_is_in_a_file(engine: lce.Engine, tmp_path: Path) -> N
         assert batch.stream(tokens(100, seed=0), max_tokens=1).finish().stats.read_before >= 99
 
 
+def test_a_context_whose_file_another_process_removed_is_saved_when_it_is_used_again(
+    engine: lce.Engine, tmp_path: Path
+) -> None:
+    with engine.batch(cache_dir=tmp_path) as batch:
+        for _ in range(2):
+            batch.stream(tokens(100), max_tokens=1).finish()
+            until(lambda: len(kept(tmp_path)) == 1)
+            for path in tmp_path.rglob("*.*"):
+                path.unlink()
+
+
 def test_a_folder_that_cannot_be_written(engine: lce.Engine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(lce.UsageError, match="cache_dir"):
@@ -226,6 +237,46 @@ def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp
         path.stem for path in files if path.suffix == ".ids" and path.with_suffix(".lce").exists()
     }
     assert sum(path.stat().st_size for path in files if path.suffix == ".lce") <= budget
+
+
+@pytest.mark.slow
+def test_processes_share_a_folder_while_some_are_killed(tmp_path: Path) -> None:
+    """One process goes on while others are killed beside it. None gets a wrong token, and each text keeps a file."""
+    (tmp_path / "model").mkdir()
+    model, rng = save_tiny(tmp_path / "model"), random.Random(0)
+    engine = lce.load(model, "longheads", block=BLOCK)
+    texts = [tokens(120 + 9 * seed, seed=seed) for seed in range(8)]
+    folder, lines = tmp_path / "kept", list[list[str]]()
+
+    def begin() -> Process:
+        process = start(_CHILD, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps([str(folder), str(model), 1 << 30, texts]))
+        process.stdin.close()
+        process.stdin = None
+        assert process.line() == "ready\n"
+        return process
+
+    def end(process: Process) -> None:
+        with process:
+            process.send_signal(signal.SIGKILL)
+            lines.append(process.communicate()[0].split("\n")[:-1])
+
+    lasting = begin()
+    for _ in range(6):
+        killed = begin()
+        time.sleep(rng.random())
+        end(killed)
+        assert lasting.poll() is None
+    end(lasting)
+    assert len(lines[-1]) > len(texts)
+    for i, ids in enumerate(texts):
+        ways = {json.dumps(alone(engine, ids, cut)) for cut in (99, 100, len(ids) - 1)}
+        ways |= {json.dumps(engine.generate(ids, max_tokens=4).token_ids)}
+        assert {line for found in lines for line in found[i :: len(texts)]} <= ways, i
+    kept = [np.frombuffer(path.read_bytes(), np.int32).tolist() for path in folder.rglob("*.ids")]
+    assert [i for i, ids in enumerate(texts) if not any(found[: len(ids)] == ids for found in kept)] == []
+    assert {path.stem for path in folder.rglob("*.lce")} <= {path.stem for path in folder.rglob("*.ids")}
 
 
 # Files that are damaged or strange in other ways, folders that change, and saves that fail

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 SHARED = {
     "products",
     "__init__",
+    "ranks",
     "config",
     "kinds",
     "layers",

@@ -32,6 +32,12 @@ def test_the_key_is_needed_for_all_but_health(service: Service) -> None:
         assert client.post(PATH, json=CHAT, headers=raw).status_code == 401
 
 
+def test_figures_may_be_open(service: Service) -> None:
+    client = client_of(service, key="s3cret", open_metrics=True)
+    assert client.get("/metrics").status_code == 200
+    assert client.get("/v1/models").status_code == 401
+
+
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""])
 def test_other_hosts_are_refused_without_a_key(client: TestClient, host: str) -> None:
     assert client.get("/v1/models", headers={"Host": host}).status_code == 403

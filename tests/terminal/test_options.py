@@ -55,7 +55,10 @@ def test_each_group_packs_what_the_library_takes() -> None:
         "sharing",
         "length",
         "prefill_method",
+        "ranks",
     }
+    divided = received([], options.divided_loading_options)["loading"]
+    assert (set(divided) - set(loading), divided["ranks"]) == ({"ranks"}, None)
     planning = received(["--block", "7"], options.planning_options)["planning"]
     assert set(planning) == set(SizeOptions.__annotations__) - {"prefill_method"}
     both = received(["-o", "prefill_method.local=4", "--prefill-method", "rerope"], options.planned_methods_options)
@@ -132,7 +135,7 @@ def test_a_seed_that_changes_nothing_is_said() -> None:
 
 def test_defaults_are_those_of_the_library() -> None:
     defaults = {parameter.name: parameter.default for parameter in cli.generate.params}
-    without = "model prompt stop block window rope rope_factor seed method threads tokens prefill_method".split()
+    without = "model prompt stop block window rope rope_factor seed method threads tokens prefill_method ranks".split()
     without += "kv_device_budget kv_host_budget spill_dir".split()
     for function in (lce.load, lce.Engine.stream, lce.Sampling):
         for name, parameter in inspect.signature(function).parameters.items():

@@ -127,7 +127,7 @@ class Record:
             *lines, rest = file.read().split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
-                sample, measured = _parsed(line)
+                sample, measured = parse_line(line)
             except (ValueError, TypeError, StopIteration):
                 raise _strange(path, line, number) from None
             self._lines[_key(sample)] = sample, measured
@@ -156,11 +156,12 @@ class Record:
     def add_all(self, measured: Sequence[tuple[dict[str, Any], Line]]) -> None:
         """Append several lines in one write. If the process is killed, the file may have only the first lines."""
         if self.path is not None:
-            _append(self.path, b"".join(_line(*each) for each in measured))
+            _append(self.path, b"".join(line_of(*each) for each in measured))
         self._lines.update((_key(sample), (sample, each)) for sample, each in measured)
 
 
-def _parsed(line: bytes) -> tuple[dict[str, Any], Line]:
+def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
+    """Return the sample and the measurement of a line. Raises `ValueError`, `TypeError` or `StopIteration`."""
     sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
     kind = next(kind for sign, kind in KINDS.items() if sign in sample)
     given = {field: sample.pop(field.name) for field in fields(kind) if field.name in sample}
@@ -224,7 +225,8 @@ def _end_of_lines(descriptor: int) -> int:
     return mmap(descriptor, size, access=ACCESS_READ).rfind(b"\n") + 1 if size else 0
 
 
-def _line(sample: dict[str, Any], measured: Line) -> bytes:
+def line_of(sample: dict[str, Any], measured: Line) -> bytes:
+    """Return the line of a measurement. Raises `DataError` for numbers that are not finite."""
     content = {**sample, **{name: value for name, value in asdict(measured).items() if value is not None}}
     try:
         return json.dumps(content, allow_nan=False).encode() + b"\n"

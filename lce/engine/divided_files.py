@@ -1,0 +1,157 @@
+"""Context files of a model that ranks share: the same files as of one rank, so that any number of ranks opens them.
+
+The first rank writes, and asks all ranks for the heads of one stretch of tokens after the other. To open a file, each
+rank reads it, and copies its own heads into its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lce.cache.context_file import restored_states
+from lce.cache.kv import UNROUNDED, KVCache
+from lce.cache.layer import KVBuffer, LayerCache
+from lce.cache.layout import Budgets, CacheLayout
+from lce.engine.identity import Identity
+from lce.engine.saving import ContextData, ContextFiles, Target
+from lce.errors import LceError, RankError
+from lce.models.ranks import Division, Ranks
+
+
+class DividedFiles(ContextFiles):
+    """The context files of an engine whose heads are divided among ranks. All ranks make each call."""
+
+    def __init__(self, layout: CacheLayout, identity: Identity, division: Division) -> None:
+        config, cpu = division.config, torch.device("cpu")
+        whole = replace(layout, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, device=cpu, budgets=Budgets())
+        super().__init__(whole, identity)
+        self.own = layout
+        self.division = division
+        self.ranks = division.ranks
+
+    def save(self, target: Target, data: ContextData) -> None:
+        """Write a context file on the first rank. If this fails, raise an error on all ranks."""
+        heads = _Heads(self.ranks, data.cache)
+        if self.ranks.rank:
+            heads.answer()
+            return
+        try:
+            super().save(target, replace(data, cache=_Gathered.of(self.layout, heads)))
+        except BaseException as error:
+            heads.end(error)
+            raise
+        heads.end()
+
+    def open(self, path: Path) -> ContextData:
+        return self.ranks.together(lambda: self._opened(path))
+
+    @torch.inference_mode()
+    def _opened(self, path: Path) -> ContextData:
+        data = super().open(path)
+        cache, heads, whole = KVCache.empty(self.own, data.cache.length), slice(*self.division.kv_heads), data.cache
+        for start in range(0, whole.length, self.own.segment):
+            stop = min(start + self.own.segment, whole.length)
+            cache.begin()
+            cache.reserve(stop)
+            for layer, own in zip(whole.layers, cache.layers, strict=True):
+                k, v = (x[heads].to(self.own.device) for x in layer.span(start, stop))
+                own.write(k, v)
+            cache.commit()
+        kept = {name: self._heads_of(x) for name, x in whole.tensors().items() if not name.startswith(UNROUNDED)}
+        for layer in cache.layers:
+            layer.state = restored_states(layer.layout, layer.index, kept)
+        cache.evicted = whole.evicted
+        logits = None if data.logits is None else data.logits.to(self.own.device)
+        return replace(data, cache=cache, logits=logits)
+
+    def _heads_of(self, state: Tensor) -> Tensor:
+        """Return this rank's part of a method's state, whose first dimension counts query heads or KV heads."""
+        n, total = len(state), self.division.config.n_kv_heads
+        first, stop = self.division.kv_heads
+        return state[first * n // total : stop * n // total].clone()
+
+    def check_space(self, path: Path, n_tokens: int) -> None:
+        check = super().check_space
+        self.ranks.together(lambda: None if self.ranks.rank else check(path, n_tokens))
+
+
+class _Request(NamedTuple):
+    """What the first rank asks for: rows of a layer from one token to another, else the method's state; or the end."""
+
+    rows: tuple[int, int, int] | None = None
+    error: tuple[str, int] | tuple[()] | None = None  # the end: () without an error, or its text and exit code
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The heads of a cache on all ranks. The first rank asks; the others answer until `end` is called."""
+
+    ranks: Ranks
+    cache: KVCache
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer, `[G, n, D]` each, as devices store them."""
+        self.ranks.exchange(_Request((layer, start, stop)))
+        k, v = torch.cat(self.ranks.exchange(self._rows(layer, start, stop)), dim=1)
+        return k, v
+
+    def states(self) -> dict[str, Tensor]:
+        """Return what `KVCache.tensors` returns."""
+        self.ranks.exchange(_Request())
+        found = self.ranks.exchange(self._states())
+        heads_at = {name: 1 if name.startswith(UNROUNDED) else 0 for name in found[0]}  # the dimension of heads
+        return {name: torch.cat([each[name] for each in found], dim) for name, dim in heads_at.items()}
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the other ranks' `answer`. With an error, they raise `RankError`."""
+        code = getattr(error, "exit_code", LceError.exit_code)
+        self.ranks.exchange(_Request(error=() if error is None else (f"rank 0: {error}", code)))
+
+    def answer(self) -> None:
+        """Answer the first rank until it ends. Raises the first rank's error."""
+        while (request := self.ranks.exchange(_Request())[0]).error is None:
+            self.ranks.exchange(self._rows(*request.rows) if request.rows else self._states())
+        if request.error:
+            raise RankError(*request.error)
+
+    def _rows(self, layer: int, start: int, stop: int) -> Tensor:
+        return torch.stack(self.cache.layers[layer].stored(start, stop)).cpu()
+
+    def _states(self) -> Mapping[str, Tensor]:
+        return {name: x.cpu().clone() for name, x in self.cache.tensors().items()}
+
+
+@dataclass(eq=False)
+class _GatheredLayer(LayerCache):
+    """A layer whose keys and values all ranks have."""
+
+    heads: _Heads | None = None
+
+    def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        assert self.heads is not None
+        return self.heads.rows(self.index, start, stop)
+
+
+@dataclass(eq=False)
+class _Gathered(KVCache):
+    """A cache, to be saved, whose keys and values all ranks have."""
+
+    heads: _Heads | None = None
+
+    @classmethod
+    def of(cls, layout: CacheLayout, heads: _Heads) -> _Gathered:
+        buffer, n = KVBuffer(layout, 0), heads.cache.length
+        layers: list[LayerCache] = [
+            _GatheredLayer(layer, layout, buffer, None, {}, n, heads=heads) for layer in layout.layers
+        ]
+        return cls(layout, layers, evicted=heads.cache.evicted, heads=heads)
+
+    def tensors(self) -> dict[str, Tensor]:
+        assert self.heads is not None
+        return self.heads.states()

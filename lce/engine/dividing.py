@@ -1,0 +1,159 @@
+"""Divides a model among ranks: finds the ranks, says what each has, and loads that. See `lce.models.ranks`."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lce.errors import RankError, UsageError, shown
+from lce.methods.base import Method
+from lce.models.config import ModelConfig
+from lce.models.layers import Model
+from lce.models.products import SummedMatrix, VocabularyPart
+from lce.models.ranks import ALONE, LIMIT_S, Division, Ranks
+from lce.weights.checkpoint import Checkpoint
+from lce.weights.packed import ROW_BLOCK, Scheme
+from lce.weights.slices import Slice, block_size, check_cuts, sliced
+
+LAUNCH = "torchrun --nproc-per-node 2 -m lce ..."
+
+
+def ranks_of(value: object) -> Ranks:
+    """Return the ranks that a user names: None (this process alone), "all" of torchrun's, or a process group.
+
+    "all" joins the processes that torchrun started, unless torch.distributed has a group already. Tensors on CPUs go by
+    gloo, tensors on GPUs by NCCL.
+    """
+    if value is None:
+        return ALONE
+    if not dist.is_available():
+        raise UsageError("this PyTorch has no torch.distributed, so ranks cannot be used; leave ranks out")
+    if isinstance(value, str) and value == "all":
+        if not dist.is_initialized():
+            _join()
+        value = dist.group.WORLD
+    if not isinstance(value, dist.ProcessGroup):
+        raise UsageError(f"ranks is {shown(value)}; expected None, 'all' or a group of torch.distributed")
+    if dist.get_rank(value) < 0:
+        raise UsageError("ranks is a group without this process; load the model in the processes of the group alone")
+    own = None if value is dist.group.WORLD else value  # no reference keeps the default group's threads until exit
+    return Ranks(dist.get_rank(value), dist.get_world_size(value), own)
+
+
+def _join() -> None:
+    """Join the group of all processes that torchrun started."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise UsageError(f"ranks is 'all', but no torchrun started this process; run {LAUNCH}, or leave ranks out")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT_S))
+    except (RuntimeError, ValueError) as error:
+        cause = " ".join(str(error).split())[:160]
+        raise RankError(f"this rank found no others within {LIMIT_S} s; start all with torchrun ({cause})") from error
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leave the group before Python ends: gloo's threads may not outlive the group."""
+    gc.collect()  # what still refers to the group
+    dist.destroy_process_group()
+
+
+def device_for(ranks: Ranks, device: Any) -> Any:
+    """Return the device that a user named; of several GPUs here, "auto" and "cuda" are the one of this rank."""
+    if ranks.count == 1 or not torch.cuda.is_available() or str(device) not in ("None", "auto", "cuda"):
+        return device
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.rank)) % torch.cuda.device_count()}"
+
+
+def check_devices(ranks: Ranks, devices: Sequence[torch.device]) -> None:
+    """Raise `UsageError` for several devices on one rank. Make a GPU the one by which ranks exchange objects."""
+    if ranks.count > 1 and len(devices) > 1:
+        names = ",".join(map(str, devices))
+        raise UsageError(f"device is {names} with {ranks.count} ranks; expected one device for each rank: leave it out")
+    if ranks.count > 1 and devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+
+
+def check_method(ranks: Ranks, method: Method) -> None:
+    """Raise `UsageError` for a method in which heads of different ranks would depend on each other."""
+    if ranks.count > 1 and (why := method.couples_heads):
+        raise UsageError(f"{method.label} cannot be divided among {ranks.count} ranks: {why}; or load without ranks")
+
+
+def check_same(ranks: Ranks, *facts: object) -> None:
+    """Raise `UsageError` unless all ranks loaded the same model with the same options."""
+    found = ranks.exchange("; ".join(map(repr, facts)))
+    if other := next((rank for rank, text in enumerate(found) if text != found[0]), None):
+        raise UsageError(f"rank {other} loads another model, or with other options, than rank 0; give all the same")
+
+
+def division_of(
+    config: ModelConfig, ranks: Ranks, family: type[Model], checkpoint: Checkpoint, schemes: Mapping[str, Scheme]
+) -> Division:
+    """Return the division of a model whose matrices `schemes` round. Raises `UsageError` if there can be none."""
+    if ranks.count == 1:
+        return Division(config)
+    table = family.table(config, checkpoint.shapes)
+    if any(words in (("query",), ("key",)) and not name.endswith("_bias") for name, (_, words) in table.items()):
+        whole = "it normalises the queries and keys of all heads together"
+        raise UsageError(f"{family.model_type} cannot be divided among ranks: {whole}; load it without ranks")
+    columns = {published: words[1] for published, words in table.values() if len(words) == 2}
+    blocks = {name: block_size(checkpoint, name, schemes.get(name)) for name in columns}
+    units = [blocks[name] for name, word in columns.items() if word == "inner"]
+    division = Division(config, ranks, math.lcm(ROW_BLOCK, *units))
+    division.check()
+    cuts = {*division.spans["query"][0]} - {config.n_heads * config.head_dim}
+    for name, word in columns.items():
+        if word == "query":
+            check_cuts(checkpoint, name, blocks[name], cuts)
+    return division
+
+
+def weights_of(
+    division: Division, family: type[Model], stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return what `Model.weights` returns, with the shapes that this rank has."""
+    slices = _slices(division, family, stored)
+    whole = family.weights(division.config, stored)
+    return {
+        name: (published, slices.get(published, Slice()).shape(shape)) for name, (published, shape) in whole.items()
+    }
+
+
+def part_of(division: Division, family: type[Model], checkpoint: Checkpoint, ignore: Sequence[str]) -> Checkpoint:
+    """Return a checkpoint of what this rank has."""
+    if division.ranks.count == 1:
+        return checkpoint
+    checkpoint.check(dict(family.weights(division.config, checkpoint.shapes).values()), ignore)
+    return sliced(checkpoint, _slices(division, family, checkpoint.shapes))
+
+
+def joined(division: Division, family: type[Model], loaded: Mapping[str, Any], stored: Sequence[str]) -> dict[str, Any]:
+    """Return loaded weights in which matrices divided by columns, and by tokens, act as the whole ones."""
+    made, ranks = dict(loaded), division.ranks
+    for name, (_, words) in family.table(division.config, stored).items():
+        if words[0] == "vocab" and words[0] in division.spans:
+            first, n_rows = division.spans["vocab"][0][0], division.config.vocab_size
+            made[name] = VocabularyPart(loaded[name], first, n_rows, ranks)
+        elif len(words) == 2 and words[1] in division.spans:
+            made[name] = SummedMatrix(loaded[name], ranks)
+    return made
+
+
+def _slices(division: Division, family: type[Model], stored: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
+    """Return the slices that this rank has, by the names in published checkpoints."""
+    spans, found = division.spans, {}
+    for published, words in family.table(division.config, stored).values():
+        rows, columns = (spans.get(word) for word in (*words, "")[:2])
+        if rows or columns:
+            found[published] = Slice(rows, columns[0] if columns else None)
+    return found

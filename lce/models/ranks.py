@@ -1,0 +1,147 @@
+"""Ranks: processes that share a model's matrices and compute each token together (Megatron-LM, Shoeybi et al., 2019).
+
+A rank has whole KV heads with their query heads, some hidden units of each MLP, and some rows of the embedding and of
+the head. The products of `o` and `down` are then sums over ranks: `SummedMatrix` in `lce.models.products` adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lce.errors import LceError, RankError, UsageError
+from lce.models.config import ModelConfig
+from lce.weights.packed import ROW_BLOCK
+
+LIMIT_S = 600  # the seconds that a rank waits for the others
+Span = tuple[int, int]  # the first row or column of a run, and the one after the last
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a model: `count` of them, of which this one is number `rank`.
+
+    All ranks make the same calls of `sum` and `exchange`, in the same order: a call waits for the other ranks. Both
+    raise `RankError` if another rank has ended, or does not answer within the time limit of the `group`.
+    """
+
+    rank: int = 0
+    count: int = 1
+    group: Any = None  # of torch.distributed; None: its default group, or this process alone
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors. May overwrite `x`."""
+        if self.count > 1:
+            x = x.contiguous()
+            self._wait(lambda: torch.distributed.all_reduce(x, group=self.group))
+        return x
+
+    def exchange(self, value: T) -> list[T]:
+        """Return the values of all ranks, which pickle can copy, in the order of ranks."""
+        found: list[Any] = [value] * self.count
+        if self.count > 1:
+            self._wait(lambda: torch.distributed.all_gather_object(found, value, group=self.group))
+        return found
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return `work()`, which must not wait for other ranks. If it fails on one rank, all ranks raise an error."""
+        if self.count == 1:
+            return work()
+        error: Exception | None = None
+        try:
+            found = work()
+        except Exception as own:
+            error = own
+        failed = None if error is None else (str(error), getattr(error, "exit_code", LceError.exit_code))
+        try:
+            failures = self.exchange(failed)
+            if error is not None:
+                error.told = True  # type: ignore[attr-defined]  # rank 0 knows it, and commands print it there alone
+                raise error
+        finally:
+            del error  # its traceback refers to this frame: `del` breaks the cycle
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise RankError(f"rank {rank}: {failure[0]}", failure[1])
+        return found
+
+    def span(self, total: int, unit: int = 1) -> Span:
+        """Return this rank's run of `total` rows or columns, in multiples of `unit`: first ranks have one unit more."""
+        each, more = divmod(-(-total // unit), self.count)
+        first = self.rank * each + min(self.rank, more)
+        return first * unit, min((first + each + (self.rank < more)) * unit, total)
+
+    def _wait(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
+            raise RankError("another rank has ended or does not answer; what it said first tells why") from error
+
+
+ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class Division:
+    """The division of a model among ranks, and what this rank has. `config` is of the whole model.
+
+    Hidden units are divided in multiples of `unit`, and rows of the vocabulary in blocks of `ROW_BLOCK`.
+    """
+
+    config: ModelConfig
+    ranks: Ranks = ALONE
+    unit: int = ROW_BLOCK
+
+    @property
+    def kv_heads(self) -> Span:
+        """This rank's KV heads. Example: 3 ranks have 2, 1 and 1 of 4."""
+        return self.ranks.span(self.config.n_kv_heads)
+
+    @cached_property
+    def own(self) -> ModelConfig:
+        """The config of a model that has only what this rank has."""
+        if self.ranks.count == 1:
+            return self.config
+        (first, stop), inner = self.kv_heads, self.spans["inner"][0]
+        group = self.config.n_heads // self.config.n_kv_heads
+        n, n_inner = stop - first, inner[1] - inner[0]
+        return replace(self.config, n_heads=n * group, n_kv_heads=n, intermediate_size=n_inner)
+
+    @cached_property
+    def spans(self) -> Mapping[str, Sequence[Span]]:
+        """The runs of rows or columns that this rank has, by the words for sizes in a family's tables of weights."""
+        if self.ranks.count == 1:
+            return {}
+        config, dim, (first, stop) = self.config, self.config.head_dim, self.kv_heads
+        group = config.n_heads // config.n_kv_heads * dim
+        query, key = (first * group, stop * group), (first * dim, stop * dim)
+        n_query, n_key, n_inner = config.n_heads * dim, config.n_kv_heads * dim, config.intermediate_size
+        inner = self.ranks.span(n_inner, self.unit)
+        return {
+            "query": [query],
+            "key": [key],
+            "qkv": [query, _moved(key, n_query), _moved(key, n_query + n_key)],
+            "inner": [inner],
+            "gate_up": [inner, _moved(inner, n_inner)],
+            "vocab": [self.ranks.span(config.vocab_size, ROW_BLOCK)],
+        }
+
+    def check(self) -> None:
+        """Raise `UsageError` if there are more ranks than parts."""
+        count, config = self.ranks.count, self.config
+        if count > config.n_kv_heads:
+            most = f"the model has {config.n_kv_heads} key/value heads, and each rank needs one of its own"
+            raise UsageError(f"{count} ranks; expected {config.n_kv_heads} or fewer: {most}")
+        if count > (most_parts := -(-config.intermediate_size // self.unit)):
+            most = f"the MLP has {config.intermediate_size} units, which are divided in multiples of {self.unit}"
+            raise UsageError(f"{count} ranks; expected {most_parts} or fewer: {most}")
+
+
+def _moved(span: Span, by: int) -> Span:
+    return span[0] + by, span[1] + by
