@@ -129,7 +129,7 @@ class Engine(Unique):
         if not (hasattr(observer, "rows") and hasattr(observer, "observe")):
             raise UsageError(f"observer is {shown(observer)}; expected an object with `rows` and `observe`")
         engine = self.using(Observed(self.method, observer))
-        engine.identity = self.identity
+        engine.identity, engine.files = self.identity, self.files
         return engine
 
     def __repr__(self) -> str:

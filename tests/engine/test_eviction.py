@@ -347,7 +347,7 @@ def test_what_is_refused(engine: lce.Engine, kept: lce.Context, tiny_model: Path
         engine.evict(kept, 0.5)
     with pytest.raises(UsageError, match="were evicted before, which is done once"):
         engine.prefill_file(QUESTION, tmp_path / "a", context=kept, keep=0.5)
-    with pytest.raises(UsageError, match="checkpoint_every is for a prefill that keeps all keys"):
+    with pytest.raises(UsageError, match="checkpoint_every is for a prefill on one rank that keeps all keys"):
         engine.prefill_file(DOCUMENT, tmp_path / "a", keep=0.5, checkpoint_every=32)
     with pytest.raises(UsageError, match="made by another engine"):
         load(tiny_model).evict(kept, 0.5)

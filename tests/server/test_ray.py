@@ -235,7 +235,7 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error(server: Server) -> 
     body = completion("endless", 3000, stream=True, logit_bias={"77": 100})
     streams = [server.open(COMPLETE, body, session) for session in two_sessions(server)]
     for stream in streams:
-        until(lambda stream=stream: stream.readline().startswith(b"data: "))
+        until(lambda stream=stream: stream.readline(1 << 16).startswith(b"data: "))
     server.replicas()[0].kill()
     ends = [events(stream.read().decode())[-1] for stream in streams]
     assert sorted(end == "[DONE]" for end in ends) == [False, True], ends
@@ -247,7 +247,7 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error(server: Server) -> 
 def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
     until(lambda: server.healthy() == 2, START_S)
     with server.open(COMPLETE, completion("endless", 3000, stream=True, logit_bias={"77": 100})) as stream:
-        until(lambda: stream.readline().startswith(b"data: "))
+        until(lambda: stream.readline(1 << 16).startswith(b"data: "))
     until(lambda: _running(server) == 0, 20)
 
 
@@ -315,7 +315,7 @@ def test_a_signal_lets_streams_end_and_ends_ray(chat_model: Path, tmp_path: Path
         ray = psutil.Process(server.process.pid).children(recursive=True)
         body = completion(text_of("the last"), 600, stream=True, logit_bias={"77": 100})
         with server.open(COMPLETE, body) as stream:
-            until(lambda: stream.readline().startswith(b"data: "))
+            until(lambda: stream.readline(1 << 16).startswith(b"data: "))
             server.process.send_signal(signal.SIGTERM)
             assert events(stream.read().decode())[-1] == "[DONE]"
         assert server.process.wait(60) == 0
