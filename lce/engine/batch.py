@@ -78,6 +78,7 @@ class Batch(Unique):
         self._choosing = threading.Lock()  # for `_engines`
         self._engines: dict[Method, Engine] = {engine.method: engine}
         self._named: dict[str, tuple[Engine, Context]] = {}
+        self._prefixes.learn(engine)
         prefixes = self._prefixes if keep else None
         self._scheduler = Scheduler(engine.model, self.max_lanes, self.max_waiting, prefixes, self._changed)
         self._process = os.getpid()

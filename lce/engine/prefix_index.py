@@ -82,8 +82,11 @@ def chain(ids: Ids) -> list[bytes]:
 def common(one: Ids, other: Ids) -> int:
     """Return the length of the longest common prefix."""
     n = min(len(one), len(other))
-    differing = np.flatnonzero(one[:n] != other[:n])
-    return int(differing[0]) if len(differing) else n
+    for stop in (min(n, PIECE), n):  # most texts differ at once
+        differing = np.flatnonzero(one[:stop] != other[:stop])
+        if len(differing):
+            return int(differing[0])
+    return n
 
 
 class PrefixIndex:

@@ -551,6 +551,14 @@ def test_prefixes_are_found_by_their_pieces(full: lce.Engine, cache: PrefixCache
     assert cache._index.best("h", np.array(TEXT, np.int32)) == (None, 0)
 
 
+def test_a_new_batch_knows_the_files_at_once(full: lce.Engine, tmp_path: Path) -> None:
+    with full.batch(cache_dir=tmp_path) as batch:
+        for seed in range(3):
+            within(batch.stream(tokens(200, seed=seed), max_tokens=2).finish)
+    with full.batch(cache_dir=tmp_path) as batch:
+        assert batch.gauges()["contexts"] == 3
+
+
 def test_digests_and_common_lengths() -> None:
     one, other = np.arange(130, dtype=np.int32), np.arange(130, dtype=np.int32)
     other[100] = 7
