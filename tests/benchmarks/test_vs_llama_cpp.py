@@ -56,6 +56,7 @@ def test_a_row_has_ratios_speeds_and_the_share_of_reading(vs_llama_cpp: ModuleTy
     ]
 
 
+@pytest.mark.slow
 def test_a_decode_step_reads_the_weights_and_what_is_cached(
     vs_llama_cpp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

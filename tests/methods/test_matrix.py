@@ -562,6 +562,7 @@ def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, obj
         assert (other - found).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_no_budget_changes_anything(data: st.DataObject) -> None:

@@ -137,6 +137,7 @@ def test_one_thread_computes_where_no_other_can_be_started(tiny_model: Path) -> 
     assert out
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written(tiny_model: Path) -> None:
     """Where stderr is full, the text and the exit code are what they are; where stdout is full, the command failed."""
     args = ("generate", "--prompt", PROMPT, "--threads", "1", "--model")

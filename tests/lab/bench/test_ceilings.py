@@ -10,6 +10,7 @@ import lce.lab.bench.ceilings as measured
 from lce.lab.bench.ceilings import Ceilings, ceilings, machine, products, shortest
 
 
+@pytest.mark.slow
 def test_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(measured, "LEAST_BYTES", 1 << 20)
