@@ -611,7 +611,7 @@ time.sleep(random.random())
 """
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(30, marks=SLOW)])
+@pytest.mark.parametrize("n", [1, pytest.param(10, marks=SLOW)])
 def test_an_interpreter_may_end_without_close(n: int, tiny_model: Path, tmp_path: Path) -> None:
     for _ in range(n):
         with start(EXITS, tiny_model, tmp_path) as process:
