@@ -49,7 +49,10 @@ class PrefixCache(Unique):
         self._files = None if folder is None else KeptFiles(folder, disk, self._index, self._lock, self._saved)
 
     def learn(self, engine: Engine) -> None:
-        """Learn which contexts of an engine have files, so that no request has to. Time: 7 ms for 100,000 tokens."""
+        """Learn which contexts of an engine have files, so that no request has to.
+
+        Time: 7 ms for each file of 100,000 tokens.
+        """
         if self._files is not None:
             with self._lock:
                 self._files.scan(group_of(engine, engine.rope_of(1)))
