@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class Answer(Line):
     depth: float | None = None  # the place of the first fact: 0 is the document's beginning, 1 its end
     chance: float | None = None  # the score that another sample's right answer gets for this sample
     prompt_tokens: int | None = None  # all tokens read before the answer
+    kind: str | None = None  # the question's task, in a document with questions of several tasks
+    prefill_s: float | None = field(default=None, compare=False)  # seconds of a prefill that several questions share
     read_bytes: int | None = None  # bytes of keys, values and summaries read by a decode step after the answer
     ceiling: bool | None = None  # whether the sample measures the ceiling, the score of `full` within the window
 
@@ -164,12 +166,12 @@ def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
     """Return the sample and the measurement of a line. Raises `ValueError`, `TypeError` or `StopIteration`."""
     sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
     kind = next(kind for sign, kind in KINDS.items() if sign in sample)
-    given = {field: sample.pop(field.name) for field in fields(kind) if field.name in sample}
-    for field, value in given.items():
-        is_number = str(field.type).startswith(("int", "float"))
+    given = {each: sample.pop(each.name) for each in fields(kind) if each.name in sample}
+    for each, value in given.items():
+        is_number = str(each.type).startswith(("int", "float"))
         if not isinstance(value, int | float | None if is_number else object):
             raise TypeError
-    return sample, kind(**{field.name: value for field, value in given.items()})
+    return sample, kind(**{each.name: value for each, value in given.items()})
 
 
 def _strange(path: Path, line: bytes, number: int) -> DataError:
@@ -227,11 +229,11 @@ def _end_of_lines(descriptor: int) -> int:
 
 def line_of(sample: dict[str, Any], measured: Line) -> bytes:
     """Return the line of a measurement. Raises `DataError` for numbers that are not finite."""
-    content = {**sample, **{name: value for name, value in asdict(measured).items() if value is not None}}
+    known = {name: value for name, value in asdict(measured).items() if value is not None}
     try:
-        return json.dumps(content, allow_nan=False).encode() + b"\n"
+        return json.dumps({**sample, **known}, allow_nan=False).encode() + b"\n"
     except ValueError:  # NaN or infinity, which would make reports meaningless
-        found = shown(repr(measured), 240)
+        found = shown(known, 240)
         raise DataError(f"cannot record {found}: a number is NaN or infinite; check the model's weights") from None
 
 

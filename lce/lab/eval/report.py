@@ -220,7 +220,8 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
         number = answer.document if answer.document is not None else sample.get("index")
         document = json.dumps({**sample, "index": number}, sort_keys=True)
         answer = replace(answer, document=documents.setdefault(document, len(documents)))
-        subject = models[str(sample.get("model"))], cut(sample["task"]), way_of(sample)
+        task = f"{sample['task']}: {answer.kind}" if answer.kind else sample["task"]
+        subject = models[str(sample.get("model"))], cut(task), way_of(sample)
         table = tables.setdefault(subject, Table(*subject))
         cells = table.ceilings if answer.ceiling else table.cells
         cell = cells.setdefault((names[engine_key(sample)], sample["length"]), Cell())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -145,6 +146,7 @@ class _Run:
     record: Record
     about: dict[str, Any]
     chances: list[float | None]
+    prefill_s: float | None = None  # the seconds that the latest document took to read; None if it was opened
 
     def key(self, index: int, sample: Sample) -> dict[str, Any]:
         """Return the fields that identify a sample in the record."""
@@ -236,10 +238,11 @@ class _Run:
         sizes = [len(questions[index]) + answer_tokens(engine, sample) for index, sample in group]
         length = len(document) + (sum(sizes) if self.asking.mode == "turns" else max(sizes))
         path = self._context_file(document, length)
-        is_saved = path is not None and path.exists()
+        is_saved, started = path is not None and path.exists(), time.perf_counter()
         with engine.open_context(path) if path and is_saved else engine.prefill(document, length=length) as context:
             if context.token_ids != document:
                 raise DataError(f"{named(str(path))} holds another document than its name says; remove it")
+            self.prefill_s = None if is_saved else time.perf_counter() - started
             if path and not is_saved:
                 make_folder(path.parent, "contexts")
                 context.save(path)
@@ -263,7 +266,8 @@ class _Run:
         return Answer(
             right=score == 1, prompt=text_hash(sample.prompt), expected=sample.answer or list(sample.answers),
             answer=said.text, score=score, metric=sample.metric, depth=sample.depth, chance=self.chances[index],
-            prompt_tokens=n_prompt, read_bytes=n_bytes, **self.about,
+            kind=sample.kind or None, prompt_tokens=n_prompt, prefill_s=self.prefill_s, read_bytes=n_bytes,
+            **self.about,
         )  # fmt: skip
 
 

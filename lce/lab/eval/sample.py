@@ -40,6 +40,7 @@ class Sample:
     fixed: bool = False
     system: str = ""
     cut: str = "middle"
+    kind: str = ""  # the question's task, in a document with questions of several tasks
     group: str = ""  # scores are also given by group, such as a length or a difficulty
     source: Mapping[str, Any] | None = None  # fields of the benchmark's data to copy to files of predictions
     n_tokens: int | None = None  # the tokens of the prompt, if a task's samples differ in length

@@ -46,6 +46,13 @@ def test_shards_make_the_report_of_one_file_in_any_order(tmp_path: Path) -> None
     assert changed.tables[0].cells["full", 512].score.mean == other_mean(lines)
 
 
+def test_a_document_with_questions_of_several_tasks_has_a_table_for_each(tmp_path: Path) -> None:
+    lines = [line(i, i % 2, kind=("keys", "pairs")[i % 2]) for i in range(4)]
+    keys, pairs = Report.read([file(tmp_path / "record", *lines)]).tables
+    assert [keys.title, pairs.title] == ["made: keys", "made: pairs"]
+    assert [table.cells["full", 512].score.mean for table in (keys, pairs)] == [0, 1]
+
+
 def other_mean(lines: list[dict[str, Any]]) -> float:
     """The mean of the first shard's `full` at 512."""
     scores = [x["score"] for x in lines if x["engine"] == FULL and x["length"] == 512 and x["index"] % 2 == 0]

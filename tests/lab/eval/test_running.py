@@ -33,7 +33,10 @@ def engine(tiny_model: Path) -> lce.Engine:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    return sorted(map(json.loads, file.read_text().splitlines()), key=lambda line: line["index"])
+    """The lines of a record in the order of the samples, without times."""
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(line.pop("prefill_s", 1) > 0 for line in found)
+    return sorted(found, key=lambda line: line["index"])
 
 
 @pytest.mark.parametrize("mode", ["single", "shared", "turns"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from lce.lab.eval.tasks import chains, keys, lists
+from lce.lab.eval.tasks import chains, keys, lists, medley
 from lce.lab.eval.tasks.base import MadeTask, Puzzle, Question
 
-TASKS: dict[str, type[MadeTask]] = {task.name: task for task in (*keys.TASKS, *lists.TASKS, *chains.TASKS)}
+TASKS: dict[str, type[MadeTask]] = {
+    task.name: task for task in (*keys.TASKS, *lists.TASKS, *chains.TASKS, *medley.TASKS)
+}
 
 __all__ = ["TASKS", "MadeTask", "Puzzle", "Question"]

@@ -19,13 +19,16 @@ class Question:
     """A question, and the beginning of a sentence that the answer completes.
 
     `answer` is the expected continuation without the full stop. `answers` are the texts that the metric looks for.
-    `facts` are the indices of the statements from which the answer follows.
+    `facts` are the indices of the statements from which the answer follows. In a text with questions of several tasks,
+    `kind` is the question's task, and `metric` that task's.
     """
 
     text: str
     answer: str
     answers: tuple[str, ...]
     facts: tuple[int, ...]
+    kind: str = ""
+    metric: str = ""  # the task's own, if empty
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,9 @@ def _document(
         where = depth if len(puzzle.statements) == 1 else (places[first] + first) / max(1, len(body))
         facts = tuple(puzzle.statements[i] for i in question.facts)
         yield Sample(
-            document, " " + question.text, question.answers, task.metrics[0], question.answer, depth=where, facts=facts
-        )
+            document, " " + question.text, question.answers, question.metric or task.metrics[0], question.answer,
+            depth=where, facts=facts, kind=question.kind,
+        )  # fmt: skip
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:

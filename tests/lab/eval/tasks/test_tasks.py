@@ -19,10 +19,25 @@ def test_an_answer_is_scored_as_right_and_stands_in_its_facts(name):
         puzzle = task.puzzle(Random(seed), 20)
         assert puzzle == task.puzzle(Random(seed), 20)
         for question in puzzle.questions:
-            assert METRICS[task.metrics[0]](" " + question.answer + ". The", question.answers) == 1
-            assert METRICS[task.metrics[0]](" zzz.", question.answers) < 0.5
+            metric = METRICS[question.metric or task.metrics[0]]
+            assert metric(" " + question.answer + ". The", question.answers) == 1
+            assert metric(" zzz.", question.answers) < 0.5
             text = " ".join(puzzle.statements[i] for i in question.facts)
             assert all(word in text for word in re.findall(r"\w+", question.answer) if word not in ("and", "in"))
+
+
+def test_a_medley_has_the_statements_and_questions_of_seven_tasks_each_with_its_metric():
+    puzzle = TASKS["medley"]().puzzle(Random(0))
+    kinds = {question.kind: question.metric for question in puzzle.questions}
+    assert list(kinds) == "passkey several_facts several_keys pairs variables counting_stars two_hops".split()
+    assert {kind for kind, metric in kinds.items() if metric == "recall"} == {"variables", "counting_stars"}
+    counts = {kind: sum(question.kind == kind for question in puzzle.questions) for kind in kinds}
+    assert list(counts.values()) == [1, 8, 4, 8, 2, 1, 3]
+    assert {i for question in puzzle.questions for i in question.facts} == set(range(len(puzzle.statements)))
+    variables = [question for question in puzzle.questions if question.kind == "variables"]
+    for question in variables:  # a copy's source stands before it
+        copies = [puzzle.statements[i] for i in question.facts]
+        assert [copy.rstrip(".").split()[-1] for copy in copies] == list(question.answers)
 
 
 def test_needles_state_their_answers_and_prose_states_none_of_them():

@@ -1,0 +1,110 @@
+"""Asks a published model seven tasks in real prose with every method, from a quarter of its window to four windows.
+
+    python benchmarks/smollm2/study.py --essays ESSAYS --books BOOKS
+    python benchmarks/smollm2/study.py --essays ESSAYS --parts answers --lengths 16384 --documents 0,1 --dry-run
+
+Runs `lce` commands, as many at once as `--workers` says, and prints each before it begins. What the record folder has
+is not asked again, so the same command continues where it was interrupted. ESSAYS is a folder of .txt files, the text
+that statements are hidden in; BOOKS is another, whose texts perplexity is measured on.
+
+`answers`: the task `medley`. A document has the statements of all seven tasks and is read once; forks of its context
+are asked. `sweep`: other knobs of the methods whose defaults fail. `perplexity`: by position, one pass over each text.
+`lce eval report FOLDER/*.jsonl` makes the tables, `lce leaderboard show FOLDER` the ranking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+WINDOW = 8192
+DOCUMENTS = 6  # of a cell, numbered; a document's facts depend on how many there are
+LENGTHS = "16384,7680,32768,2048"
+PARTS = "answers,perplexity"
+METHODS = (
+    "full", "dca", "self_extend", "rerope", "longheads", "pages", "quest", "infllm", "esa compress=pca", "reattention",
+    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper",
+)  # fmt: skip
+SWEEP = (
+    "infllm repr_tokens=16", "infllm block_size=32 top_k=64", "esa compress=pca top_k=4096 local=2048",
+    "quest dense_layers=0 budget=4096", "pages budget=8192", "pages place=grouped", "longheads chunk_size=16",
+    "delta method=longheads", "lm_infinite top_k=5 from_layer=4",
+)  # fmt: skip
+SCALED = ("linear", "ntk", "yarn", "dynamic")  # RoPE scaling with full attention, by the length over the window
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--essays", required=True)
+    parser.add_argument("--books", help="for perplexity")
+    parser.add_argument("--record", default="benchmarks/record/smollm2", metavar="FOLDER")
+    parser.add_argument("--parts", default=PARTS, help="of answers, sweep and perplexity")
+    parser.add_argument("--lengths", default=LENGTHS)
+    parser.add_argument("--documents", default="0,1", help=f"numbers below {DOCUMENTS}")
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--methods", help="separated by ';', each with its knobs, instead of all")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
+    args = parser.parse_args()
+    Path(args.record).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.workers) as pool:
+        codes = list(pool.map(lambda command: run(command, args.dry_run), commands(args)))
+    sys.exit(max(codes, default=0))
+
+
+def run(command: list[str], is_dry: bool) -> int:
+    """Print a command and run it; return its exit status."""
+    print(shlex.join(command), flush=True)
+    return 0 if is_dry else subprocess.run([sys.executable, "-m", *command], stdout=subprocess.DEVNULL).returncode
+
+
+def commands(args: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the commands of the parts asked for."""
+    threads = max(1, (os.cpu_count() or 1) // args.workers)
+    common = ["-m", args.model, "--dtype", args.dtype, "--threads", str(threads), "--quiet"]
+    parts, lengths = args.parts.split(","), args.lengths.split(",")
+    if "answers" in parts:
+        yield from answers(args, lengths, args.methods.split(";") if args.methods else METHODS, common)
+    if "sweep" in parts:
+        yield from answers(args, lengths, SWEEP, common)
+    if "perplexity" in parts:
+        texts = [flag for file in sorted(Path(args.books).glob("*.txt")) for flag in ("--text", str(file))]
+        record = ["--record", f"{args.record}/perplexity.jsonl"]
+        for row in rows(METHODS, max(map(int, lengths))):
+            yield ["lce", "eval", "perplexity", *common, *row, "--lengths", "32768", *texts, "--stream", *record]
+
+
+def answers(
+    args: argparse.Namespace, lengths: list[str], methods: tuple[str, ...], common: list[str]
+) -> Iterator[list[str]]:
+    """Yield the commands that ask one document each."""
+    suite = ["--task", "medley", "--mode", "shared", "--questions", "40", "--filler", f"essays:{args.essays}"]
+    suite += ["--samples", str(DOCUMENTS), "--seed", args.seed, "--no-ceiling"]
+    record = ["--record", f"{args.record}/answers.jsonl"]
+    for length in lengths:
+        for document in args.documents.split(","):
+            for row in rows(methods, int(length)):
+                shard = ["--lengths", length, "--shard", f"{document}/{DOCUMENTS}"]
+                yield ["lce", "eval", "run", *common, *row, *shard, *suite, *record]
+
+
+def rows(methods: tuple[str, ...], length: int) -> Iterator[list[str]]:
+    """Yield the options of each method, then those of full attention with each RoPE scaling, beyond the window."""
+    for each in methods:
+        name, *knobs = each.split()
+        yield ["--method", name, *(flag for knob in knobs for flag in ("-o", knob))]
+    if methods is METHODS and length > WINDOW:
+        for kind in SCALED:
+            yield ["--method", "full", "--rope", kind, "--rope-factor", f"{length / WINDOW:g}"]
+
+
+if __name__ == "__main__":
+    main()
