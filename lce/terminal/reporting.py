@@ -106,12 +106,14 @@ def _selection(table: SelectionTable) -> list[str]:
     rows = []
     for one in table.rows:
         reads = [size_text(round(one.all_bytes)), f"{one.all_bytes / one.full_bytes:.0%}"]
-        numbers = ["" if x is None else f"{x:.2f}" for x in one.shares.values()]
+        spans = [one.intervals.get(field) for field in SHARES.values()]
+        numbers = ["" if x is None else _mean(x, span) for x, span in zip(one.shares.values(), spans, strict=True)]
         rows.append([f"`{one.method}`", f"{one.length:,}", f"{one.tokens:,.0f}", *reads, *numbers])
     texts = _range([one.samples for one in table.rows])
-    notes = [f"Means over the queries of {texts} texts, layers and heads; bytes are of all layers.", *table.notes]
+    means = f"Means over the queries of {texts} texts, layers and heads; bytes are of all layers."
+    about = ["In brackets: 95% intervals over texts."] if any(one.intervals for one in table.rows) else []
     lines = markdown(["method", "length", "tokens", "reads", "of full", *SHARES], rows)
-    return [*lines, "", *(f"- {note}" for note in notes)]
+    return [*lines, "", *(f"- {note}" for note in (means, *about, *table.notes))]
 
 
 def _bytes(table: Table) -> list[str]:
@@ -160,8 +162,12 @@ def _signed(mean: float, low: float, high: float) -> str:
 
 
 def _score(score: Score) -> str:
-    """Format a score, such as `0.95 (0.76–0.99)`."""
-    return f"{score.mean:.2f} ({score.low:.2f}–{score.high:.2f})"
+    return _mean(score.mean, (score.low, score.high))
+
+
+def _mean(mean: float, span: tuple[float, float] | None) -> str:
+    """Format a mean with its interval, if it has one, such as `0.95 (0.76–0.99)`."""
+    return f"{mean:.2f}" if span is None else f"{mean:.2f} ({span[0]:.2f}–{span[1]:.2f})"
 
 
 def report_object(report: Report) -> dict[str, Any]:

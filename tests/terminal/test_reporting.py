@@ -114,11 +114,17 @@ def test_eval_report_of_selections(tmp_path: Path) -> None:
         "| method | length | tokens | reads | of full | recall "
         "| hit@1 | hit@5 | fact | cover | Gini | found | score |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| `longheads chunks=4` | 2,048 | 32 | 4.0 MiB | 100% | 0.40 | 0.50 |  |  |  |  |  | 1.00 |\n"
-        "| `longheads chunks=8` | 4,096 | 32 | 8.0 MiB | 200% | 0.80 | 0.50 |  |  |  |  |  | 1.00 |\n"
+        "| `longheads chunks=4` | 2,048 | 32 | 4.0 MiB | 100% | 0.40 (0.06–0.87) "
+        "| 0.50 (0.09–0.91) |  |  |  |  |  | 1.00 (0.34–1.00) |\n"
+        "| `longheads chunks=8` | 4,096 | 32 | 8.0 MiB | 200% | 0.80 (0.22–0.98) "
+        "| 0.50 (0.09–0.91) |  |  |  |  |  | 1.00 (0.34–1.00) |\n"
         "\n"
         "- Means over the queries of 2 texts, layers and heads; bytes are of all layers.\n"
+        "- In brackets: 95% intervals over texts.\n"
     )
+    alone = run("eval", "report", file(tmp_path / "alone", look(0))).stdout
+    assert "| 0.50 | 0.50 |" in alone
+    assert "In brackets" not in alone
     (table,) = json.loads(run("eval", "report", record, "--json").stdout)["selections"]
     assert [(row["method"], row["recall"]) for row in table["rows"]] == [
         ("longheads chunks=4", 0.4),

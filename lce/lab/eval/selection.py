@@ -21,13 +21,16 @@ from lce.lab.eval.naming import EngineKey, cut, described, engine_key, method_na
 from lce.lab.eval.record import Attended, PerHead, Record, text_hash
 from lce.lab.eval.running import answer_tokens
 from lce.lab.eval.sample import Sample
-from lce.lab.eval.scores import mean_of
+from lce.lab.eval.scores import interval, mean_of
 from lce.methods import Observed
 from lce.methods.mass import Judge
 
 AttendedLine = tuple[Mapping[str, Any], Attended]  # a sample, and its measurement
 BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # the knobs that set how much is chosen
-SHARES = ("recall", "hit@1", "hit@5", "fact", "cover", "Gini", "found", "score")
+SHARES = {
+    "recall": "recall", "hit@1": "hit1", "hit@5": "hit5", "fact": "fact", "cover": "cover", "Gini": "gini",
+    "found": "found", "score": "score",
+}  # fields of `Attended` that lie between 0 and 1, by their names in tables  # fmt: skip
 USUAL = {"judge": "constant", "states": "own"}
 Samples = Callable[["lce.Engine"], Sequence[Sample]]  # makes samples for an engine's tokenizer
 
@@ -38,7 +41,8 @@ class Selection:
 
     `right` is the mean score of the answers. `lce.lab.eval.record.Attended` explains the other means. A mean is None if
     nothing was measured. `by_layer` has `recall`, `tokens`, `fact`, `hit1` and `hit5` by layer and head, and `found` by
-    layer.
+    layer. `intervals` has the ends of the means' 95% intervals by fields of `Attended`: those of `lce.lab.eval.scores`,
+    with each text as a document. A mean of one text has none.
     """
 
     method: str
@@ -60,6 +64,7 @@ class Selection:
     found: float | None
     right: float | None
     by_layer: dict[str, PerHead]
+    intervals: dict[str, tuple[float, float]]
 
     @property
     def all_bytes(self) -> float:
@@ -86,7 +91,26 @@ class Selection:
         for name in ("read_bytes", "scored_bytes", "full_bytes", "cover", "gini"):
             means[name] = mean_of(getattr(text, name) for text in texts)
         right, queries = mean_of(text.score for text in texts), sum(text.queries for text in texts)
-        return cls(method, length, judge, states, len(texts), queries, right=right, by_layer=by_layer, **means)
+        means |= {"right": right, "by_layer": by_layer, "intervals": _intervals(texts)}
+        return cls(method, length, judge, states, len(texts), queries, **means)
+
+
+def _intervals(texts: Sequence[Attended]) -> dict[str, tuple[float, float]]:
+    """Return the ends of the 95% intervals of means over texts, by field, for fields that two texts or more have."""
+    intervals = {}
+    for name in SHARES.values():
+        means = [_mean(getattr(text, name)) for text in texts]
+        documents = [[mean] for mean in means if mean is not None]
+        if len(documents) > 1:
+            intervals[name] = interval(documents)[1:]
+    return intervals
+
+
+def _mean(share: PerHead | list[float] | float | None) -> float | None:
+    """Return the mean of a field of `Attended` over layers and heads; None if the field has no number."""
+    if not isinstance(share, list):
+        return share
+    return mean_of(x for layer in share for x in (layer if isinstance(layer, list) else [layer]))
 
 
 def _mean_table(tables: Sequence[PerHead]) -> PerHead:

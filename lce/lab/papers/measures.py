@@ -144,7 +144,8 @@ class Choices(Measure):
         for one in found:
             for label, name in self._names().items():
                 note = "" if one[name] is not None else "no fact lay among the chunks to choose from"
-                yield Cell(row.name, label, one["length"], one[name], n=one["samples"], note=note)
+                low, high = one["intervals"].get(name, (None, None))
+                yield Cell(row.name, label, one["length"], one[name], low, high, one["samples"], note=note)
 
     def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
         return max(lengths) if self.called else 0

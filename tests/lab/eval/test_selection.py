@@ -9,6 +9,7 @@ import lce
 from lce.lab.eval.record import Attended, Record
 from lce.lab.eval.report import Report
 from lce.lab.eval.sample import Sample
+from lce.lab.eval.scores import interval, wilson
 from lce.lab.eval.selection import Selection, fact_spans, measure, measure_text
 from lce.lab.eval.suite import MadeSuite, make_tasks
 from lce.methods import make
@@ -106,6 +107,24 @@ def test_means_are_by_layer_and_head() -> None:
     assert both.by_layer["found"] == [[pytest.approx(0.6)], [0.9]]
     assert (both.recall, both.hit1, both.found, both.read_bytes) == (0.5, 0.625, pytest.approx(0.75), 3.0)
     assert (both.queries, both.samples, both.right, both.hit5, both.cover) == (2, 2, None, None, None)
+
+
+def test_means_over_texts_have_intervals() -> None:
+    """Those of `scores.interval`, each text a document. A text that lacks a mean does not count for that mean."""
+    ours = {"queries": 1, "tokens": [[1.0]], "read_bytes": 0.0, "scored_bytes": 0.0, "full_bytes": 8.0}
+    hits: list[list[list[float]] | None] = [[[1.0, 0.0], []], [[0.0, 0.0], []], [[1.0, 1.0], []], [[], []], None]
+    texts = [
+        Attended(recall=[[0.5]], hit1=hit, gini=n / 10, found=[n / 10, n / 5], score=n % 2, **ours)
+        for n, hit in enumerate(hits)
+    ]
+    found = Selection.of("esa", 100, texts, "true", "own")
+    assert found.intervals["hit1"] == interval([[0.5], [0.0], [1.0]])[1:]
+    assert found.intervals["found"] == pytest.approx(interval([[n * 0.15] for n in range(5)])[1:])
+    assert found.intervals["recall"] == interval([[0.5]] * 5)[1:], "all alike, so Wilson's"
+    assert found.intervals["score"] == wilson(2, 5)
+    assert found.intervals["gini"][0] < found.gini < found.intervals["gini"][1]
+    assert not {"hit5", "fact", "cover"} & found.intervals.keys(), "not measured"
+    assert Selection.of("esa", 100, texts[:1], "true", "own").intervals == {}, "one text tells nothing of others"
 
 
 def test_facts_are_spans_of_tokens(model: str) -> None:

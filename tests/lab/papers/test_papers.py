@@ -12,7 +12,8 @@ import torch
 import lce
 from lce.errors import UsageError
 from lce.lab.papers import ENTRIES, Cell, Entry, Printed, Row, Setting, find
-from lce.lab.papers.measures import WITHIN, Answers, Perplexity, Published
+from lce.lab.papers.measures import WITHIN, Answers, Choices, Perplexity, Published
+from lce.lab.papers.verdict import verdict
 from lce.methods import make
 from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
 from lce.methods.map_file import save_maps
@@ -100,6 +101,22 @@ def test_verdicts_follow_from_the_papers_cells_and_our_intervals(tiny_model: Pat
     assert judged("x", 128, low, high) == "", "the paper has no such length"
     assert judged("pairs", 160, low, high) == "same direction", "beside the paper's average"
     assert judged("pairs", 64, low, high) == "", "within the window an average of long texts says nothing"
+
+
+def test_hit_rates_have_intervals_for_a_verdict(tiny_model: Path) -> None:
+    """A mean of one text has none, so nothing can be told of it."""
+
+    def hit(mean: float, *span: float) -> Cell:
+        one = {"hit1": mean, "hit5": None, "cover": 0.5, "gini": 0.5, "length": 64, "samples": 5}
+        found = {**one, "intervals": {"hit1": span} if span else {}}
+        cell, missing, *_ = Choices().cells(CHUNKS, [found], Setting(str(tiny_model)))
+        assert (cell.label, cell.value, cell.n, missing.value, missing.low) == ("hit@1", mean, 5, None, None)
+        return cell
+
+    base = hit(0.2, 0.1, 0.3)
+    assert (base.low, base.high) == (0.1, 0.3)
+    assert verdict(1, hit(0.9, 0.8, 0.95), base) == "same direction"
+    assert verdict(1, hit(0.9), base) == "cannot tell"
 
 
 def test_printed_averages_are_the_means_of_their_cells() -> None:
