@@ -255,6 +255,7 @@ def recommend(**how: Any) -> None:
 @flag("--lr", "Adam's step size; it falls to 0.", type=float, default=5e-4)
 @flag("--seed", "The same seed learns the same maps.", type=int, default=0)
 @flag("--far N", "Distance at which esa places far keys.  [default: half the window]", type=options.COUNT)
+@flag("--piece N", "Tokens of the text read at once.  [default: the window, 4096 at most]", type=options.COUNT)
 @options.loading_options
 @options.output_options
 def calibrate(
@@ -264,7 +265,8 @@ def calibrate(
 
     Writes the maps to --out. Prints, for each layer, the share of the best tokens that they find in held-out text, and
     the share that PCA finds. An interrupted calibration resumes when the same command is run again. Maps fit the --far,
-    the --window and the RoPE scaling that they were learned with.
+    the --window and the RoPE scaling that they were learned with. A --piece beyond the window is read while tokens are
+    chosen by exact scores, as the paper reads; one of the window or less by full attention.
     """
     from lce.calibrate import Calibration
     from lce.calibrate import calibrate as learn

@@ -19,7 +19,7 @@ from lce import load
 from lce.calibrate.work_folder import WorkFolder
 from lce.errors import DataError, UsageError
 from lce.files import check_new, named, path_of
-from lce.methods import ESA, Full, LayerCache, Step, rotate
+from lce.methods import ESA, Full, LayerCache, Step, Wrapped, rotate
 from lce.methods.lowdim import (
     LearnedFor,
     LowDimMap,
@@ -42,6 +42,8 @@ class Calibration:
 
     Each step takes the scores of `batch` queries with `batch` keys. The learning rate `lr` falls linearly to 0. As in
     `esa`, queries are rotated to the position `far`, and keys are not rotated. A `far` of None is half of the window.
+    The text is read in pieces of `piece` tokens; None stands for the window, or 4,096 if the window is larger. Pieces
+    beyond the window are read by `esa` with exact scores, as in the paper.
     """
 
     low_dim: int = 128
@@ -51,11 +53,12 @@ class Calibration:
     lr: float = 5e-4
     seed: int = 0
     far: int | None = None
+    piece: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"low_dim": 1, "tokens": 1, "epochs": 1, "batch": 1} | ({} if self.far is None else {"far": 0})
+        least = {"low_dim": 1, "tokens": 1, "epochs": 1, "batch": 1, "far": 0, "piece": 1}
         for knob, number in least.items():
-            if getattr(self, knob) < number:
+            if getattr(self, knob) is not None and getattr(self, knob) < number:
                 raise UsageError(f"{knob} is {getattr(self, knob)}; expected {number} or more")
         if not 0 < self.lr < math.inf:
             raise UsageError(f"lr is {self.lr}; expected more than 0")
@@ -72,8 +75,8 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class CollectingFull(Full):
-    """Full attention that passes each layer's keys, unrotated, and queries, rotated to `far`, to the function `sink`.
+class Collecting(Wrapped):
+    """A method that passes each layer's keys, unrotated, and queries, rotated to `far`, to the function `sink`.
 
     The names passed with them are "k.0" and "q.0" for layer 0, and so on.
     """
@@ -82,7 +85,7 @@ class CollectingFull(Full):
     sink: Callable[[str, Tensor], None] = lambda name, x: None
 
     def resolve(self, window: int) -> Self:
-        return replace(self, far=max(1, window // 2) if self.far is None else self.far)
+        return replace(super().resolve(window), far=max(1, window // 2) if self.far is None else self.far)
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         self.sink(f"k.{cache.index}", k)
@@ -123,8 +126,11 @@ class Calibrator:
     ) -> None:  # fmt: skip
         self.out, self.options, self.progress = out, options, progress
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
-        method = CollectingFull(options.far, lambda name, x: self.seen[name].append(concat_heads(x).cpu()))
-        engine = self.engine = load(model, method, **loading)
+        engine = load(model, **loading)
+        size = options.piece or min(engine.window, 4096)
+        reading = ESA(compress="none", far=options.far) if size > engine.window else Full()
+        method = Collecting(reading, options.far, lambda name, x: self.seen[name].append(concat_heads(x).cpu()))
+        engine = self.engine = engine.using(method)
         if engine.rope.follows_length:
             kind = engine.rope.kind
             remedy = (
@@ -134,14 +140,14 @@ class Calibrator:
                 f"under {kind} RoPE scaling queries rotate by the length of each text, and maps are learned for one "
                 f"rotation; {remedy}"
             )
-        ids, size = engine.tokenizer.encode(text, bos=False)[: options.tokens], min(engine.window, 4096)
+        ids = engine.tokenizer.encode(text, bos=False)[: options.tokens]
         pieces = self.pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
         if len(pieces) < HELD_OUT:
             least = HELD_OUT * size
             if options.tokens < least:
                 raise UsageError(f"tokens is {options.tokens}; expected {least} or more, {HELD_OUT} pieces of {size}")
             raise DataError(f"the text has {len(ids)} tokens; expected {least} or more: give a longer one")
-        assert isinstance(engine.method, CollectingFull)
+        assert isinstance(engine.method, Collecting)
         assert engine.method.far is not None, "resolved"
         config = engine.model.config
         self.layers, self.n_heads, self.n_kv_heads = config.acting_layers, config.n_heads, config.n_kv_heads

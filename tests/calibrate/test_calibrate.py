@@ -5,7 +5,10 @@ import os
 import re
 import shlex
 import shutil
+from collections import defaultdict
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,8 +17,10 @@ import torch
 import lce
 from lce.calibrate import Calibration, calibrate, learn, work_folder
 from lce.errors import CapacityError, DataError, UsageError
-from lce.methods import ESA
-from lce.methods.lowdim import LearnedFor
+from lce.lab.eval.prose import sentences
+from lce.lab.eval.selection import measure_text
+from lce.methods import ESA, LayerCache, Step
+from lce.methods.lowdim import LearnedFor, LowDimMap
 from lce.methods.map_file import read_sealed, sealed
 from tests.command import assert_error, run
 
@@ -69,6 +74,55 @@ def test_queries_are_learned_as_the_method_places_them(
     assert torch.allclose(first, learned[0][8:16], atol=1e-5)  # the first layer's, before choices differ
 
 
+def test_pieces_beyond_the_window_are_read_by_exact_scores(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queries that are learned from are those of `esa` with exact scores, in the layer above its choices too."""
+    learned: dict[int, torch.Tensor] = {}
+    chosen_by: dict[int, list[torch.Tensor]] = defaultdict(list)
+    learn_layer, scorer = learn.Calibrator.learn, ESA.scorer
+
+    def note_learned(self: learn.Calibrator, q: torch.Tensor, k: torch.Tensor, start: LowDimMap, layer: int) -> Any:
+        learned[layer] = q
+        return learn_layer(self, q, k, start, layer)
+
+    def note_scored(self: ESA, q: torch.Tensor, cache: LayerCache, step: Step) -> Any:
+        chosen_by[cache.index].append(q)
+        return scorer(self, q, cache, step)
+
+    monkeypatch.setattr(learn.Calibrator, "learn", note_learned)
+    options = Calibration(low_dim=4, tokens=8 * 256, epochs=1, far=20, piece=256)
+    calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", options)
+    monkeypatch.setattr(ESA, "scorer", note_scored)
+    engine = lce.load(tiny_model, ESA(compress="none", far=20))
+    engine.prefill(engine.tokenizer.encode(TEXT, bos=False)[:256])
+    assert [*chosen_by] == [*learned] == [0, 1]
+    for layer, blocks in chosen_by.items():
+        choosing = torch.cat(blocks, dim=1).transpose(0, 1).flatten(1)
+        assert len(choosing) == 64, "the last four blocks of 16 tokens have more than `top_k` to choose from"
+        assert torch.allclose(choosing, learned[layer][192:256], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_maps_of_long_pieces_find_as_much_of_a_long_text(tmp_path: Path) -> None:
+    """Of the demo's best tokens in held-out text, four windows of it, no fewer than maps of single windows."""
+    text, other = (" ".join(islice(sentences(Random(seed)), 2000)) for seed in (5, 6))
+
+    def found(**knobs: Any) -> float:
+        share = measure_text("demo", ESA(**knobs), other, length=2048, queries=64).found
+        assert share is not None
+        return share
+
+    def learned(piece: int) -> float:
+        out = tmp_path / f"{piece}.safetensors"
+        calibrate("demo", text, out, Calibration(tokens=8 * 1024, epochs=3, piece=piece))
+        return found(maps=str(out))
+
+    long = learned(1024)
+    assert long > learned(512) - 0.005
+    assert long > found(compress="pca") + 0.01
+
+
 def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path, tmp_path: Path) -> None:
     out, text = tmp_path / "maps.safetensors", tmp_path / "text.txt"
     text.write_text(TEXT)
@@ -96,7 +150,14 @@ def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.M
         calibrate(tiny_model, TEXT, tmp_path / "none" / "maps", SMALL)
     with pytest.raises(UsageError, match=r"rotate by the length of each text, .* --rope ntk"):
         calibrate(tiny_model, TEXT, out, SMALL, rope="dynamic", rope_factor=2)
-    for knob, value in (("epochs", 0), ("lr", float("nan")), ("lr", float("inf")), ("lr", 0.0), ("far", -1)):
+    for knob, value in (
+        ("epochs", 0),
+        ("lr", float("nan")),
+        ("lr", float("inf")),
+        ("lr", 0.0),
+        ("far", -1),
+        ("piece", 0),
+    ):
         with pytest.raises(UsageError, match=f"{knob} is {value}; expected"):
             Calibration(**{knob: value})
     monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
@@ -131,11 +192,11 @@ def test_broken_numbers_are_refused(tiny_model: Path, tmp_path: Path, monkeypatc
         calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=3, lr=1e30))
     assert not out.exists()
 
-    def broken(self: learn.CollectingFull, k: torch.Tensor, *rest: Any) -> None:
+    def broken(self: learn.Collecting, k: torch.Tensor, *rest: Any) -> None:
         self.sink(f"k.{rest[1].index}", torch.full_like(k, torch.nan))
-        super(learn.CollectingFull, self).keep(k, *rest)
+        super(learn.Collecting, self).keep(k, *rest)
 
-    monkeypatch.setattr(learn.CollectingFull, "keep", broken)
+    monkeypatch.setattr(learn.Collecting, "keep", broken)
     with pytest.raises(DataError, match="keys of layer 0 are not finite; check the model's weights"):
         calibrate(tiny_model, TEXT, tmp_path / "other", SMALL)
 
