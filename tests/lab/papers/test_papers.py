@@ -28,7 +28,6 @@ TIMED = {"longheads:table5"}  # left out: it measures as dca:figure3 and longhea
 # Rows of ours whose cells the paper plots alone, has in another table, or does not have.
 UNPRINTED = {
     "longheads:table3": {"random"}, "longheads:figure4": {"LongHeads"}, "dca:figure5": {"NTK"}, "dca:figure6": {"RoPE"},
-    "esa:table9": {"Infinite", "ESA"},
 }  # fmt: skip
 CHUNKS = Row("chunks", "longheads", {"chunk_size": "W/16", "chunks": 8})
 SCALED = Row("scaled", "full", rope="linear")
