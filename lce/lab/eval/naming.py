@@ -13,7 +13,7 @@ from lce.lab.eval.record import Line
 
 MOST = 160  # the largest number of characters of a name
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces Markdown and HTML signs
-OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
+OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index again".split()
 KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # a knob in a repr; commas in brackets belong to the value
 OF_ENGINE = "model engine rope weights kv_dtype code".split()
 
@@ -59,7 +59,7 @@ def way_of(sample: Mapping[str, Any]) -> str:
         parts.append(str(filler))
     if mode := sample.get("mode"):
         parts.append(f"mode {mode}")
-    if "number" in sample:  # `lce eval why` repeats only samples that a method missed, so scores are not comparable
+    if "again" in sample:  # `lce eval why` repeats only samples that a method missed, so scores are not comparable
         parts.append("asked again by lce eval why")
     parts += [f"{name}={sample[name]}" for name in sorted(sample.keys() - {*OF_SAMPLE, *OF_ENGINE})]
     return cut(", ".join(parts))

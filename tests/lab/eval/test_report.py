@@ -160,7 +160,7 @@ def test_names_stay_on_their_line_and_are_no_markup(tmp_path: Path) -> None:
 
 
 def test_what_why_asked_again_is_one_table_of_its_own(tmp_path: Path) -> None:
-    again = [line(0, document=0, number=number) for number in (3, 5)]
+    again = [line(0, document=0, again=[number]) for number in (3, 5)]
     first, second = Report.read([file(tmp_path / "record", line(0), line(1), *again)]).tables
     assert [first.title, second.title] == ["made", "made, asked again by lce eval why"]
     assert second.cells["full", 512].score.samples == 2
