@@ -29,14 +29,14 @@ LENGTHS = "16384,7680,32768,2048"
 PARTS = "answers,perplexity"
 METHODS = (
     "full", "dca", "self_extend", "rerope", "longheads", "pages", "quest", "infllm", "esa compress=pca", "reattention",
-    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper",
+    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper", "full rope=ntk", "full rope=yarn",
+    "full rope=dynamic", "full rope=linear",
 )  # fmt: skip
 SWEEP = (
     "infllm repr_tokens=16", "infllm block_size=32 top_k=64", "esa compress=pca top_k=4096 local=2048",
     "quest dense_layers=0 budget=4096", "pages budget=8192", "pages place=grouped", "longheads chunk_size=16",
     "delta method=longheads", "lm_infinite top_k=5 from_layer=4",
 )  # fmt: skip
-SCALED = ("linear", "ntk", "yarn", "dynamic")  # RoPE scaling with full attention, by the length over the window
 
 
 def main() -> None:
@@ -71,15 +71,17 @@ def commands(args: argparse.Namespace) -> Iterator[list[str]]:
     threads = max(1, (os.cpu_count() or 1) // args.workers)
     common = ["-m", args.model, "--dtype", args.dtype, "--threads", str(threads), "--quiet"]
     parts, lengths = args.parts.split(","), args.lengths.split(",")
+    methods = tuple(args.methods.split(";")) if args.methods else METHODS
     if "answers" in parts:
-        yield from answers(args, lengths, args.methods.split(";") if args.methods else METHODS, common)
+        yield from answers(args, lengths, methods, common)
     if "sweep" in parts:
         yield from answers(args, lengths, SWEEP, common)
     if "perplexity" in parts:
         texts = [flag for file in sorted(Path(args.books).glob("*.txt")) for flag in ("--text", str(file))]
-        record = ["--record", f"{args.record}/perplexity.jsonl"]
-        for row in rows(METHODS, max(map(int, lengths))):
-            yield ["lce", "eval", "perplexity", *common, *row, "--lengths", "32768", *texts, "--stream", *record]
+        record, longest = ["--record", f"{args.record}/perplexity.jsonl"], max(map(int, lengths))
+        positions = ",".join(str(2**n) for n in range(11, longest.bit_length()))
+        for row in rows(methods, longest):
+            yield ["lce", "eval", "perplexity", *common, *row, "--lengths", positions, *texts, "--stream", *record]
 
 
 def answers(
@@ -97,13 +99,14 @@ def answers(
 
 
 def rows(methods: tuple[str, ...], length: int) -> Iterator[list[str]]:
-    """Yield the options of each method, then those of full attention with each RoPE scaling, beyond the window."""
+    """Yield the options of each method. RoPE is scaled by the length over the window, and not within the window."""
     for each in methods:
         name, *knobs = each.split()
-        yield ["--method", name, *(flag for knob in knobs for flag in ("-o", knob))]
-    if methods is METHODS and length > WINDOW:
-        for kind in SCALED:
-            yield ["--method", "full", "--rope", kind, "--rope-factor", f"{length / WINDOW:g}"]
+        scaled = [knob.removeprefix("rope=") for knob in knobs if knob.startswith("rope=")]
+        if not scaled or length > WINDOW:
+            options = [flag for knob in knobs if not knob.startswith("rope=") for flag in ("-o", knob)]
+            factor = ["--rope", *scaled, "--rope-factor", f"{length / WINDOW:g}"] if scaled else []
+            yield ["--method", name, *options, *factor]
 
 
 if __name__ == "__main__":
