@@ -38,7 +38,7 @@ def ranking(board: Board) -> Grid:
 
 def _row(each: Standing, lengths: Sequence[int]) -> list[Cell]:
     rank = UNKNOWN if each.rank is None else f"{each.rank}{' =' if each.tied else ''}"
-    reach = UNKNOWN if each.reach is None else f"{each.reach:,}"
+    reach = UNKNOWN if each.reach is None else f"{each.reach:,}" if each.reach else f"< {each.first:,}"
     spans = [each.quality.get(n) for n in lengths]
     qualities = [UNKNOWN if x is None else f"{x[0]:.2f} ({x[1]:.2f}–{x[2]:.2f})" for x in spans]
     read = UNKNOWN if each.read_bytes is None else size_text(round(each.read_bytes))
@@ -87,7 +87,8 @@ def legend(board: Board) -> list[str]:
         "method is tied with the best (=) if the 95% interval of their paired difference holds 0, at the longest "
         "length that both were asked at.",
         f"Reach: the longest length up to which a method has {HOLDS:.0%} of the ceiling, as a mean over the tasks that "
-        f"the model can do. The ceiling is full attention within the window, at {_range(within)} tokens.",
+        f"the model can do. The ceiling is full attention within the window, at {_range(within)} tokens. A method that "
+        "fails at the first length asked (<) is ranked as if it held just below.",
         "Quality: the mean score over the tasks that tell methods apart at the length, with its 95% interval. If some "
         "methods were asked fewer tasks, those count that leave no gap among most answers; who lacks one has no "
         f"quality there. A cell of a task has {_range(sizes)} answers.",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Point = tuple[Standing, float, float]  # a method, the MiB that it reads, and its quality
 LINE, LETTERS = 0.19, 26  # the height of a label in inches, and its most letters
-LEADER: Any = {"arrowstyle": "-", "color": "0.75", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
+LEADER: Any = {"arrowstyle": "-", "color": "0.85", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
 
 
 def draw(boards: Sequence[Board]) -> bytes | None:
@@ -31,7 +31,7 @@ def draw(boards: Sequence[Board]) -> bytes | None:
     shown = [(board, found) for board in boards if (found := _points(board))]
     if not shown:
         return None
-    heights = [max(2.8, LINE * len(points)) for _, points in shown]
+    heights = [max(2.8, 1.2 * LINE * len(points)) for _, points in shown]
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, sum(heights) + len(heights)))
         panels = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]

@@ -3,15 +3,16 @@
 Tasks count at a length if the model can do them within its window. If some methods were asked more tasks than others,
 those tasks count that most pairs of a task and a method have an answer to, without a gap. The **quality** of a method
 at a length is its mean score over the tasks that count and tell methods apart there. Its **reach** is the longest
-length up to which its mean score over all tasks that count is `HOLDS` times the ceiling's. A method is tied with the
+length up to which its mean score over all tasks that count is `HOLDS` times the ceiling's. A method that does not hold
+at the first length it was asked at is ranked as if it held just below, since nobody knows. A method is tied with the
 best if their paired difference may be 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 
@@ -31,7 +32,8 @@ class Standing:
     method: str
     rank: int | None
     tied: bool  # whether the method shares the first rank with others
-    reach: int | None  # in tokens; 0 if the method does not hold at the shortest length
+    reach: int | None  # in tokens; 0 if the method does not hold at the length `first`
+    first: int | None  # the shortest length at which the method was asked all that counts
     quality: dict[int, Span]  # by length
     read_bytes: float | None  # of a decode step at the board's length
     prefill: float | None  # the median time of a prefill of the board's length, divided by that of `full`
@@ -96,8 +98,8 @@ class Board:
             low, high = wilson(mean * n, n)
         return mean, low, high
 
-    def reach(self, method: str) -> int | None:
-        """Return a method's reach; None if it was not asked what counts."""
+    def holds(self, method: str) -> dict[int, bool]:
+        """Return whether a method holds, for each length at which it was asked all tasks that count."""
         holds = {}
         for length in self.lengths:
             tables = self.counted(length, telling=False)
@@ -105,7 +107,7 @@ class Board:
             if means and len(means) == len(tables):
                 top = fmean(table.ceiling[1].mean for table in tables if table.ceiling)
                 holds[length] = fmean(means) >= HOLDS * top
-        return reach(holds) if holds else None
+        return holds
 
     def seconds(self, method: str) -> float | None:
         """Return the median time of a method's prefills of the board's length."""
@@ -120,13 +122,15 @@ class Board:
     @cached_property
     def standings(self) -> list[Standing]:
         """The methods, the best first; methods without a rank are last."""
-        reaches = {method: self.reach(method) for method in self.methods}
+        holds = {method: self.holds(method) for method in self.methods}
+        reaches = {method: reach(held) for method, held in holds.items() if held}
 
         def key(method: str) -> tuple[int, float]:
-            return -(reaches[method] or 0), -self.qualities[method].get(self.length, (-1.0,))[0]
+            just_below = max((n for n in self.lengths if n < min(holds[method])), default=0)
+            return -(reaches[method] or just_below), -self.qualities[method].get(self.length, (-1.0,))[0]
 
-        ranked = sorted((method for method in reaches if reaches[method] is not None), key=lambda m: (key(m), m))
-        tied = [m for m in ranked if m == ranked[0] or self._ties(m, ranked[0], key(m)[0] == key(ranked[0])[0])]
+        ranked = sorted(reaches, key=lambda method: (key(method), method))
+        tied = [m for m in ranked if m == ranked[0] or self._ties(m, ranked[0], key(m) == key(ranked[0]))]
         others = [method for method in ranked if method not in tied]
         ranks = dict.fromkeys(tied, 1)
         ranks |= {m: len(tied) + 1 + sum(key(other) < key(m) for other in others) for m in others}
@@ -138,18 +142,18 @@ class Board:
             read, own = mean_of(cell.score.read_bytes for cell in cells if cell), self.seconds(method)
             is_tied = method in tied and len(tied) > 1
             prefill = own / base if own and base else None
-            quality = self.qualities[method]
-            found.append(Standing(method, ranks.get(method), is_tied, reaches[method], quality, read, prefill))
+            place = ranks.get(method), is_tied, reaches.get(method), min(holds[method], default=None)
+            found.append(Standing(method, *place, self.qualities[method], read, prefill))
         return found
 
-    def _ties(self, method: str, best: str, reaches_as_far: bool) -> bool:
+    def _ties(self, method: str, best: str, otherwise: bool) -> bool:
         """Return whether a method's difference from the best may be 0, at the longest length that both were asked at.
 
-        Where no task tells methods apart, methods of equal reach are tied.
+        If there is none at which tasks tell methods apart, return `otherwise`.
         """
         both = self.qualities[method].keys() & self.qualities[best].keys()
         found = paired(self.counted(max(both)), method, best, max(both)) if both else None
-        return reaches_as_far if found is None else found[1] <= 0 <= found[2]
+        return otherwise if found is None else found[1] <= 0 <= found[2]
 
 
 def read_boards(folder: str | Path) -> list[Board]:
@@ -161,17 +165,8 @@ def read_boards(folder: str | Path) -> list[Board]:
     files = sorted(path_of(folder).glob("*.jsonl"))
     if not files:
         raise DataError(f"{named(folder)} has no record, *.jsonl; lce leaderboard add {named(folder)} -m MODEL asks one")
-    return boards(Report.read(files, without=("rope_factor",)))
-
-
-def boards(report: Report) -> list[Board]:
-    """Return a board for each model of a report, without what `lce eval why` asked again."""
-    tables = [table for table in report.tables if table.cells and AGAIN not in table.way]
+    asked = sorted(Report.read(files, without=("rope_factor",)).tables, key=lambda table: (table.model, table.title))
+    tables = [table for table in asked if table.cells and AGAIN not in table.way]  # not what was asked again if missed
     if not tables:
-        raise DataError("the records have no answers to tasks; lce leaderboard add asks some")
-    models = sorted({table.model for table in tables})
-    return [Board(model, tuple(_of(model, tables))) for model in models]
-
-
-def _of(model: str, tables: Sequence[Table]) -> list[Table]:
-    return sorted((table for table in tables if table.model == model), key=lambda table: table.title)
+        raise DataError(f"the records in {named(folder)} have no answers to tasks; lce leaderboard add asks some")
+    return [Board(model, tuple(group)) for model, group in groupby(tables, key=lambda table: table.model)]
