@@ -115,7 +115,9 @@ class SuiteRun:
         check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)
         engines: list[lce.Engine] = []
         for method in self.methods:
-            engines.append(lce.load(self.model, method, sharing=engines[0] if engines else self.sharing, **self.loading))
+            engines.append(
+                lce.load(self.model, method, sharing=engines[0] if engines else self.sharing, **self.loading)
+            )
         return engines
 
     def ask(self, engines: Sequence[lce.Engine]) -> None:

@@ -23,7 +23,9 @@ def test_a_method_is_added_and_ranked(tmp_path: Path) -> None:
     assert {(each["method"], each["length"], each.get("ceiling")) for each in asked} == {
         ("full", 480, True), ("streaming", 512, None),
     }  # fmt: skip
-    assert {(each["samples"], each["seed"], each["questions"], each["mode"]) for each in asked} == {(1, 0, 40, "shared")}
+    assert {(each["samples"], each["seed"], each["questions"], each["mode"]) for each in asked} == {
+        (1, 0, 40, "shared")
+    }
     again = run("leaderboard", "add", folder, *ADD, "--method", "streaming", "--json")
     assert record.read_bytes() == before, "adding twice changes nothing"
     assert [cell["method"] for cell in json.loads(again.stdout)] == ["full", "streaming"]

@@ -1,6 +1,6 @@
-"""Tables of a board as rows of cells, and the sentences that say how to read them. A cell may be grey: it tells nothing.
+"""Tables of a board, and the sentences that say how to read them. A grey cell does not tell methods apart.
 
-`lce.lab.board.page` writes them as HTML, the terminal as Markdown.
+`lce.lab.board.page` writes them as HTML, `lce.terminal.boards` as Markdown.
 """
 
 from __future__ import annotations

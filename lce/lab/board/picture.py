@@ -72,7 +72,7 @@ def _draw(axes: Axes, board: Board, points: Sequence[Point], height: float) -> N
 
 
 def _apart(places: Sequence[float], gap: float) -> list[float]:
-    """Move ascending places from 0 to 1 apart by `gap` or more, near to where they were and, if they fit, within 0 to 1."""
+    """Move ascending places by as little as leaves `gap` between them, and the last at 1 or below."""
     moved: list[float] = []
     for place in places:
         moved.append(max(place, moved[-1] + gap) if moved else place)

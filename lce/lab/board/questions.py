@@ -19,7 +19,7 @@ from lce.lab.eval.tasks.medley import Medley
 
 WINDOWS = (1 / 4, 15 / 16, 2, 4)  # the usual lengths, in windows
 CEILING = 15 / 16  # the length of the ceiling's texts, in windows
-TASK = Medley()
+TASK, SHARED = Medley(), Asking("shared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class StandardSuite(MadeSuite):
 
     samples: int = 4
     questions: int | None = 40
-    asking: Asking = Asking("shared")
+    asking: Asking = SHARED
 
     def ceiling_lengths(self, engine: lce.Engine, task: MadeTask, lengths: Sequence[int]) -> list[int]:
         return [int(CEILING * engine.window)]

@@ -164,7 +164,9 @@ def read_boards(folder: str | Path) -> list[Board]:
     """
     files = sorted(path_of(folder).glob("*.jsonl"))
     if not files:
-        raise DataError(f"{named(folder)} has no record, *.jsonl; lce leaderboard add {named(folder)} -m MODEL asks one")
+        raise DataError(
+            f"{named(folder)} has no record, *.jsonl; lce leaderboard add {named(folder)} -m MODEL asks one"
+        )
     asked = sorted(Report.read(files, without=("rope_factor",)).tables, key=lambda table: (table.model, table.title))
     tables = [table for table in asked if table.cells and AGAIN not in table.way]  # not what was asked again if missed
     if not tables:

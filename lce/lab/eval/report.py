@@ -151,10 +151,14 @@ def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tup
     differences = []
     for table in tables:
         mine, others = (
-            {answer.prompt: answer.value for _, answer in sorted(table.cells[name, length].answers.items())}
+            {
+                answer.prompt: answer.value
+                for _, answer in sorted(table.cells[name, length].answers.items())
+                if answer.prompt
+            }
             for name in (method, other)
         )
-        differences.append([mine[prompt] - others[prompt] for prompt in sorted((mine.keys() & others.keys()) - {None})])
+        differences.append([mine[prompt] - others[prompt] for prompt in sorted(mine.keys() & others.keys())])
     return mean_interval(differences) if all(differences) else None
 
 

@@ -37,7 +37,9 @@ def test_the_ranking_has_a_column_for_each_length_that_counts(tmp_path: Path) ->
     assert (first, *rest[:2], read, prefill) == ("dca", "1", "500", "1.0 MiB", UNKNOWN)
     assert rest[2].startswith("0.80 (0.")
     rank, reach, quality, _ = legend(found)
-    assert "quality at 1,024 tokens, the longest length that most were asked at" in rank, "full was asked within the window alone"
+    assert "quality at 1,024 tokens, the longest length that most were asked at" in rank, (
+        "full was asked within the window alone"
+    )
     assert "that all were asked at" in legend(board(tmp_path / "all", *CEILING, *lines))[0]
     assert "at 500 tokens" in reach
     assert "A cell of a task has 20 answers." in quality

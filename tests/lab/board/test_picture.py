@@ -1,6 +1,7 @@
 """The picture of a leaderboard."""
 
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_there_is_none_without_a_quality(tmp_path: Path) -> None:
 @pytest.mark.parametrize("places", [[0.5] * 5, [0.0, 0.98, 0.99, 1.0], [0.1, 0.2, 0.9], [0.3]])
 def test_labels_are_apart_and_within_the_panel(places: list[float]) -> None:
     moved = _apart(places, 0.1)
-    assert all(b - a > 0.0999 for a, b in zip(moved, moved[1:], strict=False))
-    assert -1e-9 <= moved[0]
+    assert all(b - a > 0.0999 for a, b in pairwise(moved))
+    assert moved[0] >= -1e-9
     assert moved[-1] <= 1
     assert _apart([0.1, 0.2, 0.9], 0.1) == pytest.approx([0.1, 0.2, 0.9])

@@ -34,7 +34,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     good = file(tmp_path / "made" / "good.jsonl", line(0))
     assert records(tmp_path / "made") == [good], "a page may stand beside records"
     (tmp_path / "made" / "bad.jsonl").write_text("[]\n")
-    with pytest.raises(LceError, match="bad.jsonl is no record"):
+    with pytest.raises(LceError, match=r"bad\.jsonl is no record"):
         records(tmp_path / "made")
     with pytest.raises(LceError, match="is no folder for records"):
         records(good)
