@@ -78,7 +78,7 @@ def legend(board: Board) -> list[str]:
     ranked = [each.method for each in board.standings if each.rank is not None]
     within = sorted({table.ceiling[0] for table in board.tables if table.ceiling})
     if not ranked:
-        why = "no task can be done within the window" if within else "`full` was not asked within the window"
+        why = "`full` fails every task within the window" if within else "`full` was not asked within the window"
         return [f"Nothing is ranked: {why}."]
     most = "all" if all(board.asked(method, board.length) for method in ranked) else "most"
     sizes = [cell.score.samples for table in board.tables for cell in table.cells.values()]
@@ -93,7 +93,8 @@ def legend(board: Board) -> list[str]:
         "methods were asked fewer tasks, those count that leave no gap among most answers; who lacks one has no "
         f"quality there. A cell of a task has {_range(sizes)} answers.",
         f"Read a token: bytes of keys, values and summaries that a decode step reads at {board.length:,} tokens. "
-        "Prefill: the median time to read so long a text, over that of `full`.",
+        "Prefill: the median time to read so long a text, over that of `full`; only times of one "
+        "machine compare.",
     ]
 
 

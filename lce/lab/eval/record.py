@@ -171,7 +171,10 @@ def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
     known = all(value is None or _is(str(each.type), value) for each, value in given.items())
     if not (known and isinstance(sample.get("task_knobs", {}), dict) and isinstance(sample.get("depths", []), list)):
         raise TypeError
-    return sample, kind(**{each.name: value for each, value in given.items()})
+    measured = kind(**{each.name: value for each, value in given.items()})
+    if isinstance(measured, Answer) and not 0 <= measured.value <= 1 + 1e-9:  # a mean of scores may be rounded up
+        raise ValueError
+    return sample, measured
 
 
 def _is(kind: str, value: Any) -> bool:

@@ -50,4 +50,4 @@ def test_the_legend_says_why_nothing_is_ranked(tmp_path: Path) -> None:
         "Nothing is ranked: `full` was not asked within the window."
     ]
     hard = answers("full", 500, *at(0.1), ceiling=True)
-    assert "no task can be done" in legend(board(tmp_path, *hard, *answers("quest", 1024, *at(1))))[0]
+    assert "`full` fails every task" in legend(board(tmp_path, *hard, *answers("quest", 1024, *at(1))))[0]
