@@ -149,7 +149,7 @@ def test_what_is_no_leaderboard_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(LceError, match="is no record"):
         read_boards(tmp_path)
-    again = {**answers("quest", 1024, 1)[0], "number": 1}
+    again = {**answers("quest", 1024, 1)[0], "again": True}
     (tmp_path / "a.jsonl").write_text(json.dumps(again) + "\n")
     with pytest.raises(LceError, match="have no answers to tasks"):
         read_boards(tmp_path)
