@@ -77,18 +77,19 @@ def commands(args: argparse.Namespace) -> Iterator[list[str]]:
     threads = max(1, (os.cpu_count() or 1) // args.workers)
     common = ["-m", args.model, "--dtype", args.dtype, "--threads", str(threads), "--quiet"]
     parts, lengths = args.parts.split(","), args.lengths.split(",")
-    methods = tuple(args.methods.split(";")) if args.methods else METHODS
+    given = tuple(args.methods.split(";")) if args.methods else ()
     if "answers" in parts:
-        yield from answers(args, lengths, methods, common)
+        yield from answers(args, lengths, given or METHODS, common)
     if "sweep" in parts:
         yield from answers(args, lengths, SWEEP, common)
     if "why" in parts:
-        yield from answers(args, lengths, args.methods and methods or SELECTING, common, "why")
+        beyond = [length for length in lengths if int(length) > WINDOW]
+        yield from answers(args, beyond, given or SELECTING, common, "why")
     if "perplexity" in parts:
         texts = [flag for file in sorted(Path(args.books).glob("*.txt")) for flag in ("--text", str(file))]
         record, longest = ["--record", f"{args.record}/perplexity.jsonl"], max(map(int, lengths))
         positions = ",".join(str(2**n) for n in range(11, longest.bit_length()))
-        for row in rows(methods, longest):
+        for row in rows(given or METHODS, longest):
             yield ["lce", "eval", "perplexity", *common, *row, "--lengths", positions, *texts, "--stream", *record]
 
 
