@@ -21,6 +21,7 @@ from lce.terminal.bench import show_bench
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
 from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
+from lce.terminal.leaderboard import leaderboard
 from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
@@ -57,6 +58,7 @@ def cli() -> None:
 
 
 cli.add_command(evaluation)
+cli.add_command(leaderboard)
 
 
 @cli.command()

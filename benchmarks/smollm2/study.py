@@ -8,7 +8,8 @@ is not asked again, so the same command continues where it was interrupted. ESSA
 that statements are hidden in; BOOKS is another, whose texts perplexity is measured on.
 
 `answers`: the task `medley`. A document has the statements of all seven tasks and is read once; forks of its context
-are asked. `sweep`: other knobs of the methods whose defaults fail. `perplexity`: by position, one pass over each text.
+are asked. `sweep`: other knobs of the methods whose defaults fail. `why`: the causes of what methods that select miss
+in facts, the one task that the model can do. `perplexity`: by position, one pass over each text.
 `lce eval report FOLDER/*.jsonl` makes the tables, `lce leaderboard show FOLDER` the ranking.
 """
 
@@ -26,17 +27,18 @@ from pathlib import Path
 WINDOW = 8192
 DOCUMENTS = 6  # of a cell, numbered; a document's facts depend on how many there are
 LENGTHS = "16384,7680,32768,2048"
-PARTS = "answers,perplexity"
+PARTS = "answers,why,perplexity"
 METHODS = (
     "full", "dca", "self_extend", "rerope", "longheads", "pages", "quest", "infllm", "esa compress=pca", "reattention",
-    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper",
+    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper", "full rope=ntk", "full rope=yarn",
+    "full rope=dynamic", "full rope=linear",
 )  # fmt: skip
+SELECTING = ("longheads", "esa compress=pca", "pages", "infllm", "quest", "reattention")
 SWEEP = (
     "infllm repr_tokens=16", "infllm block_size=32 top_k=64", "esa compress=pca top_k=4096 local=2048",
     "quest dense_layers=0 budget=4096", "pages budget=8192", "pages place=grouped", "longheads chunk_size=16",
     "delta method=longheads", "lm_infinite top_k=5 from_layer=4",
 )  # fmt: skip
-SCALED = ("linear", "ntk", "yarn", "dynamic")  # RoPE scaling with full attention, by the length over the window
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def main() -> None:
     parser.add_argument("--essays", required=True)
     parser.add_argument("--books", help="for perplexity")
     parser.add_argument("--record", default="benchmarks/record/smollm2", metavar="FOLDER")
-    parser.add_argument("--parts", default=PARTS, help="of answers, sweep and perplexity")
+    parser.add_argument("--parts", default=PARTS, help="of answers, sweep, why and perplexity")
     parser.add_argument("--lengths", default=LENGTHS)
     parser.add_argument("--documents", default="0,1", help=f"numbers below {DOCUMENTS}")
     parser.add_argument("--seed", default="0")
@@ -61,9 +63,13 @@ def main() -> None:
 
 
 def run(command: list[str], is_dry: bool) -> int:
-    """Print a command and run it; return its exit status."""
+    """Print a command, run it, and print its output; return its exit status."""
     print(shlex.join(command), flush=True)
-    return 0 if is_dry else subprocess.run([sys.executable, "-m", *command], stdout=subprocess.DEVNULL).returncode
+    if is_dry:
+        return 0
+    done = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", flush=True)
+    return done.returncode
 
 
 def commands(args: argparse.Namespace) -> Iterator[list[str]]:
@@ -71,39 +77,45 @@ def commands(args: argparse.Namespace) -> Iterator[list[str]]:
     threads = max(1, (os.cpu_count() or 1) // args.workers)
     common = ["-m", args.model, "--dtype", args.dtype, "--threads", str(threads), "--quiet"]
     parts, lengths = args.parts.split(","), args.lengths.split(",")
+    given = tuple(args.methods.split(";")) if args.methods else ()
     if "answers" in parts:
-        yield from answers(args, lengths, args.methods.split(";") if args.methods else METHODS, common)
+        yield from answers(args, lengths, given or METHODS, common)
     if "sweep" in parts:
         yield from answers(args, lengths, SWEEP, common)
+    if "why" in parts:
+        beyond = [length for length in lengths if int(length) > WINDOW]
+        yield from answers(args, beyond, given or SELECTING, common, "why")
     if "perplexity" in parts:
         texts = [flag for file in sorted(Path(args.books).glob("*.txt")) for flag in ("--text", str(file))]
-        record = ["--record", f"{args.record}/perplexity.jsonl"]
-        for row in rows(METHODS, max(map(int, lengths))):
-            yield ["lce", "eval", "perplexity", *common, *row, "--lengths", "32768", *texts, "--stream", *record]
+        record, longest = ["--record", f"{args.record}/perplexity.jsonl"], max(map(int, lengths))
+        positions = ",".join(str(2**n) for n in range(11, longest.bit_length()))
+        for row in rows(given or METHODS, longest):
+            yield ["lce", "eval", "perplexity", *common, *row, "--lengths", positions, *texts, "--stream", *record]
 
 
 def answers(
-    args: argparse.Namespace, lengths: list[str], methods: tuple[str, ...], common: list[str]
+    args: argparse.Namespace, lengths: list[str], methods: tuple[str, ...], common: list[str], command: str = "run"
 ) -> Iterator[list[str]]:
-    """Yield the commands that ask one document each."""
+    """Yield the commands that ask one document each, or with the command `why` ask again what was missed in it."""
     suite = ["--task", "medley", "--mode", "shared", "--questions", "40", "--filler", f"essays:{args.essays}"]
-    suite += ["--samples", str(DOCUMENTS), "--seed", args.seed, "--no-ceiling"]
-    record = ["--record", f"{args.record}/answers.jsonl"]
+    suite += ["--samples", str(DOCUMENTS), "--seed", args.seed, "--record", f"{args.record}/answers.jsonl"]
+    suite += ["--no-ceiling"] if command == "run" else ["--kind", "several_facts", "--each"]
     for length in lengths:
         for document in args.documents.split(","):
             for row in rows(methods, int(length)):
                 shard = ["--lengths", length, "--shard", f"{document}/{DOCUMENTS}"]
-                yield ["lce", "eval", "run", *common, *row, *shard, *suite, *record]
+                yield ["lce", "eval", command, *common, *row, *shard, *suite]
 
 
 def rows(methods: tuple[str, ...], length: int) -> Iterator[list[str]]:
-    """Yield the options of each method, then those of full attention with each RoPE scaling, beyond the window."""
+    """Yield the options of each method. RoPE is scaled by the length over the window, and not within the window."""
     for each in methods:
         name, *knobs = each.split()
-        yield ["--method", name, *(flag for knob in knobs for flag in ("-o", knob))]
-    if methods is METHODS and length > WINDOW:
-        for kind in SCALED:
-            yield ["--method", "full", "--rope", kind, "--rope-factor", f"{length / WINDOW:g}"]
+        scaled = [knob.removeprefix("rope=") for knob in knobs if knob.startswith("rope=")]
+        if not scaled or length > WINDOW:
+            options = [flag for knob in knobs if not knob.startswith("rope=") for flag in ("-o", knob)]
+            factor = ["--rope", *scaled, "--rope-factor", f"{length / WINDOW:g}"] if scaled else []
+            yield ["--method", name, *options, *factor]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from lce.methods.own_window import OwnWindow
 from lce.methods.step import Step
 
 Judge = Literal["true", "constant"]
-PIECE = 1024  # the number of keys scored at a time, so that scores stay in the processor's caches
+# The numbers of keys and queries scored at a time, so that scores stay in the processor's caches.
+PIECE, ROWS = 1024, 128
 JUDGES: tuple[Judge, ...] = ("true", "constant")
 
 
@@ -43,7 +44,7 @@ class TrueMass:
 
     def slices(self, n_queries: int, n_heads: int) -> Iterator[slice]:
         """Yield slices of the block's queries, small enough to bound the memory for the scores of all keys."""
-        rows = max(1, SCORES_AT_ONCE // (n_heads * self.step.stop))
+        rows = max(1, min(ROWS, SCORES_AT_ONCE // (n_heads * self.step.stop)))
         for start in range(0, n_queries, rows):
             yield slice(start, min(start + rows, n_queries))
 

@@ -56,7 +56,8 @@ def selection(text: str | None, **how: Any) -> None:
 @options.model_option
 @options.selecting_options
 @lengths_option
-@options.asked_options(n=10)
+@options.suite_options
+@flag("--kind NAME", "Of a text's questions, those of this task alone: for --task medley.", default="")
 @record_option
 @flag("--each", "Every sample with its answers, too.", is_flag=True)
 @options.loading_options

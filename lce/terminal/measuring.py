@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from lce.lab.eval.record import Record
 from lce.lab.eval.selection import Selection, measure, measure_text
 from lce.lab.eval.suite import MadeSuite
 from lce.lab.eval.tasks import MadeTask
-from lce.lab.eval.why import CAUSES, Causes, Verdict, check_selects, explain
+from lce.lab.eval.why import CAUSES, Verdict, check_selects, explain
 from lce.methods.mass import Judge
 from lce.sizes import size_text
 from lce.terminal.methods import check_capacity
@@ -25,7 +26,7 @@ from lce.terminal.reading import read_text
 WIDTHS = {"recall": 8, "hit@1": 7, "hit@5": 7, "fact": 6, "cover": 7, "Gini": 6, "found": 7, "score": 7}
 SELECTION_HEADER = f"{'method':<12}{'length':>8}{'tokens':>8}{'reads':>11}{'of full':>9}"
 SELECTION_HEADER += "".join(f"{name:>{width}}" for name, width in WIDTHS.items())
-CAUSES_HEADER = f"{'method':<12}{'length':>8}" + "".join(f"{cause:>11}" for cause in CAUSES)
+CAUSES_HEADER = f"{'method':<12}{'task':<16}{'length':>8}" + "".join(f"{cause:>11}" for cause in CAUSES)
 LOSS_HEADER = f"{'method':<14}{'tokens':>16}{'samples':>9}{'scored':>10}{'perplexity':>12}  95% interval"
 
 
@@ -74,27 +75,26 @@ def layer_rows(one: Selection) -> list[str]:
 
 
 def show_causes(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: tuple[MadeTask, MadeSuite], each: bool,
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], suite: dict[str, Any], kind: str, each: bool,
     record: str | None, loading: dict[str, Any], output: Output,
 ) -> None:  # fmt: skip
-    """Find why each method misses answers at each length. Print each line of the table as soon as it is known."""
-    found: list[Causes] = []
-    (task, suite), known = asked, Record(record)
+    """Find why each method misses answers of each task and length. Print each line of the table as soon as known."""
+    found: list[dict[str, Any]] = []
+    known, made = Record(record), suite["suite"]
     for method in methods:
         check_selects(method)
     check_capacity(model, methods, max(lengths), loading)
-    for method in methods:
-        for length in lengths:
-            with output.noting(), output.bars() as bars:
-                made, setting = partial(suite.make, task=task, length=length), suite.setting(task, length)
-                how: dict[str, Any] = {"length": length, "setting": setting, "record": known, "progress": bars}
-                one = explain(model, method, made, **how, **loading)
-            counts = "".join(f"{one.counts[cause]:>11}" for cause in CAUSES)
-            output.text(*([] if found else [CAUSES_HEADER]), f"{one.method:<12}{one.length:>8,}{counts}")
-            if each:
-                output.text(*(line for verdict in one.verdicts for line in verdict_lines(verdict)))
-            found.append(one)
-    output.object([{**dataclasses.asdict(one), "counts": one.counts} for one in found])
+    for method, task, length in itertools.product(methods, suite["tasks"], lengths):
+        with output.noting(), output.bars() as bars:
+            how = {"length": length, "setting": made.setting(task, length), "asking": made.asking, "kind": kind}
+            samples = partial(made.make, task=task, length=length)
+            one = explain(model, method, samples, **how, record=known, progress=bars, **loading)
+        counts = "".join(f"{one.counts[cause]:>11}" for cause in CAUSES)
+        output.text(*([] if found else [CAUSES_HEADER]), f"{one.method:<12}{kind or task.name:<16}{length:>8,}{counts}")
+        if each:
+            output.text(*(line for verdict in one.verdicts for line in verdict_lines(verdict)))
+        found.append({"task": task.name, **dataclasses.asdict(one), "counts": one.counts})
+    output.object(found)
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:

@@ -67,7 +67,8 @@ class SuiteRun:
     """A run of `lce eval run` or `lce eval published`. A cell is the score of a method on a task at a length.
 
     `objects` has the cells measured so far, as JSON objects. `lengths`, in tokens, are for generated tasks; published
-    tasks have none. `predictions` is a folder for answers in a benchmark's own file layout.
+    tasks have none. `predictions` is a folder for answers in a benchmark's own file layout. `sharing` is an engine
+    whose weights are used.
     """
 
     model: str
@@ -79,12 +80,18 @@ class SuiteRun:
     lengths: Sequence[int] = ()
     ceiling: bool = False
     predictions: str | None = None
+    sharing: lce.Engine | None = None
     answers: Record = field(default_factory=Record)
     objects: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task scores in percent, by method and task
 
     def measure(self, record: str | None, fill: Callable[[SuiteRun], None] | None = None) -> None:
-        """Measure and print all cells. If the first task cannot be made, the error comes before any printed line.
+        """Measure and print all cells, under --json as one list. For the arguments, see `ask_all`."""
+        self.ask_all(record, fill)
+        self.output.object(self.objects)
+
+    def ask_all(self, record: str | None, fill: Callable[[SuiteRun], None] | None = None) -> None:
+        """Measure all cells. If the first task cannot be made, the error comes before any printed line.
 
         `fill` may put answers into the run's record first.
         """
@@ -102,14 +109,15 @@ class SuiteRun:
             for name, score in self.suite.averages(scores).items():
                 self.objects.append({"average": name, "method": label, "score": score})
                 self.output.text(f"{name:<26}{label:<18}{'':>18}{score:>8.2f}")
-        self.output.object(self.objects)
 
     def load(self) -> list[lce.Engine]:
         """Load the model, and return an engine for each method."""
         check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)
         engines: list[lce.Engine] = []
         for method in self.methods:
-            engines.append(lce.load(self.model, method, sharing=engines[0] if engines else None, **self.loading))
+            engines.append(
+                lce.load(self.model, method, sharing=engines[0] if engines else self.sharing, **self.loading)
+            )
         return engines
 
     def ask(self, engines: Sequence[lce.Engine]) -> None:

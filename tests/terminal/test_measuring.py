@@ -48,8 +48,8 @@ def test_causes_as_a_table_and_as_json(tiny_model: Path) -> None:
     result = run(*args, "--each")
     assert result.exit_code == 0, result.stderr
     head, row, verdict, itself, *_ = result.stdout.splitlines()
-    assert head.split() == ["method", "length", *CAUSES]
-    assert sum(map(int, row.split()[2:])) == 1
+    assert head.split() == ["method", "task", "length", *CAUSES]
+    assert sum(map(int, row.split()[3:])) == 1
     assert verdict.startswith("  sample 0 at depth 0.")
     assert itself.startswith("    itself: ")
     found = json.loads(run(*args, "--json").stdout)[0]

@@ -12,8 +12,9 @@ import lce
 from lce.lab.eval.record import Line
 
 MOST = 160  # the largest number of characters of a name
+AGAIN = "asked again by lce eval why"  # such samples are those that a method missed, so scores are not comparable
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces Markdown and HTML signs
-OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index number".split()
+OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index again".split()
 KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # a knob in a repr; commas in brackets belong to the value
 OF_ENGINE = "model engine rope weights kv_dtype code".split()
 
@@ -59,8 +60,8 @@ def way_of(sample: Mapping[str, Any]) -> str:
         parts.append(str(filler))
     if mode := sample.get("mode"):
         parts.append(f"mode {mode}")
-    if "number" in sample:  # `lce eval why` repeats only samples that a method missed, so scores are not comparable
-        parts.append("asked again by lce eval why")
+    if "again" in sample:
+        parts.append(AGAIN)
     parts += [f"{name}={sample[name]}" for name in sorted(sample.keys() - {*OF_SAMPLE, *OF_ENGINE})]
     return cut(", ".join(parts))
 
@@ -69,8 +70,8 @@ def model_names(measured: Iterable[Measured]) -> dict[str, str]:
     """Return model names by fingerprint. A name has the checkpoint's name and the beginning of the fingerprint."""
     called: dict[str, str] = {}
     for sample, line in measured:
-        model = str(sample.get("model"))
-        called[model] = Path(line.checkpoint).name if line.checkpoint else called.get(model, "")
+        model, name = str(sample.get("model")), Path(line.checkpoint or "").name
+        called[model] = max(name, called.get(model, ""))  # the same name, whichever line comes first
     return {model: cut(f"{name or 'model'} {model[:8]}") for model, name in called.items()}
 
 
@@ -87,7 +88,7 @@ def method_names(measured: Iterable[Measured], without: Collection[str] = ()) ->
     for sample, line in measured:
         engines.setdefault(engine_key(sample), (sample, line))
     groups: dict[tuple[str, str], dict[EngineKey, dict[str, str]]] = {}
-    for key, (sample, line) in engines.items():
+    for key, (sample, line) in sorted(engines.items(), key=lambda item: item[0]):
         kind, parts = engine_parts(sample)
         kept = {knob: value for knob, value in parts.items() if knob not in without}
         groups.setdefault((key[0], line.method or kind), {})[key] = kept
@@ -119,7 +120,7 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     Example of such a repr: `Engine(Streaming(sinks=4, local=508), window=512, block=512, cpu, torch.float32)`.
     """
     text = str(sample.get("engine"))
-    match = re.fullmatch(r"Engine\((\w+)\((.*)\), window=(\d+), block=(\d+), (.*)\)", text)
+    match = re.fullmatch(r"Engine\((\w+)\((.*)\), window=(\d{1,15}), block=(\d{1,15}), (.*)\)", text)
     if match is None:
         return text, {}
     kind, knobs, window, block, place = match.groups()
@@ -129,14 +130,14 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     for knob, value in parts.items():
         read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # LowDimMaps('FILE', DIGEST): keep the digest
         parts[knob] = read[1] if read else value.strip("'")
-    parts |= {"window": window, "block": block, "on": place.replace("torch.", ""), "rope": _rope(str(sample["rope"]))}
+    parts |= {"window": window, "block": block, "on": place.replace("torch.", "")} | _rope(str(sample.get("rope")))
     parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype", "code")}
     return kind, parts
 
 
-def _rope(text: str) -> str:
-    """Shorten the repr of a RoPE scaling to its kind and factor, such as `linear x4`."""
+def _rope(text: str) -> dict[str, str]:
+    """Return the kind and the factor in the repr of a RoPE scaling, an empty mapping without scaling."""
     kind, factor = re.search(r"kind='(\w+)'", text), re.search(r"\bfactor=(\d+\.?\d*)", text)
     if kind is None or factor is None:
-        return text
-    return kind[1] if kind[1] == "none" else f"{kind[1]} x{float(factor[1]):g}"
+        return {"rope": text}
+    return {} if kind[1] == "none" else {"rope": kind[1], "rope_factor": f"{float(factor[1]):g}"}

@@ -24,6 +24,7 @@ from lce.errors import DataError, shown
 from lce.files import check_target, lock, named, open_regular, path_of, unwritable
 
 BEGINNING = b'{"task": '  # how every line begins
+LARGEST = 1e18  # of a number in a record, which may be a stranger's
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.1  # a process holds the lock for one write, so a short wait is enough
 PerHead = list[list[float]]  # one list per layer, with one number per head
 
@@ -130,7 +131,7 @@ class Record:
         for number, line in enumerate(lines, 1):
             try:
                 sample, measured = parse_line(line)
-            except (ValueError, TypeError, StopIteration):
+            except (ValueError, TypeError, StopIteration, RecursionError):
                 raise _strange(path, line, number) from None
             self._lines[_key(sample)] = sample, measured
         if rest[: len(BEGINNING)] != BEGINNING[: len(rest)]:
@@ -163,15 +164,24 @@ class Record:
 
 
 def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
-    """Return the sample and the measurement of a line. Raises `ValueError`, `TypeError` or `StopIteration`."""
+    """Return the sample and the measurement of a line. Raises one of several errors for another line."""
     sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
     kind = next(kind for sign, kind in KINDS.items() if sign in sample)
     given = {each: sample.pop(each.name) for each in fields(kind) if each.name in sample}
-    for each, value in given.items():
-        is_number = str(each.type).startswith(("int", "float"))
-        if not isinstance(value, int | float | None if is_number else object):
-            raise TypeError
-    return sample, kind(**{each.name: value for each, value in given.items()})
+    known = all(value is None or _is(str(each.type), value) for each, value in given.items())
+    if not (known and isinstance(sample.get("task_knobs", {}), dict) and isinstance(sample.get("depths", []), list)):
+        raise TypeError
+    measured = kind(**{each.name: value for each, value in given.items()})
+    if isinstance(measured, Answer) and not 0 <= measured.value <= 1 + 1e-9:  # a mean of scores may be rounded up
+        raise ValueError
+    return sample, measured
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Return whether a value of JSON fits a field whose type is spelled `kind`."""
+    if kind.startswith(("int", "float", "bool")):
+        return isinstance(value, int | float) and -LARGEST < value < LARGEST  # NaN is not
+    return isinstance(value, str) or kind != "str | None"
 
 
 def _strange(path: Path, line: bytes, number: int) -> DataError:

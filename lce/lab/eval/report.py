@@ -13,9 +13,10 @@ ceiling.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,13 @@ class Table:
         """
         if self.ceiling is None or not self.discriminates:
             return None
-        holds = 0
-        for length, cell in self.row(method).items():
-            if cell.score.mean < HOLDS * self.ceiling[1].mean:
-                break
-            holds = length
-        return holds
+        top = self.ceiling[1].mean
+        return reach({length: cell.score.mean >= HOLDS * top for length, cell in self.row(method).items()})
+
+
+def reach(holds: Mapping[int, bool]) -> int:
+    """Return the longest length up to which a method holds at each length asked; 0 if not at the shortest."""
+    return max(takewhile(holds.__getitem__, sorted(holds)), default=0)
 
 
 def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tuple[float, float, float] | None:
@@ -149,7 +151,11 @@ def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tup
     differences = []
     for table in tables:
         mine, others = (
-            {answer.prompt: answer.value for answer in table.cells[name, length].answers.values() if answer.prompt}
+            {
+                answer.prompt: answer.value
+                for _, answer in sorted(table.cells[name, length].answers.items())
+                if answer.prompt
+            }
             for name in (method, other)
         )
         differences.append([mine[prompt] - others[prompt] for prompt in sorted(mine.keys() & others.keys())])
@@ -186,8 +192,11 @@ class Report:
     selections: tuple[SelectionTable, ...] = ()
 
     @classmethod
-    def read(cls, files: Sequence[str | Path]) -> Report:
-        """Read records. Raises `DataError` for a file that is no record, or for a line without a length."""
+    def read(cls, files: Sequence[str | Path], without: Collection[str] = ()) -> Report:
+        """Read records. Raises `DataError` for a file that is no record, or for a line without a length.
+
+        Answers of engines that differ only in the knobs in `without` are those of one method.
+        """
         if not files:
             raise UsageError("no file is given; expected one record or more")
         found: dict[type, dict[str, Any]] = {Answer: {}, Loss: {}, Attended: {}}
@@ -208,12 +217,12 @@ class Report:
             raise DataError(f"{named(files[0])} has no answers; name a record that lce eval run --record wrote")
         perplexities = tuple(loss_tables(list(found[Loss].values())))
         selections = tuple(selection_tables(list(found[Attended].values())))
-        return cls(tuple(_tables(found[Answer])), conflicts, perplexities, selections)
+        return cls(tuple(_tables(found[Answer], without)), conflicts, perplexities, selections)
 
 
-def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
+def _tables(found: Mapping[str, AnswerLine], without: Collection[str]) -> list[Table]:
     """Return the tables of the answers in `found`, which has (sample, answer) by the key of the sample."""
-    names, models = method_names(found.values()), model_names(found.values())
+    names, models = method_names(found.values(), without), model_names(found.values())
     tables: dict[tuple[str, ...], Table] = {}
     documents: dict[str, int] = {}  # numbers unique here; in a record, documents of unlike lengths share them
     for key, (sample, answer) in found.items():
@@ -239,6 +248,7 @@ def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
                 cell.answers |= same.answers  # answers of the method `full` also count for the ceiling
         if not table.ceilings:
             table.ceilings = {place: cell for place, cell in table.cells.items() if _is_within(place, cell, found)}
+        table.ceilings = dict(sorted(table.ceilings.items()))
     return [table for table in tables.values() if table.cells or table.ceilings]
 
 

@@ -85,7 +85,8 @@ def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None)
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    return max(0.0, min(low, share)), min(1.0, max(high, share))  # with rounding errors, too, the share is within
 
 
 def _bootstrap(documents: Sequence[Sequence[float]]) -> tuple[float, float]:

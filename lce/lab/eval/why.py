@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import lce
-from lce.errors import UsageError
+from lce.errors import UsageError, nearest, shown
 from lce.lab.eval.record import Answer, Record
-from lce.lab.eval.running import answers
+from lce.lab.eval.running import ALONE, Asking, Shard, answers
 from lce.lab.eval.selection import Samples
 from lce.methods import ESA, InfLLM, Method, Pages, Quest, SelectiveMethod, cheating, make, selects
 from lce.methods.mass import JUDGES
@@ -78,34 +78,45 @@ class Causes:
 
 def explain(
     model: str, method: Method, samples: Samples, *, length: int, setting: Mapping[str, Any] | None = None,
-    record: Record | None = None, progress: Callable[[str, int, int], None] | None = None, **loading: Any,
+    asking: Asking = ALONE, kind: str = "", record: Record | None = None,
+    progress: Callable[[str, int, int], None] | None = None, **loading: Any,
 ) -> Causes:  # fmt: skip
     """Ask samples with a method, then repeat missed samples under one change after the other until an answer is right.
 
-    `samples` makes the samples for an engine. `loading` are options of `lce.load`. In `record`, a sample is identified
-    by its number and by `setting`, which says how samples are made and begins with `task`. Recorded answers are reused.
-    `progress` is called with the change, the samples done, and their total. Raises `UsageError` for a method that
-    selects nothing.
+    `samples` makes the samples for an engine. `loading` are options of `lce.load`. In the mode `shared` of `asking` a
+    document is read once for all of its samples that a change is tried on. With `kind`, only samples of this kind are
+    asked again. In `record`, a sample is identified by the numbers of the samples asked again and by `setting`, which
+    says how samples are made and begins with `task`. Recorded answers are reused. `progress` is called with the change,
+    the samples done, and their total. Raises `UsageError` for a method that selects nothing, for the mode `turns`, or
+    if no sample is of `kind`.
     """
     check_selects(method)
+    if asking.mode == "turns":
+        raise UsageError("mode is turns, where an answer depends on those before; expected single or shared")
     engine = lce.load(model, method, **loading)
     asked, known, about = samples(engine), dict(setting or {"task": "samples"}), {"checkpoint": str(model)}
     first = partial(progress, f"{method.name}, itself:") if progress else None
-    own = answers(engine, asked, setting=known, record=record, about=about, progress=first)
-    verdicts = [Verdict(i, sample.depth, sample.answer) for i, sample in enumerate(asked)]
-    for verdict, (_, answer) in zip(verdicts, own, strict=True):
-        verdict.add("answered", "itself", answer)
+    how: dict[str, Any] = {"asking": asking, "record": record, "about": about}
+    own = answers(engine, asked, setting=known, progress=first, **how)
+    numbers, verdicts = {id(sample): i for i, sample in enumerate(asked)}, list[Verdict]()
+    for sample, answer in own:
+        if kind in ("", sample.kind):
+            verdicts.append(Verdict(numbers[id(sample)], sample.depth, sample.answer))
+            verdicts[-1].add("answered", "itself", answer)
+    if not verdicts:
+        kinds = {sample.kind for sample in asked if sample.kind}
+        raise UsageError(f"no sample is of the kind {shown(kind)}; {nearest(kind, kinds) if kinds else 'omit kind'}")
+    how["asking"] = replace(asking, shard=Shard())
     for rung in rungs(engine.method, engine.window, length):
         missed = [verdict for verdict in verdicts if verdict.by is None]
         if not missed:
             break
-        engine = lce.load(model, rung.method, **loading)
-        for done, verdict in enumerate(missed, 1):
-            key, sample = known | {"number": verdict.index}, asked[verdict.index]
-            ((_, answer),) = answers(engine, [sample], setting=key, record=record, about=about)
+        engine = lce.load(model, rung.method, sharing=engine, **loading)
+        again = known | {"again": [verdict.index for verdict in missed]}
+        told = partial(progress, f"{method.name}, {rung.label}:") if progress else None
+        found = answers(engine, [asked[i] for i in again["again"]], setting=again, progress=told, **how)
+        for verdict, (_, answer) in zip(missed, found, strict=True):
             verdict.add(rung.cause, rung.label, answer)
-            if progress:
-                progress(f"{method.name}, {rung.label}:", done, len(missed))
     return Causes(method.name, length, verdicts)
 
 

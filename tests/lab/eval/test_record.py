@@ -62,6 +62,18 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "field",
+    ['"score": NaN', '"score": 5', '"score": -0.1', '"score": 1e999', '"read_bytes": 1e30', '"method": 5',
+     '"checkpoint": ["x"]', '"kind": {}', '"task_knobs": 5', '"depths": "x"', '"knobs": ' + "[" * 100_000],
+)  # fmt: skip
+def test_a_field_of_another_type_is_refused(field: str, tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    file.write_text(f'{{"task": "x", "right": true, {field}}}\n')
+    with pytest.raises(DataError, match="is no record: line 1 is "):
+        Record(file)
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever part of the line is written before the disk is full."""
     file = tmp_path / "answers"

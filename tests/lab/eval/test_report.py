@@ -66,7 +66,7 @@ def test_engines_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     scaled = line(9, rope="RopeConfig(kind='linear', theta=10000.0, factor=4.0)", weights="int8")
     (table,) = Report.read([file(tmp_path / "record", *lines, scaled)]).tables
     assert table.methods == [
-        "longheads placement=side_by_side", "longheads placement=true", "full rope=none", "full rope=linear x4",
+        "longheads placement=side_by_side", "longheads placement=true", "full", "full rope=linear",
     ]  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_names_stay_on_their_line_and_are_no_markup(tmp_path: Path) -> None:
 
 
 def test_what_why_asked_again_is_one_table_of_its_own(tmp_path: Path) -> None:
-    again = [line(0, document=0, number=number) for number in (3, 5)]
+    again = [line(0, document=0, again=[number]) for number in (3, 5)]
     first, second = Report.read([file(tmp_path / "record", line(0), line(1), *again)]).tables
     assert [first.title, second.title] == ["made", "made, asked again by lce eval why"]
     assert second.cells["full", 512].score.samples == 2

@@ -13,6 +13,7 @@ def answer(score: float, document: int, **more: int) -> Answer:
 def test_wilson_interval() -> None:
     assert wilson(50, 50) == pytest.approx((0.9287, 1.0), abs=1e-4)
     assert wilson(0, 50) == pytest.approx((0.0, 0.0713), abs=1e-4)
+    assert all(wilson(n, n)[1] == 1 for n in range(1, 99)), "not less by rounding"
     assert wilson(25, 50) == pytest.approx((0.3664, 0.6336), abs=1e-4)
 
 

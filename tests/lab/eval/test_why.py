@@ -9,6 +9,7 @@ import pytest
 import lce
 from lce.errors import UsageError
 from lce.lab.eval.record import Record
+from lce.lab.eval.running import Asking
 from lce.lab.eval.sample import Sample
 from lce.lab.eval.why import CAUSES, explain, rungs
 from lce.methods import make
@@ -72,8 +73,30 @@ def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: py
     def never(*_: object, **__: object) -> None:
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(lce.Engine, "generate", never)
+    monkeypatch.setattr(lce.Batch, "stream", never)
     assert explain(model, method, lambda _: both, length=202, record=Record(path)) == first
+
+
+def test_a_shared_document_is_read_once_for_a_change_and_gives_the_same_causes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two questions of one document, one of which is of another kind."""
+    made = [Sample(FAR, "?", (answer,), answer=answer, kind=kind) for answer, kind in (("7", "keys"), ("4", "pairs"))]
+    method, read = make("longheads", {"chunk_size": 8, "chunks": 3}), list[int]()
+    alone = explain(model, method, lambda _: made, length=202)
+    prefill = lce.Engine.prefill
+    monkeypatch.setattr(lce.Engine, "prefill", lambda self, ids, **how: read.append(1) or prefill(self, ids, **how))
+    how: dict[str, Any] = {"length": 202, "asking": Asking("shared"), "record": Record(tmp_path / "answers")}
+    shared = explain(model, method, lambda _: made, **how)
+    assert [verdict.cause for verdict in shared.verdicts] == [verdict.cause for verdict in alone.verdicts]
+    assert [verdict.cause for verdict in shared.verdicts] == ["budget", "model"]
+    assert len(read) == len(shared.verdicts[1].answers), "each change reads the document once"
+    (only,) = explain(model, method, lambda _: made, kind="keys", **how).verdicts
+    assert (only.index, only.cause) == (0, "budget")
+    with pytest.raises(UsageError, match="no sample is of the kind 'pears'; did you mean 'pairs'"):
+        explain(model, method, lambda _: made, kind="pears", **how)
+    with pytest.raises(UsageError, match="mode is turns"):
+        explain(model, method, lambda _: made, length=202, asking=Asking("turns"))
 
 
 def test_a_method_that_selects_nothing_is_refused(model: str) -> None:
