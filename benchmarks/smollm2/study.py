@@ -56,6 +56,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
     args = parser.parse_args()
+    if "perplexity" in args.parts.split(",") and not (args.books and any(Path(args.books).glob("*.txt"))):
+        parser.error("the part perplexity needs --books, a folder of .txt files; or give --parts answers,why")
     Path(args.record).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.workers) as pool:
         codes = list(pool.map(lambda command: run(command, args.dry_run), commands(args)))
