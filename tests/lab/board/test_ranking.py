@@ -64,6 +64,13 @@ def test_methods_that_may_be_equal_are_tied(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_one_question_ranks_no_method_above_another(tmp_path: Path) -> None:
+    """A bootstrap of one difference has no spread, and neither has one of equal differences."""
+    for n, tied in ((1, True), (3, True), (20, False)):
+        found = board(tmp_path, *CEILING, *answers("dca", 1024, *at(1, n)), *answers("quest", 1024, *at(0, n)))
+        assert [(x.method, x.tied) for x in found.standings] == [("dca", tied), ("quest", tied)], n
+
+
 def test_the_order_of_files_and_lines_changes_nothing(tmp_path: Path) -> None:
     lines = [
         *CEILING, *answers("full", 1024, *at(0.1), prefill_s=2.0), *answers("dca", 1024, *at(0.9), prefill_s=3.0),
