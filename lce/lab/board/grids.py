@@ -85,7 +85,7 @@ def legend(board: Board) -> list[str]:
     return [
         f"Rank: by reach, then by quality at {board.length:,} tokens, the longest length that {most} were asked at. A "
         "method is tied with the best (=) if the 95% interval of their paired difference holds 0, at the longest "
-        "length that both were asked at.",
+        "length that both were asked at, and at the longest of these within the best's reach.",
         f"Reach: the longest length up to which a method has {HOLDS:.0%} of the ceiling, as a mean over the tasks that "
         f"the model can do. The ceiling is full attention within the window, at {_range(within)} tokens. A method that "
         "fails at the first length asked (<) is ranked as if it held just below.",

@@ -5,7 +5,7 @@ those tasks count that most pairs of a task and a method have an answer to, with
 at a length is its mean score over the tasks that count and tell methods apart there. Its **reach** is the longest
 length up to which its mean score over all tasks that count is `HOLDS` times the ceiling's. A method that does not hold
 at the first length it was asked at is ranked as if it held just below, since nobody knows. A method is tied with the
-best if their paired difference may be 0.
+best if their paired difference may be 0, also where the best holds.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Board:
             return -(reaches[method] or just_below), -self.qualities[method].get(self.length, (-1.0,))[0]
 
         ranked = sorted(reaches, key=lambda method: (key(method), method))
-        tied = [m for m in ranked if m == ranked[0] or self._ties(m, ranked[0], key(m) == key(ranked[0]))]
+        best = ranked[0] if ranked else ""
+        tied = [m for m in ranked if m == best or self._ties(m, best, reaches[best], key(m) == key(best))]
         others = [method for method in ranked if method not in tied]
         ranks = dict.fromkeys(tied, 1)
         ranks |= {m: len(tied) + 1 + sum(key(other) < key(m) for other in others) for m in others}
@@ -146,14 +147,17 @@ class Board:
             found.append(Standing(method, *place, self.qualities[method], read, prefill))
         return found
 
-    def _ties(self, method: str, best: str, otherwise: bool) -> bool:
+    def _ties(self, method: str, best: str, held: int, otherwise: bool) -> bool:
         """Return whether a method's difference from the best may be 0, at the longest length that both were asked at.
 
-        If there is none at which tasks tell methods apart, return `otherwise`.
+        It must also be so at the longest such length within the best's reach, `held`: beyond it all may fail alike. If
+        there is no length at which tasks tell methods apart, return `otherwise`.
         """
         both = self.qualities[method].keys() & self.qualities[best].keys()
-        found = paired(self.counted(max(both)), method, best, max(both)) if both else None
-        return otherwise if found is None else found[1] <= 0 <= found[2]
+        lengths = {max(among) for among in (both, {n for n in both if n <= held}) if among}
+        found = [paired(self.counted(length), method, best, length) for length in lengths]
+        known = [low <= 0 <= high for _, low, high in filter(None, found)]
+        return all(known) if known else otherwise
 
 
 def read_boards(folder: str | Path) -> list[Board]:

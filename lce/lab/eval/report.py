@@ -25,7 +25,7 @@ from lce.files import named, path_of
 from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of
 from lce.lab.eval.perplexity import LossTable, loss_tables
 from lce.lab.eval.record import Answer, Attended, Loss, Record
-from lce.lab.eval.scores import Score, mean_interval
+from lce.lab.eval.scores import Score, mean_interval, wilson
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
 CLEARLY = 0.1  # the interval of the ceiling (`full` within the window) must lie above chance by this margin
@@ -146,7 +146,8 @@ def reach(holds: Mapping[int, bool]) -> int:
 def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tuple[float, float, float] | None:
     """Return the mean over tasks of a method's score minus another's on the same prompts, with its 95% interval.
 
-    Return None if a task's answers have no prompt in common.
+    If the differences of each task are all alike, a bootstrap has no spread. The interval is then Wilson's, of
+    differences scaled to 0 to 1. Return None if a task's answers have no prompt in common.
     """
     differences = []
     for table in tables:
@@ -159,7 +160,12 @@ def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tup
             for name in (method, other)
         )
         differences.append([mine[prompt] - others[prompt] for prompt in sorted(mine.keys() & others.keys())])
-    return mean_interval(differences) if all(differences) else None
+    if not all(differences):
+        return None
+    mean, low, high = mean_interval(differences)
+    if low == high != 0:
+        low, high = (2 * end - 1 for end in wilson(0, sum(map(len, differences)), share=(mean + 1) / 2))
+    return mean, low, high
 
 
 def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:

@@ -97,15 +97,15 @@ def explain(
     asked, known, about = samples(engine), dict(setting or {"task": "samples"}), {"checkpoint": str(model)}
     first = partial(progress, f"{method.name}, itself:") if progress else None
     how: dict[str, Any] = {"asking": asking, "record": record, "about": about}
+    kinds = {sample.kind for sample in asked if sample.kind}
+    if kind and kind not in kinds:
+        raise UsageError(f"no sample is of the kind {shown(kind)}; {nearest(kind, kinds) if kinds else 'omit kind'}")
     own = answers(engine, asked, setting=known, progress=first, **how)
     numbers, verdicts = {id(sample): i for i, sample in enumerate(asked)}, list[Verdict]()
     for sample, answer in own:
         if kind in ("", sample.kind):
             verdicts.append(Verdict(numbers[id(sample)], sample.depth, sample.answer))
             verdicts[-1].add("answered", "itself", answer)
-    if not verdicts:
-        kinds = {sample.kind for sample in asked if sample.kind}
-        raise UsageError(f"no sample is of the kind {shown(kind)}; {nearest(kind, kinds) if kinds else 'omit kind'}")
     how["asking"] = replace(asking, shard=Shard())
     for rung in rungs(engine.method, engine.window, length):
         missed = [verdict for verdict in verdicts if verdict.by is None]

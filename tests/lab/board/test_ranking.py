@@ -64,6 +64,29 @@ def test_methods_that_may_be_equal_are_tied(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_one_question_ranks_no_method_above_another(tmp_path: Path) -> None:
+    """A bootstrap of one difference has no spread, and neither has one of equal differences."""
+    for n, tied in ((1, True), (3, True), (20, False)):
+        found = board(tmp_path, *CEILING, *answers("dca", 1024, *at(1, n)), *answers("quest", 1024, *at(0, n)))
+        assert [(x.method, x.tied) for x in found.standings] == [("dca", tied), ("quest", tied)], n
+
+
+def test_methods_are_not_tied_where_all_of_them_fail(tmp_path: Path) -> None:
+    """At 4096 the best fails as `full` does. `quest` is better than `full` at each length."""
+    scores = {"dca": (0.9, 0.9, 0.05), "quest": (1, 0.5, 0.5), "full": (0.1, 0, 0)}
+    made = [
+        each for method, shares in scores.items()
+        for length, share in zip((1024, 2048, 4096), shares, strict=True)
+        for each in answers(method, length, *at(share))
+    ]  # fmt: skip
+    found = board(tmp_path, *CEILING, *made)
+    assert [(x.method, x.rank, x.reach) for x in found.standings] == [
+        ("dca", 1, 2048),
+        ("quest", 2, 1024),
+        ("full", 3, 0),
+    ]
+
+
 def test_the_order_of_files_and_lines_changes_nothing(tmp_path: Path) -> None:
     lines = [
         *CEILING, *answers("full", 1024, *at(0.1), prefill_s=2.0), *answers("dca", 1024, *at(0.9), prefill_s=3.0),

@@ -94,7 +94,8 @@ def test_a_shared_document_is_read_once_for_a_change_and_gives_the_same_causes(
     (only,) = explain(model, method, lambda _: made, kind="keys", **how).verdicts
     assert (only.index, only.cause) == (0, "budget")
     with pytest.raises(UsageError, match="no sample is of the kind 'pears'; did you mean 'pairs'"):
-        explain(model, method, lambda _: made, kind="pears", **how)
+        explain(model, method, lambda _: made, kind="pears", **{**how, "record": (empty := Record())})
+    assert not list(empty.items()), "the error comes before any question"
     with pytest.raises(UsageError, match="mode is turns"):
         explain(model, method, lambda _: made, length=202, asking=Asking("turns"))
 
