@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lce
-from lce.errors import DataError
+from lce.errors import DataError, UsageError
 from lce.files import named, write_whole
 from lce.lab.board import grids
 from lce.lab.board.grids import Grid
@@ -41,6 +41,8 @@ def add(
 
 def show(folder: str, page: str | None, picture: str | None, force: bool, output: Output) -> None:
     """Print the rankings of a folder's records, and write them as a page and as a picture, if files are named."""
+    if page is not None and page == picture:
+        raise UsageError(f"--page and --picture are both {named(page)}; expected two files")
     files = {name: new_file(name, force).path for name in (page, picture)}
     boards = read_boards(folder)
     image = draw(boards) if any(files.values()) else None

@@ -93,7 +93,7 @@ def show_causes(
         output.text(*([] if found else [CAUSES_HEADER]), f"{one.method:<12}{kind or task.name:<16}{length:>8,}{counts}")
         if each:
             output.text(*(line for verdict in one.verdicts for line in verdict_lines(verdict)))
-        found.append({"task": task.name, **dataclasses.asdict(one), "counts": one.counts})
+        found.append({"task": task.name, "kind": kind or None, **dataclasses.asdict(one), "counts": one.counts})
     output.object(found)
 
 

@@ -68,6 +68,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         (("show", new), 3, "has no answers"),
         (("show", other), 3, "has no record, *.jsonl; lce leaderboard add"),
         (("show", tmp_path / "none"), 3, "has no record"),
+        (("show", other, "--page", new / "p", "--picture", new / "p"), 2, "are both"),
     ):
         assert_error(run("leaderboard", *args), code, words)
     assert [each.read_bytes() for each in new.iterdir()] == [b""]
