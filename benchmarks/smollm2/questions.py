@@ -25,10 +25,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=7680)
     parser.add_argument("--method", default="full")
     args = parser.parse_args()
-    engine, suite = (
-        lce.load("smollm2", args.method, dtype="bfloat16"),
-        MadeSuite(samples=1, questions=40, filler=f"essays:{args.essays}"),
-    )
+    engine = lce.load("smollm2", args.method, dtype="bfloat16")
+    suite = MadeSuite(samples=1, questions=40, filler=f"essays:{args.essays}")
     made, said = suite.make(engine, *make_tasks(["medley"]), args.length), {}
     print(f"{machine()}; {args.method}, {args.length:,} tokens, {len(made)} questions")
     for name, asking, asked in (
