@@ -164,11 +164,14 @@ class Record:
 
 
 def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
-    """Return the sample and the measurement of a line. Raises one of several errors for another line."""
+    """Return the sample and the measurement of a line.
+
+    Raises `ValueError`, `TypeError`, `StopIteration` or `RecursionError` for a line that is no measurement.
+    """
     sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
     kind = next(kind for sign, kind in KINDS.items() if sign in sample)
     given = {each: sample.pop(each.name) for each in fields(kind) if each.name in sample}
-    known = all(value is None or _is(str(each.type), value) for each, value in given.items())
+    known = all(value is None or _fits(str(each.type), value) for each, value in given.items())
     if not (known and isinstance(sample.get("task_knobs", {}), dict) and isinstance(sample.get("depths", []), list)):
         raise TypeError
     measured = kind(**{each.name: value for each, value in given.items()})
@@ -177,7 +180,7 @@ def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
     return sample, measured
 
 
-def _is(kind: str, value: Any) -> bool:
+def _fits(kind: str, value: Any) -> bool:
     """Return whether a value of JSON fits a field whose type is spelled `kind`."""
     if kind.startswith(("int", "float", "bool")):
         return isinstance(value, int | float) and -LARGEST < value < LARGEST  # NaN is not
