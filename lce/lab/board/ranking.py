@@ -20,7 +20,7 @@ from lce.errors import DataError
 from lce.files import named, path_of
 from lce.lab.eval.naming import AGAIN
 from lce.lab.eval.report import HOLDS, Report, Table, paired, reach
-from lce.lab.eval.scores import mean_interval, mean_of, wilson
+from lce.lab.eval.scores import by_document, interval, mean_of, mean_of_tasks
 
 Span = tuple[float, float, float]  # a mean, and the low and the high end of its 95% interval
 
@@ -89,14 +89,11 @@ class Board:
     def _quality(self, method: str, length: int) -> Span | None:
         """Return a method's quality at a length; None if no task tells there, or if one was not asked."""
         cells = [table.cells.get((method, length)) for table in self.counted(length)]
-        groups = [[answer.value for answer in cell.answers.values()] for cell in cells if cell]
-        if not groups or len(groups) < len(cells):
+        tasks = [by_document((x.document, x.value) for x in cell.answers.values()) for cell in cells if cell]
+        if not tasks or len(tasks) < len(cells):
             return None
-        mean, low, high = mean_interval(groups)
-        if low == high:  # all answers to a task are alike, which leaves a bootstrap without spread
-            n = sum(map(len, groups))
-            low, high = wilson(mean * n, n)
-        return mean, low, high
+        _, low, high = interval(*tasks)
+        return mean_of_tasks(tasks), low, high
 
     def holds(self, method: str) -> dict[int, bool]:
         """Return whether a method holds, for each length at which it was asked all tasks that count."""

@@ -25,7 +25,7 @@ from lce.files import named, path_of
 from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of
 from lce.lab.eval.perplexity import LossTable, loss_tables
 from lce.lab.eval.record import Answer, Attended, Loss, Record
-from lce.lab.eval.scores import Score, mean_interval, wilson
+from lce.lab.eval.scores import Score, by_document, interval, mean_of_tasks
 from lce.lab.eval.selection import SelectionTable, selection_tables
 
 CLEARLY = 0.1  # the interval of the ceiling (`full` within the window) must lie above chance by this margin
@@ -146,25 +146,22 @@ def reach(holds: Mapping[int, bool]) -> int:
 def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tuple[float, float, float] | None:
     """Return the mean over tasks of a method's score minus another's on the same prompts, with its 95% interval.
 
-    If the differences of each task are all alike, a bootstrap has no spread. The interval is then Wilson's, of
-    differences scaled to 0 to 1. Return None if a task's answers have no prompt in common.
+    The interval is that of `lce.lab.eval.scores`, of differences scaled to 0 to 1; without width if all differences
+    are 0. Return None if a task's answers have no prompt in common.
     """
-    differences = []
+    scaled = []
     for table in tables:
         mine, others = (
-            {
-                answer.prompt: answer.value
-                for _, answer in sorted(table.cells[name, length].answers.items())
-                if answer.prompt
-            }
+            {answer.prompt: answer for answer in table.cells[name, length].answers.values() if answer.prompt}
             for name in (method, other)
         )
-        differences.append([mine[prompt] - others[prompt] for prompt in sorted(mine.keys() & others.keys())])
-    if not all(differences):
+        both = mine.keys() & others.keys()
+        scaled.append(by_document((mine[x].document, (mine[x].value - others[x].value + 1) / 2) for x in sorted(both)))
+    if not all(scaled):
         return None
-    mean, low, high = mean_interval(differences)
-    if low == high != 0:
-        low, high = (2 * end - 1 for end in wilson(0, sum(map(len, differences)), share=(mean + 1) / 2))
+    if all(share == 0.5 for task in scaled for shares in task.values() for share in shares):
+        return 0.0, 0.0, 0.0
+    mean, low, high = (2 * share - 1 for share in (mean_of_tasks(scaled), *interval(*scaled)[1:]))
     return mean, low, high
 
 

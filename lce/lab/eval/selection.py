@@ -21,7 +21,7 @@ from lce.lab.eval.naming import EngineKey, cut, described, engine_key, method_na
 from lce.lab.eval.record import Attended, PerHead, Record, text_hash
 from lce.lab.eval.running import answer_tokens
 from lce.lab.eval.sample import Sample
-from lce.lab.eval.scores import interval, mean_of
+from lce.lab.eval.scores import by_document, interval, mean_of
 from lce.methods import Observed
 from lce.methods.mass import Judge
 
@@ -100,7 +100,7 @@ def _intervals(texts: Sequence[Attended]) -> dict[str, tuple[float, float]]:
     intervals = {}
     for name in SHARES.values():
         means = [_mean(getattr(text, name)) for text in texts]
-        documents = [[mean] for mean in means if mean is not None]
+        documents = by_document((text, mean) for text, mean in enumerate(means) if mean is not None)
         if len(documents) > 1:
             intervals[name] = interval(documents)[1:]
     return intervals

@@ -38,5 +38,21 @@ def test_other_scores_are_drawn_again_by_document_whatever_their_order() -> None
 
 
 def test_documents_of_one_mean_have_an_interval_all_the_same() -> None:
-    assert interval([[0.5], [0.5]]) == ("Wilson", *wilson(1, 2))
-    assert interval([[0.0, 1.0], [1.0, 0.0]]) == ("Wilson", *wilson(1, 2)), "two documents, not four samples"
+    assert interval({0: [0.5], 1: [0.5]}) == ("Wilson", *wilson(1, 2))
+    assert interval({0: [0, 1], 1: [1, 0]}) == ("Wilson", *wilson(1, 2)), "two documents, not four samples"
+    assert interval({0: [0.0, 1, 1, 1]}) == ("Wilson", *wilson(0, 1, share=0.75)), "one document tells of no other"
+
+
+def test_both_documents_and_questions_are_drawn() -> None:
+    """Questions of two documents vary more than the documents' means do, whatever they are."""
+    low, high = interval({0: [1.0] * 4 + [0.0] * 4, 1: [1.0] * 5 + [0.0] * 3})[1:]
+    assert high - low > 0.3
+    assert interval({0: [1.0] * 8, 1: [0.0] * 8, 2: [1.0] * 8})[1:] == (0, 1), "documents that are all alike within"
+
+
+def test_a_document_with_questions_of_two_tasks_is_drawn_for_both() -> None:
+    one, other = ({n: [float(n < 4)] for n in range(8)}, {n: [float(n >= 4)] for n in range(8)})
+    assert interval(one, other)[1:] == (0.5, 0.5), "what one task gains, the other loses"
+    apart = interval(one, {n + 8: scores for n, scores in other.items()})
+    assert apart[2] - apart[1] > 0.3, "other documents, drawn by themselves"
+    assert apart == interval({n + 8: scores for n, scores in other.items()}, one)

@@ -118,9 +118,9 @@ def test_means_over_texts_have_intervals() -> None:
         for n, hit in enumerate(hits)
     ]
     found = Selection.of("esa", 100, texts, "true", "own")
-    assert found.intervals["hit1"] == interval([[0.5], [0.0], [1.0]])[1:]
-    assert found.intervals["found"] == pytest.approx(interval([[n * 0.15] for n in range(5)])[1:])
-    assert found.intervals["recall"] == interval([[0.5]] * 5)[1:], "all alike, so Wilson's"
+    assert found.intervals["hit1"] == interval({0: [0.5], 1: [0.0], 2: [1.0]})[1:]
+    assert found.intervals["found"] == pytest.approx(interval({n: [n * 0.15] for n in range(5)})[1:])
+    assert found.intervals["recall"] == interval({n: [0.5] for n in range(5)})[1:], "all alike, so Wilson's"
     assert found.intervals["score"] == wilson(2, 5)
     assert found.intervals["gini"][0] < found.gini < found.intervals["gini"][1]
     assert not {"hit5", "fact", "cover"} & found.intervals.keys(), "not measured"
