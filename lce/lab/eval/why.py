@@ -11,8 +11,8 @@ answer names the cause:
    budget and placement were wrong together.
 5. `model`: no change gives a right answer, so the model fails even with all tokens attended.
 
-Changes 1 to 3 are tried with two kinds of true attention: first full attention with distances limited to half of the
-window, then full attention at true distances. One right answer is enough.
+True attention is full attention. In a text longer than the window, its distances are limited to half of the window:
+at true distances full attention fails there, so its choice would be none to follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lce.lab.eval.record import Answer, Record
 from lce.lab.eval.running import ALONE, Asking, Shard, answers
 from lce.lab.eval.selection import Samples
 from lce.methods import ESA, InfLLM, Method, Pages, Quest, SelectiveMethod, cheating, make, selects
-from lce.methods.mass import JUDGES
+from lce.methods.mass import Judge
 
 CAUSES = ("answered", "selection", "budget", "placement", "both", "model")
 RIGHT = 0.5  # the score from which an answer counts as right
@@ -86,8 +86,9 @@ def explain(
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. In the mode `shared` of `asking` a
     document is read once for all of its samples that a change is tried on. With `kind`, only samples of this kind are
     asked again. In `record`, a sample is identified by the numbers of the samples asked again and by `setting`, which
-    says how samples are made and begins with `task`. Recorded answers are reused. `progress` is called with the change,
-    the samples done, and their total. Raises `UsageError` for a method that selects nothing, for the mode `turns`, or
+    says how samples are made and begins with `task`. Recorded answers are reused; in the mode `shared`, change 4 asks
+    whole documents, as `answers` does, and reuses its records. `progress` is called with the change, the samples done,
+    and their total. Raises `UsageError` for a method that selects nothing, for the mode `turns`, or
     if no sample is of `kind`.
     """
     check_selects(method)
@@ -106,17 +107,20 @@ def explain(
         if kind in ("", sample.kind):
             verdicts.append(Verdict(numbers[id(sample)], sample.depth, sample.answer))
             verdicts[-1].add("answered", "itself", answer)
-    how["asking"] = replace(asking, shard=Shard())
     for rung in rungs(engine.method, engine.window, length):
         missed = [verdict for verdict in verdicts if verdict.by is None]
         if not missed:
             break
         engine = lce.load(model, rung.method, sharing=engine, **loading)
-        again = known | {"again": [verdict.index for verdict in missed]}
+        some, changed = asked, how | {"setting": known}
+        if rung.cause != "both" or asking.mode != "shared":
+            again = [verdict.index for verdict in missed]
+            some = [asked[i] for i in again]
+            changed |= {"setting": known | {"again": again}, "asking": replace(asking, shard=Shard())}
         told = partial(progress, f"{method.name}, {rung.label}:") if progress else None
-        found = answers(engine, [asked[i] for i in again["again"]], setting=again, progress=told, **how)
-        for verdict, (_, answer) in zip(missed, found, strict=True):
-            verdict.add(rung.cause, rung.label, answer)
+        given = {id(sample): answer for sample, answer in answers(engine, some, progress=told, **changed)}
+        for verdict in missed:
+            verdict.add(rung.cause, rung.label, given[id(asked[verdict.index])])
     return Causes(method.name, length, verdicts)
 
 
@@ -131,9 +135,9 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
     changes = [("selection", "", method)]
     changes += [("budget", f"{label}, ", wider) for label, wider in _wider(method, window, length)]
     changes += [("placement", f"placed {placement}, ", moved) for placement, moved in _moved(method, window)]
+    judge: Judge = "true" if length <= window else "constant"
     for cause, label, changed in changes:
-        for judge in JUDGES[::-1]:
-            yield Rung(cause, f"{label}true mass ({judge})", cheating(changed, judge))
+        yield Rung(cause, f"{label}true mass ({judge})", cheating(changed, judge))
     for name in ("rerope", "dca"):
         yield Rung("both", f"everything ({name})", make(name))
 
