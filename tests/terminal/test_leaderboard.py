@@ -65,7 +65,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         (("add", new, *ADD, "--method", "dac"), 2, "did you mean 'dca'"),
         (("add", new, *ADD, "--rope", "yarn"), 2, "no length is beyond it"),
         (("add", new, *ADD[:2], "--lengths", "100", *ADD[4:]), 2, "expected at least"),
-        (("show", new), 3, "has no answers"),
+        (("show", new), 3, "have no answers to tasks"),
         (("show", other), 3, "has no record, *.jsonl; lce leaderboard add"),
         (("show", tmp_path / "none"), 3, "has no record"),
         (("show", other, "--page", new / "p", "--picture", new / "p"), 2, "are both"),

@@ -18,7 +18,6 @@ from statistics import fmean, median
 
 from lce.errors import DataError
 from lce.files import named, path_of
-from lce.lab.eval.naming import AGAIN
 from lce.lab.eval.report import HOLDS, Report, Table, paired, reach
 from lce.lab.eval.scores import by_document, interval, mean_of, mean_of_tasks
 
@@ -160,16 +159,16 @@ class Board:
 def read_boards(folder: str | Path) -> list[Board]:
     """Return a board for each model in the records of a folder, whose names end with `.jsonl`.
 
-    Methods with RoPE scaling are told apart by its kind, whatever the factor. Raises `DataError` for a file that is no
-    record, and for a folder without answers to tasks.
+    RoPE scaling whose factor is the length over the window is one method, whatever the length. Raises `DataError` for a
+    file that is no record, and for a folder without answers to tasks.
     """
     files = sorted(path_of(folder).glob("*.jsonl"))
     if not files:
         raise DataError(
             f"{named(folder)} has no record, *.jsonl; lce leaderboard add {named(folder)} -m MODEL asks one"
         )
-    asked = sorted(Report.read(files, without=("rope_factor",)).tables, key=lambda table: (table.model, table.title))
-    tables = [table for table in asked if table.cells and AGAIN not in table.way]  # not what was asked again if missed
+    asked = sorted(Report.read(files, ranked=True).tables, key=lambda table: (table.model, table.title))
+    tables = [table for table in asked if table.cells]
     if not tables:
         raise DataError(f"the records in {named(folder)} have no answers to tasks; lce leaderboard add asks some")
     return [Board(model, tuple(group)) for model, group in groupby(tables, key=lambda table: table.model)]

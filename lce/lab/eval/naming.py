@@ -16,6 +16,7 @@ AGAIN = "asked again by lce eval why"  # such samples are those that a method mi
 PLAIN = str.maketrans({"|": "/", "`": "'", "<": "‹", ">": "›", "$": "?"})  # replaces Markdown and HTML signs
 OF_SAMPLE = "task task_knobs filler length samples seed depths questions mode index again".split()
 KNOB = r"(\w+)=((?:\([^)]*\)|\[[^\]]*\]|[^,(\[])*)"  # a knob in a repr; commas in brackets belong to the value
+FACTOR = r"\bfactor=(\d+\.?\d*)"  # in the repr of a RoPE scaling
 OF_ENGINE = "model engine rope weights kv_dtype code".split()
 
 Measured = tuple[Mapping[str, Any], Line]  # a sample, and its measurement
@@ -137,7 +138,17 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 def _rope(text: str) -> dict[str, str]:
     """Return the kind and the factor in the repr of a RoPE scaling, an empty mapping without scaling."""
-    kind, factor = re.search(r"kind='(\w+)'", text), re.search(r"\bfactor=(\d+\.?\d*)", text)
-    if kind is None or factor is None:
+    kind, factor = re.search(r"kind='(\w+)'", text), re.search(FACTOR, text)
+    if kind is None:
         return {"rope": text}
-    return {} if kind[1] == "none" else {"rope": kind[1], "rope_factor": f"{float(factor[1]):g}"}
+    if kind[1] == "none":
+        return {}
+    return {"rope": kind[1]} | ({"rope_factor": f"{float(factor[1]):g}"} if factor else {})
+
+
+def fitted(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample without the factor of its RoPE scaling, if that is the sample's length over the window."""
+    factor, window = re.search(FACTOR, rope := str(sample.get("rope"))), engine_parts(sample)[1].get("window")
+    if factor is None or window is None or float(factor[1]) * int(window) != sample.get("length"):
+        return sample
+    return {**sample, "rope": rope.replace(factor[0], "factor=fitted")}

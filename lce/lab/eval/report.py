@@ -13,7 +13,7 @@ ceiling.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -22,7 +22,7 @@ from typing import Any
 
 from lce.errors import DataError, UsageError, shown
 from lce.files import named, path_of
-from lce.lab.eval.naming import cut, engine_key, engine_parts, method_names, model_names, way_of
+from lce.lab.eval.naming import cut, engine_key, engine_parts, fitted, method_names, model_names, way_of
 from lce.lab.eval.perplexity import LossTable, loss_tables
 from lce.lab.eval.record import Answer, Attended, Loss, Record
 from lce.lab.eval.scores import Score, by_document, interval, mean_of_tasks
@@ -195,10 +195,11 @@ class Report:
     selections: tuple[SelectionTable, ...] = ()
 
     @classmethod
-    def read(cls, files: Sequence[str | Path], without: Collection[str] = ()) -> Report:
+    def read(cls, files: Sequence[str | Path], *, ranked: bool = False) -> Report:
         """Read records. Raises `DataError` for a file that is no record, or for a line without a length.
 
-        Answers of engines that differ only in the knobs in `without` are those of one method.
+        With `ranked`, what `lce eval why` asked again is left out, and RoPE scaling whose factor is the length over the
+        window is one method, whatever the length.
         """
         if not files:
             raise UsageError("no file is given; expected one record or more")
@@ -214,18 +215,22 @@ class Report:
                         f"{named(file)} has a line of length {shown(length)} and task {shown(task)}; expected a number "
                         "of tokens and a name; correct the line"
                     )
+                if ranked:
+                    if "again" in sample:
+                        continue
+                    sample = fitted(sample)
                 before = found[type(line)].setdefault(key, (sample, line))[1]
                 conflicts += isinstance(line, Answer) and line.value != before.value
-        if not any(found.values()):
+        if not ranked and not any(found.values()):
             raise DataError(f"{named(files[0])} has no answers; name a record that lce eval run --record wrote")
         perplexities = tuple(loss_tables(list(found[Loss].values())))
         selections = tuple(selection_tables(list(found[Attended].values())))
-        return cls(tuple(_tables(found[Answer], without)), conflicts, perplexities, selections)
+        return cls(tuple(_tables(found[Answer])), conflicts, perplexities, selections)
 
 
-def _tables(found: Mapping[str, AnswerLine], without: Collection[str]) -> list[Table]:
+def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:
     """Return the tables of the answers in `found`, which has (sample, answer) by the key of the sample."""
-    names, models = method_names(found.values(), without), model_names(found.values())
+    names, models = method_names(found.values()), model_names(found.values())
     tables: dict[tuple[str, ...], Table] = {}
     documents: dict[str, int] = {}  # numbers unique here; in a record, documents of unlike lengths share them
     for key, (sample, answer) in found.items():

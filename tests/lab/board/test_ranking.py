@@ -134,8 +134,13 @@ def test_rope_scaling_is_a_row_by_kind_whatever_the_factor(tmp_path: Path) -> No
         for each in answers("full", length, *at(1), rope=YARN.replace("1.0)", f"{factor}.0)"))
     ]  # fmt: skip
     plain = [each for length in (1024, 2048) for each in answers("full", length, *at(0))]
-    found = board(tmp_path, *CEILING, *scaled, *plain)
+    found = board(tmp_path / "a", *CEILING, *scaled, *plain)
     assert [(x.method, x.reach) for x in found.standings] == [("full rope=yarn", 2048), ("full", 0)]
+    other = answers("full", 1024, *at(0.5), rope=YARN.replace("1.0)", "8.0)"))
+    found = board(tmp_path / "b", *CEILING, *scaled, *plain, *other)
+    assert [(x.method, x.reach) for x in found.standings] == [
+        ("full rope=yarn", 2048), ("full rope=yarn rope_factor=8", 0), ("full", 0),
+    ]  # fmt: skip
 
 
 def test_failing_at_the_first_length_asked_is_no_less_than_failing_later(tmp_path: Path) -> None:
