@@ -8,8 +8,9 @@ is not asked again, so the same command continues where it was interrupted. ESSA
 that statements are hidden in; BOOKS is another, whose texts perplexity is measured on.
 
 `answers`: the task `medley`. A document has the statements of all seven tasks and is read once; forks of its context
-are asked. `sweep`: other knobs of the methods whose defaults fail. `why`: the causes of what methods that select miss
-in facts, the one task that the model can do. `perplexity`: by position, one pass over each text.
+are asked. `sweep`: other knobs of the methods whose defaults fail, recorded in a folder of their own. `why`: the causes
+of what methods that select miss in facts, the one task that the model can do. `perplexity`: by position, one pass over
+each text.
 `lce eval report FOLDER/*.jsonl` makes the tables, `lce leaderboard show FOLDER` the ranking.
 """
 
@@ -30,12 +31,12 @@ LENGTHS = "16384,7680,32768,2048"
 PARTS = "answers,why,perplexity"
 METHODS = (
     "full", "dca", "self_extend", "rerope", "longheads", "pages", "quest", "infllm", "esa compress=pca", "reattention",
-    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper", "full rope=ntk", "full rope=yarn",
-    "full rope=dynamic", "full rope=linear",
+    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper", "infllm preset=paper", "full rope=ntk",
+    "full rope=yarn", "full rope=dynamic", "full rope=linear",
 )  # fmt: skip
 SELECTING = ("longheads", "esa compress=pca", "pages", "infllm", "quest", "reattention")
 SWEEP = (
-    "infllm repr_tokens=16", "infllm block_size=32 top_k=64", "esa compress=pca top_k=4096 local=2048",
+    "infllm preset=paper repr_tokens=16", "infllm block_size=32 top_k=64", "esa compress=pca top_k=4096 local=2048",
     "quest dense_layers=0 budget=4096", "pages budget=8192", "pages place=grouped", "longheads chunk_size=16",
     "delta method=longheads", "lm_infinite top_k=5 from_layer=4",
 )  # fmt: skip
@@ -58,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     if "perplexity" in args.parts.split(",") and not (args.books and any(Path(args.books).glob("*.txt"))):
         parser.error("the part perplexity needs --books, a folder of .txt files; or give --parts answers,why")
-    Path(args.record).mkdir(parents=True, exist_ok=True)
+    Path(args.record, "sweep").mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.workers) as pool:
         codes = list(pool.map(lambda command: run(command, args.dry_run), commands(args)))
     sys.exit(max(codes, default=0))
@@ -83,7 +84,7 @@ def commands(args: argparse.Namespace) -> Iterator[list[str]]:
     if "answers" in parts:
         yield from answers(args, lengths, given or METHODS, common)
     if "sweep" in parts:
-        yield from answers(args, lengths, SWEEP, common)
+        yield from answers(args, lengths, given or SWEEP, common, folder="/sweep")
     if "why" in parts:
         beyond = [length for length in lengths if int(length) > WINDOW]
         yield from answers(args, beyond, given or SELECTING, common, "why")
@@ -96,11 +97,12 @@ def commands(args: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def answers(
-    args: argparse.Namespace, lengths: list[str], methods: tuple[str, ...], common: list[str], command: str = "run"
-) -> Iterator[list[str]]:
+    args: argparse.Namespace, lengths: list[str], methods: tuple[str, ...], common: list[str], command: str = "run",
+    folder: str = "",
+) -> Iterator[list[str]]:  # fmt: skip
     """Yield the commands that ask one document each, or with the command `why` ask again what was missed in it."""
     suite = ["--task", "medley", "--mode", "shared", "--questions", "40", "--filler", f"essays:{args.essays}"]
-    suite += ["--samples", str(DOCUMENTS), "--seed", args.seed, "--record", f"{args.record}/answers.jsonl"]
+    suite += ["--samples", str(DOCUMENTS), "--seed", args.seed, "--record", f"{args.record}{folder}/answers.jsonl"]
     suite += ["--no-ceiling"] if command == "run" else ["--kind", "several_facts", "--each"]
     for length in lengths:
         for document in args.documents.split(","):

@@ -41,6 +41,8 @@ class InfLLM(JointSelection):
     attention weights, over all queries. A memory block's relevance is the sum of `q · k` over heads, representative
     tokens and the queries of the block, with the queries at `far`.
 
+    The paper's blocks have 128 tokens, of which 4 say little: 128 blocks of 16, as many tokens, find more on both models tried.
+
     With `top_p`, the best of the `top_k` blocks are chosen until their estimated attention reaches that share of the
     attention to all memory blocks. The estimate takes the mean of a block's products `q · k` as each token's logit.
 
@@ -48,9 +50,9 @@ class InfLLM(JointSelection):
     of queries takes O(H · M · D). A memory block's summary is H · D numbers.
     """
 
-    block_size: int = knob(128, "tokens of a memory block", least=1)
+    block_size: int = knob(16, "tokens of a memory block", least=1)
     repr_tokens: int = knob(4, "tokens that represent a memory block", least=1)
-    top_k: int = knob(16, "memory blocks that a block of queries chooses", least=1)
+    top_k: int = knob(128, "memory blocks that a block of queries chooses", least=1)
     sinks: int = knob(128, "first tokens, always attended", least=0)
     local: int | None = knob(None, "last tokens, at exact distances; none is half of the window", least=1)
     far: int | None = knob(None, "distance of everything else; none is local", least=0)
@@ -58,8 +60,9 @@ class InfLLM(JointSelection):
     example: ClassVar = Example({"block_size": 3, "repr_tokens": 1, "top_k": 2, "sinks": 3, "local": 5}, block=3)
     keeps_while_attending: ClassVar = True  # votes
 
-    presets: ClassVar = {  # the authors' settings for Llama 3 and Mistral
-        "released": {"block_size": 128, "repr_tokens": 4, "top_k": 16, "sinks": 128, "local": 4096}
+    presets: ClassVar = {  # the paper's blocks; and all that the authors set for Llama 3 and Mistral
+        "paper": {"block_size": 128, "top_k": 16},
+        "released": {"block_size": 128, "repr_tokens": 4, "top_k": 16, "sinks": 128, "local": 4096},
     }
 
     @property
