@@ -149,6 +149,6 @@ def _rope(text: str) -> dict[str, str]:
 def fitted(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a sample without the factor of its RoPE scaling, if that is the sample's length over the window."""
     factor, window = re.search(FACTOR, rope := str(sample.get("rope"))), engine_parts(sample)[1].get("window")
-    if factor is None or window is None or float(factor[1]) * int(window) != sample.get("length"):
+    if factor is None or window is None or round(float(factor[1]) * int(window)) != sample.get("length"):
         return sample
     return {**sample, "rope": rope.replace(factor[0], "factor=fitted")}

@@ -11,8 +11,8 @@ answer names the cause:
    budget and placement were wrong together.
 5. `model`: no change gives a right answer, so the model fails even with all tokens attended.
 
-True attention is full attention. In a text longer than the window, its distances are limited to half of the window:
-at true distances full attention fails there, so its choice would be none to follow.
+True attention is full attention. In a text longer than the window, its distances are limited to half of the window,
+because full attention at true distances fails there.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def explain(
     asked again. In `record`, a sample is identified by the numbers of the samples asked again and by `setting`, which
     says how samples are made and begins with `task`. Recorded answers are reused; in the mode `shared`, change 4 asks
     whole documents, as `answers` does, and reuses its records. `progress` is called with the change, the samples done,
-    and their total. Raises `UsageError` for a method that selects nothing, for the mode `turns`, or
-    if no sample is of `kind`.
+    and their total. Raises `UsageError` for a method that selects nothing, for the mode `turns`, or if no sample is of
+    `kind`.
     """
     check_selects(method)
     if asking.mode == "turns":
