@@ -134,8 +134,8 @@ def test_rope_scaling_is_a_row_by_kind_whatever_the_factor(tmp_path: Path) -> No
         each for factor, length in ((2, 1024), (4, 2048))
         for each in answers("full", length, *at(1), rope=YARN.replace("1.0)", f"{factor}.0)"))
     ]  # fmt: skip
-    odd = {"engine": FULL.replace("512", "700"), "rope": YARN.replace("1.0)", f"{1500 / 700})")}
-    assert fitted(answers("full", 1500, 1, **odd)[0])["rope"] != odd["rope"], "a quotient with a rounding error"
+    odd = {"engine": FULL.replace("512", "700"), "rope": YARN.replace("1.0)", f"{1700 / 700})")}
+    assert fitted(answers("full", 1700, 1, **odd)[0])["rope"] != odd["rope"], "a quotient with a rounding error"
     plain = [each for length in (1024, 2048) for each in answers("full", length, *at(0))]
     found = board(tmp_path / "a", *CEILING, *scaled, *plain)
     assert [(x.method, x.reach) for x in found.standings] == [("full rope=yarn", 2048), ("full", 0)]
