@@ -44,6 +44,7 @@ class Perplexity:
 
     `samples` is the number of windows, or of runs of successive tokens with one line each in the record; `tokens` is
     the number of scored tokens. `low` and `high` are the ends of the 95% interval, or None if there is one sample.
+    `losses` has the mean negative log-likelihood of a token in each sample, to compare methods sample by sample.
     """
 
     method: str
@@ -55,6 +56,7 @@ class Perplexity:
     perplexity: float
     low: float | None
     high: float | None
+    losses: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, method: str, setting: str, first: int, length: int, losses: Sequence[Loss]) -> Perplexity:
@@ -65,7 +67,9 @@ class Perplexity:
             squares = math.fsum((loss.nll - mean * loss.tokens) ** 2 for loss in losses)
             spread = student(n - 1) * math.sqrt(squares * n / (n - 1)) / tokens
             ends = _exp(mean - spread), _exp(mean + spread)
-        return cls(method, setting, first, length, n, tokens, _exp(mean), *ends)
+        return cls(
+            method, setting, first, length, n, tokens, _exp(mean), *ends, tuple(x.nll / x.tokens for x in losses)
+        )
 
 
 def student(freedom: int) -> float:

@@ -110,7 +110,8 @@ class Perplexity(Measure):
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
         for x in found:
-            yield Cell(row.name, "perplexity", x["length"], x["perplexity"], x["low"], x["high"], x["samples"])
+            span, n, losses = (x["perplexity"], x["low"], x["high"]), x["samples"], x["losses"]
+            yield Cell(row.name, "perplexity", x["length"], *span, n, losses=losses)
 
     def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
         return max(lengths) + STRIDE * (setting.samples - 1)

@@ -46,7 +46,8 @@ class Cell:
 
     `length` is in tokens, 0 for a measure without lengths. `n` is the number of samples, windows or tokens. If `value`
     is None, `note` says why. `paper` has the paper's numbers by model or data set. `verdict` says whether the
-    difference from the entry's baseline has the direction of the paper's; it is empty if the paper has none.
+    difference from the entry's baseline has the direction of the paper's; it is empty if the paper has none. `losses`
+    has each window's mean loss, for a perplexity: rows read the same windows.
     """
 
     row: str
@@ -59,6 +60,7 @@ class Cell:
     paper: Mapping[str, Number] = field(default_factory=dict)
     note: str = ""
     verdict: str = ""
+    losses: Sequence[float] = ()
 
 
 @dataclass

@@ -1,20 +1,25 @@
 """Verdicts: whether a difference that lce measured has the direction of the paper's.
 
 The paper's difference is between a row and the entry's baseline, in every printed table that has both. If no column has
-what was measured, the table's average stands in. The measured difference has a 95% interval that is made of the two
-cells' intervals (Newcombe, 1998, method 10; for means MOVER, Zou and Donner, 2008). Both cells have the same samples,
-so the interval is rather too wide. If the interval holds 0, or the printed tables disagree, nothing can be told.
+what was measured, the table's average stands in. Of perplexities, the measured difference is the mean over windows of
+the difference of losses, with Student's 95% interval: windows differ far more from each other than rows do in one of
+them. Elsewhere it is that of the two cells, with an interval that is made of theirs (Newcombe, 1998, method 10; for
+means MOVER, Zou and Donner, 2008), rather too wide, since both have the same samples. If the interval holds 0, or the
+printed tables disagree, nothing can be told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import copysign, hypot
+from math import copysign, hypot, sqrt
+from statistics import fmean, stdev
 
+from lce.lab.eval.perplexity import student
 from lce.lab.papers.printed import Printed
 from lce.lab.papers.setting import Cell
 
 SAME, OPPOSITE, UNKNOWN = "same direction", "opposite", "cannot tell"
+SHOWN = 0.001  # nats: papers print three digits of a perplexity, which show no smaller difference
 
 
 def printed_sign(
@@ -34,7 +39,14 @@ def printed_sign(
 
 
 def interval(cell: Cell, baseline: Cell) -> tuple[float, float] | None:
-    """Return the 95% interval of `cell` minus `baseline`; None if one has no interval, or one of a single timed run."""
+    """Return the 95% interval of `cell` minus `baseline`; None if one has no interval, or one of a single timed run.
+
+    If both have losses of windows, it is the interval of the mean difference of losses, in nats.
+    """
+    if cell.losses and len(cell.losses) == len(baseline.losses) > 1:
+        differences = [own - other for own, other in zip(cell.losses, baseline.losses, strict=True)]
+        mean, spread = fmean(differences), student(len(differences) - 1) * stdev(differences) / sqrt(len(differences))
+        return mean - max(spread, SHOWN), mean + max(spread, SHOWN)
     known = [x for each in (cell, baseline) for x in (each.low, each.value, each.high) if x is not None]
     if len(known) < 6 or cell.low == cell.high or baseline.low == baseline.high:
         return None

@@ -118,6 +118,25 @@ def test_hit_rates_have_intervals_for_a_verdict(tiny_model: Path) -> None:
     assert verdict(1, hit(0.9), base) == "cannot tell"
 
 
+def test_perplexities_are_compared_window_by_window(tiny_model: Path) -> None:
+    """Windows differ by far more than rows do. What three digits do not show is no difference."""
+
+    def row(*losses: float) -> Cell:
+        found = {"length": 64, "perplexity": 9.0, "low": 2.0, "high": 40.0, "samples": len(losses), "losses": losses}
+        (cell,) = Perplexity().cells(CHUNKS, [found], Setting(str(tiny_model)))
+        return cell
+
+    base = row(1.0, 3.0, 2.0)
+    cases = {
+        "same direction": row(1.2, 3.25, 2.15),
+        "opposite": row(0.8, 2.75, 1.85),
+        "cannot tell": row(1.3, 2.9, 2.0),
+    }
+    assert {verdict(1, cell, base): cell for cell in cases.values()} == cases
+    assert verdict(1, row(1.0005, 3.0006, 2.0005), base) == "cannot tell"
+    assert verdict(1, row(1.2, 3.25), base) == "cannot tell", "of other windows the wide intervals speak"
+
+
 def test_printed_averages_are_the_means_of_their_cells() -> None:
     """But for those that the papers print otherwise, which the entries' notes name."""
     others = set()
