@@ -611,6 +611,7 @@ time.sleep(random.random())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, pytest.param(10, marks=SLOW)])
 def test_an_interpreter_may_end_without_close(n: int, tiny_model: Path, tmp_path: Path) -> None:
     for _ in range(n):

@@ -202,6 +202,7 @@ with engine.batch(cache_dir=folder, cache_budget=budget) as batch:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1500)
 def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp_path: Path) -> None:
@@ -411,6 +412,7 @@ def test_a_flipped_bit_never_changes_a_token(full: lce.Engine, folder: Path, tru
         assert found.token_ids == truth, place
 
 
+@pytest.mark.slow
 def test_hundreds_of_damaged_files_are_one_miss(full: lce.Engine, folder: Path, truth: list[int]) -> None:
     (path,) = listed(folder)
     ids = path.with_suffix(".ids").read_bytes()

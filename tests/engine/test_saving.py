@@ -53,6 +53,9 @@ def manifest_of(path: Path) -> dict[str, Any]:
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of a manifest and small tensors
 SMALL = "least"  # a budget of the least bytes that are legal, and a folder for the rest
+SERVING = [name for name in lce.methods.available() if not getattr(lce.methods.find(name), "analysis", False)]
+SLOW_IN_TIERS = pytest.param("longheads", marks=pytest.mark.slow)  # each head reads chunks of its own
+IN_TIERS = [pytest.param(name, marks=[pytest.mark.slow] * (name == "reattention")) for name in SERVING]
 
 
 def load(
@@ -81,7 +84,6 @@ def document(engine: lce.Engine, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 # The methods for analysis keep what other selectors keep, or nothing.
-SERVING = [name for name in lce.methods.available() if not getattr(lce.methods.find(name), "analysis", False)]
 
 
 @pytest.fixture
@@ -97,7 +99,7 @@ def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
 # What is opened is what was saved
 
 
-@pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(SERVING, [None, SMALL], ["auto", "int8"]), ids=str)
+@pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(IN_TIERS, [None, SMALL], ["auto", "int8"]), ids=str)
 def test_saving_opening_and_going_on_equals_never_having_stopped(
     name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +227,7 @@ def test_a_file_that_is_cut_short_is_refused(document: Path, engine: lce.Engine,
             engine.open_context(path)
 
 
+@pytest.mark.slow
 def test_an_altered_byte_is_an_error_or_not_needed(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
     """Wherever it is: never another token. One bit of any byte of the manifest is an error."""
     expected, data = answer(engine, engine.open_context(document)), document.read_bytes()
@@ -320,6 +323,7 @@ def test_the_old_file_or_the_new_one_whatever_write_fails(how: str, engine: lce.
     assert k > 10
 
 
+@pytest.mark.slow
 @HOWS
 @pytest.mark.usefixtures("one_id")
 def test_a_prefill_into_a_file_goes_on_whatever_write_fails(how: str, tiny_model: Path, tmp_path: Path) -> None:
@@ -364,6 +368,7 @@ for _ in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
     """The old file or the new one is there, whole, and what was under work is gone after the next opening."""
     path, draw = tmp_path / "c.lce", random.Random(0)
@@ -415,7 +420,7 @@ def stop_at(n_tokens: int) -> Callable[[int, int], None]:
     return progress
 
 
-@pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(SERVING, [None, SMALL], ["auto", "int8"]), ids=str)
+@pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(IN_TIERS, [None, SMALL], ["auto", "int8"]), ids=str)
 @pytest.mark.covering("name")
 @pytest.mark.usefixtures("one_id")
 def test_an_interrupted_prefill(name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
@@ -555,7 +560,7 @@ def evil_cases(document: Path) -> Iterator[tuple[str, Change]]:
                 yield f"{name}: {other.dtype} {tuple(other.shape)}", tensors(name, to=other)
 
 
-@pytest.mark.parametrize("name", ["longheads", "esa", "infllm", "quest", "longheads, int8"])
+@pytest.mark.parametrize("name", [SLOW_IN_TIERS, "esa", "infllm", "quest", "longheads, int8"])
 def test_a_forged_file_is_an_error_or_changes_nothing(name: str, tiny_model: Path, tmp_path: Path) -> None:
     name, _, kv_dtype = name.partition(", ")
     engine, document = load(tiny_model, name, kv_dtype=kv_dtype or "auto"), tmp_path / "document.lce"
@@ -595,7 +600,7 @@ for seed in range(1000):
 """
 
 
-@pytest.mark.parametrize("how", ["cut", "overwritten"])
+@pytest.mark.parametrize("how", ["cut", pytest.param("overwritten", marks=pytest.mark.slow)])
 def test_a_file_that_changes_while_it_is_read_is_an_error(
     how: str, document: Path, engine: lce.Engine, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -621,7 +626,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
 
 
 @KV_DTYPES
-@pytest.mark.parametrize("name", ["longheads", "esa", "full"])
+@pytest.mark.parametrize("name", [SLOW_IN_TIERS, "esa", "full"])
 def test_a_damaged_spill_file_is_an_error(name: str, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     """Wherever it is damaged; what is not damaged gives the same answer as before."""
     engine, truths, refused = load(tiny_model, name, tmp_path, kv_dtype), set(), []
@@ -645,8 +650,7 @@ def test_a_damaged_spill_file_is_an_error(name: str, kv_dtype: str, tiny_model: 
 # A context goes on into another file
 
 
-@pytest.mark.parametrize("budget", [None, SMALL])
-@pytest.mark.parametrize("name", ["longheads", "esa", "infllm", "full"])
+@pytest.mark.parametrize(("name", "budget"), pairs([SLOW_IN_TIERS, "esa", "infllm", "full"], [None, SMALL]))
 @pytest.mark.usefixtures("one_id")
 def test_a_context_goes_on_into_a_file(name: str, budget: str | None, tiny_model: Path, tmp_path: Path) -> None:
     """Another one or its own; interrupted in between or not. It is the file that one prefill of all would have made."""

@@ -19,7 +19,7 @@ from tests.engine.test_saving import BLOCK, SERVING, Interrupted, answer, load, 
 
 N = 300
 CONTRADICTION = ": its header contradicts its contents; prefill the text again"
-CASES = [("full", "auto"), ("longheads", "int8")]  # one reads every row, one what it chooses
+CASES = [("full", "auto"), ("infllm", "int8")]  # one reads every row, one what it chooses
 EVERY = [  # without `reattention`, which reads all keys for each choice and so takes longest in tiers
     pytest.param(name, ("auto", "int8")[i % 2], marks=pytest.mark.slow)
     for i, name in enumerate(SERVING)

@@ -65,6 +65,7 @@ def test_what_is_missing_is_compiled_beside_the_package(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_the_users_cache_has_what_cannot_lie_beside_the_package(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write_text("in the way")
     level = levels.current()
@@ -75,6 +76,7 @@ def test_the_users_cache_has_what_cannot_lie_beside_the_package(place: Path, mon
     assert all(library.address(*each) for each in KERNELS)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_complete_need_not_be_writable(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts(build(levels.current())) == (2, 2)
     monkeypatch.setattr(building, "writable_folder", no_compiling)
@@ -87,6 +89,7 @@ def test_the_command_says_that_nothing_can_be_written(place: Path) -> None:
     assert_error(run("warm"), 2, f"neither in {place}", "Not a directory", "set XDG_CACHE_HOME")
 
 
+@pytest.mark.slow
 def test_the_command_compiles_several_levels(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "kernels", lambda: KERNELS[:1])
     result = run("warm", "--level", "v3", "--level", "arm64", "--level", "v3", "--json")

@@ -476,7 +476,7 @@ def test_a_truncated_text_goes_on_as_if_no_more_had_been_read(data: st.DataObjec
 @pytest.mark.parametrize(
     ("name", "knobs", "heads", "n_threads"),
     [
-        (*case, heads, n_threads)
+        pytest.param(*case, heads, n_threads, marks=[pytest.mark.slow] * (case[0] in ("longheads", "reattention")))
         for i, case in enumerate(cover(SERVING))
         for j, (heads, n_threads) in enumerate((((8, 2), 2), ((8, 2), 1), ((4, 4), 1)))
         if (case in BASIC and i % 3 == j) or (case not in BASIC and j == 0)

@@ -146,9 +146,12 @@ PLAIN: dict[str, ChunkSelection] = {
     "quest": Quest(page=SIZE, budget=5 * SIZE, dense_layers=0),
     "pages": Pages(select="mean", page=SIZE, budget=5 * SIZE, sinks=0, share="group", place="true"),
 }
+EVERY_DAY = ("group", "quest")
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name", [*EVERY_DAY, *(pytest.param(x, marks=pytest.mark.slow) for x in PLAIN if x not in EVERY_DAY)]
+)
 def test_plain_choices_become_runs_as_any_choices_do(name: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two launches on a GPU, at several indices with the same tensors."""
     pytest.importorskip("triton")

@@ -191,7 +191,9 @@ def test_what_is_not_http_is_refused(address: str) -> None:
     assert _answers(address)
 
 
-@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sig", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
+)
 def test_a_signal_lets_streams_end(chat_model: Path, sig: int, code: int) -> None:
     command = [sys.executable, "-m", "lce.cli", "serve", "-m", str(chat_model), "--port", "0", "--threads", "1"]
     start = "import sys; from lce.cli import main; sys.argv[0] = 'lce'; main()"

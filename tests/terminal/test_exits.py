@@ -78,7 +78,7 @@ lce.load = load
 
 @pytest.mark.parametrize(
     ("script", "written"),
-    [(READING, ""), (WRITING, "abab\n"), (IMPORTING, ""), (FINALISER, "")],
+    [pytest.param(READING, "", marks=pytest.mark.slow), (WRITING, "abab\n"), (IMPORTING, ""), (FINALISER, "")],
     ids=["reading", "writing", "importing", "del"],
 )
 def test_ctrl_c_at_any_time_is_one_line(script: str, written: str, tiny_model: Path) -> None:

@@ -258,6 +258,7 @@ def use_any(data: st.DataObject) -> None:
     assert time.monotonic() - started < 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_any_filter_or_method_ends(n: int) -> None:
     settings(max_examples=n, deadline=None)(given(data=st.data())(use_any))()
@@ -343,6 +344,7 @@ def test_a_process_that_gets_no_processor_is_no_fault_of_the_template(
         rendered("{{ messages[0].content }}")
 
 
+@pytest.mark.slow
 def test_long_messages_are_within_the_bounds() -> None:
     document = "A line of the document.\n" * 200_000
     template = "{% for line in messages[0].content.split('\n') %}{{ line ~ '\n' }}{% endfor %}"

@@ -215,6 +215,7 @@ def test_what_is_here_is_no_hub_id(hub: Hub, tiny_model: Path, tmp_path: Path, m
     assert hub.asked == []
 
 
+@pytest.mark.slow
 def test_the_command_asks_where_hf_endpoint_says(hub: Hub, tiny_model: Path, tmp_path: Path) -> None:
     hub.add(NAME, tiny_model)
     own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}

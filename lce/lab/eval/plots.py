@@ -37,8 +37,8 @@ MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1
 # Methods' points at one length are moved apart on the logarithmic axis, so that equal scores stay visible: neighbours
 # by a factor of at most 2**APART, the first and the last method by a factor of at most 2**MOST_APART.
 APART, MOST_APART = 0.06, 0.5
-BINS = 5  # rows of a heat map (ranges of depth), if the user asked for no depths
-MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 20  # the largest number of each in one picture
+BINS = 5  # columns of a heat map (ranges of depth), if the user asked for no depths
+MOST_PANELS, MOST_COLUMNS, MOST_DEPTHS = 12, 3, 10  # the largest number of each in one picture
 Span = tuple[float, float, float]  # a value, and the low and the high end of its interval
 
 
@@ -139,7 +139,7 @@ def perplexities(table: LossTable) -> Figure:
 def recall_by_bytes(table: SelectionTable) -> Figure:
     """Draw recall of true attention by the bytes that a query reads: one panel per length, one line per method."""
     lengths = table.lengths[:MOST_PANELS]
-    figure, panels = _panels(f"{table.title}: {table.model}", len(lengths), 0.9 + 0.25 * len(table.lines), 2.6)
+    figure, panels = _panels(f"{table.title}: {table.model}", 0.9 + 0.25 * len(table.lines), [2.6] * len(lengths))
     for axes, length in zip(panels, lengths, strict=True):
         for number, (method, line) in enumerate(table.lines.items()):
             points = sorted((one.all_bytes / 2**20, one.recall) for one in line if one.length == length)
@@ -154,35 +154,34 @@ def recall_by_bytes(table: SelectionTable) -> Figure:
 
 
 def by_depth(table: Table) -> Figure | None:
-    """Draw a task's mean scores by depth of the fact in the text and by length of the text: one heat map per method."""
+    """Draw a task's mean scores by method and by depth of the fact in the text: one heat map per length, best first."""
     from matplotlib import colormaps
 
     asked = sorted({depth for cell in table.cells.values() for depth in cell.depths})
     edges = [(n / BINS, (n + 1) / BINS) for n in range(BINS)]
     bands = [(depth, depth) for depth in asked] if 0 < len(asked) <= MOST_DEPTHS else edges
-    names = [f"{low:.0%}" if low == high else f"{low:.0%}–{high:.0%}" for low, high in bands]
-    maps = {}
-    for method in table.methods:
-        cells = [table.row(method).get(length, Cell()) for length in table.lengths]
-        scores = [[cell.between(low, high) for cell in cells] for low, high in bands]
-        if any(score for row in scores for score in row):
-            maps[method] = [[score.mean if score else float("nan") for score in row] for row in scores]
+    names = [f"{low:.0%}" if low == high else f"{100 * low:.0f}–{high:.0%}" for low, high in bands]
+    maps: dict[int, dict[str, list[float]]] = {}
+    for (method, length), cell in sorted(table.cells.items(), key=lambda each: -each[1].score.mean):
+        scores = [cell.between(low, high) for low, high in bands]
+        if any(scores):
+            maps.setdefault(length, {})[method] = [score.mean if score else float("nan") for score in scores]
     if not maps:
         return None
-    figure, panels = _panels(_title(table), len(maps), 1, 1.0 + 0.3 * len(bands))
+    maps = dict(sorted(maps.items()))
+    figure, panels = _panels(_title(table), 0.6, [0.7 + 0.3 * len(rows) for rows in maps.values()])
     colours = colormaps["cividis"].with_extremes(bad="0.85")
-    for axes, (method, means) in zip(panels, maps.items(), strict=True):
-        axes.imshow(means, cmap=colours, vmin=0, vmax=1, aspect="auto")
-        for i, row in enumerate(means):
+    for axes, (length, rows) in zip(panels, maps.items(), strict=True):
+        axes.imshow(list(rows.values()), cmap=colours, vmin=0, vmax=1, aspect="auto")
+        for i, row in enumerate(rows.values()):
             for j, mean in enumerate(row):
                 if mean == mean:  # not NaN
                     axes.text(j, i, f"{mean:.2f}", ha="center", va="center", color="white" if mean < 0.5 else "black")
-        axes.set_title(method, wrap=True)
-        axes.set_xticks(range(len(table.lengths)), [_short(length) for length in table.lengths])
-        axes.set_yticks(range(len(names)), names)
-        axes.set_ylabel("depth")
+        axes.set_title(f"{length:,} tokens")
+        axes.set_xticks(range(len(names)), names)
+        axes.set_yticks(range(len(rows)), list(map(_wrapped, rows)))
         axes.grid(visible=False)
-    panels[-1].set_xlabel("tokens")
+    panels[-1].set_xlabel("depth of the fact: 0% is the text's beginning")
     return figure
 
 
@@ -221,13 +220,13 @@ def _span(cell: Cell) -> Span:
     return cell.score.mean, cell.score.low, cell.score.high
 
 
-def _panels(title: str, n: int, margin: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `n` panels, one below the other. `margin` and the `height` of a panel are in inches."""
+def _panels(title: str, margin: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels, one below the other. `margin` and the `heights` of the panels are in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, margin + n * height))
+    figure = Figure(figsize=(WIDTH, margin + sum(heights)))
     figure.suptitle(title, wrap=True)
-    return figure, list(figure.subplots(n, 1, squeeze=False)[:, 0])
+    return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
 
 
 def _figure(table: Table | LossTable) -> tuple[Figure, Axes]:

@@ -79,6 +79,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_damaged_kernel_is_compiled_again_and_replaced(cache: Path) -> None:
     assert works()
     (file,) = cache.rglob("*spread_keys")

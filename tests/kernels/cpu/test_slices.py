@@ -47,7 +47,7 @@ def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.timeout(600)  # it may compile the kernels of every method
-@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("n_threads", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_method_reads_the_same_in_slices(options: dict[str, Any], n_threads: int, tmp_path: Path) -> None:
     """As small as slices can be, and with decode of another context between them, in a thread of its own."""

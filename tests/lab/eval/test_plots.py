@@ -48,9 +48,10 @@ def test_pictures_show_the_scores(report: Report) -> None:
     assert first.get_marker() != second.get_marker()
     assert [text.get_text() for text in by_length.legends[0].get_texts()] == ["ceiling", "quest", "full"]
     assert list(by_bytes.axes[0].containers[0].lines[0].get_xdata()) == [51200 / 2**20, 102400 / 2**20]
-    assert [axes.get_title() for axes in depths.axes] == ["quest", "full"]
-    assert depths.axes[0].images[0].get_array().tolist() == [[1.0, 0.0], [1.0, 1.0]]
-    assert [text.get_text() for text in depths.axes[0].texts] == ["1.00", "0.00", "1.00", "1.00"]
+    assert [axes.get_title() for axes in depths.axes] == ["512 tokens", "1,024 tokens"]
+    assert [label.get_text() for label in depths.axes[1].get_yticklabels()] == ["quest", "full"]
+    assert depths.axes[1].images[0].get_array().tolist() == [[0.0, 1.0], [0.0, 1.0]], "a row per method"
+    assert [text.get_text() for text in depths.axes[0].texts] == ["1.00"] * 4
     assert [axes.get_title() for axes in methods.axes] == ["made, 1k tokens", "other, 512 tokens"]
     assert [figure.get_size_inches()[0] for figure in (by_length, by_bytes, depths, methods)] == [5, 5, 5, 2 * 5]
 

@@ -1,0 +1,35 @@
+"""Facts by method and depth, a picture of docs/findings.md.
+
+    python docs/pictures/depths.py benchmarks/record/smollm2/answers.jsonl --length 16384 --out docs/pictures/depths.png
+
+Draws one task of a record at one length, as `lce eval report --plots` draws every task. Needs lce[plot].
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from matplotlib import rc_context
+
+from lce.lab.eval.plots import DPI, STYLE, by_depth
+from lce.lab.eval.report import Report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--task", default="several_facts")
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    (table,) = (each for each in Report.read([args.record], ranked=True).tables if args.task in each.title)
+    table.cells = {key: cell for key, cell in table.cells.items() if key[1] == args.length}
+    with rc_context(STYLE):
+        figure = by_depth(table)
+        assert figure is not None
+        figure.savefig(args.out, dpi=DPI)
+
+
+if __name__ == "__main__":
+    main()
