@@ -16,7 +16,7 @@ from lce.lab.eval.record import Record
 from lce.lab.eval.selection import Selection, measure, measure_text
 from lce.lab.eval.suite import MadeSuite
 from lce.lab.eval.tasks import MadeTask
-from lce.lab.eval.why import CAUSES, Verdict, check_selects, explain
+from lce.lab.eval.why import CAUSES, Verdict, explain
 from lce.methods.mass import Judge
 from lce.sizes import size_text
 from lce.terminal.methods import check_capacity
@@ -81,8 +81,6 @@ def show_causes(
     """Find why each method misses answers of each task and length. Print each line of the table as soon as known."""
     found: list[dict[str, Any]] = []
     known, made = Record(record), suite["suite"]
-    for method in methods:
-        check_selects(method)
     check_capacity(model, methods, max(lengths), loading)
     for method, task, length in itertools.product(methods, suite["tasks"], lengths):
         with output.noting(), output.bars() as bars:

@@ -181,7 +181,7 @@ def by_depth(table: Table) -> Figure | None:
         axes.set_xticks(range(len(names)), names)
         axes.set_yticks(range(len(rows)), list(map(_wrapped, rows)))
         axes.grid(visible=False)
-    panels[-1].set_xlabel("depth of the fact: 0% is the text's beginning")
+    panels[-1].set_xlabel("depth of the fact, from the beginning")
     return figure
 
 

@@ -11,6 +11,8 @@ answer names the cause:
    budget and placement were wrong together.
 5. `model`: no change gives a right answer, so the model fails even with all tokens attended.
 
+Of a method that selects nothing, change 4 alone is tried: its placement, or what it never attends, is at fault.
+
 True attention is full attention. In a text longer than the window, its distances are limited to half of the window,
 because full attention at true distances fails there.
 """
@@ -88,10 +90,8 @@ def explain(
     asked again. In `record`, a sample is identified by the numbers of the samples asked again and by `setting`, which
     says how samples are made and begins with `task`. Recorded answers are reused; in the mode `shared`, change 4 asks
     whole documents, as `answers` does, and reuses its records. `progress` is called with the change, the samples done,
-    and their total. Raises `UsageError` for a method that selects nothing, for the mode `turns`, or if no sample is of
-    `kind`.
+    and their total. Raises `UsageError` for the mode `turns`, or if no sample is of `kind`.
     """
-    check_selects(method)
     if asking.mode == "turns":
         raise UsageError("mode is turns, where an answer depends on those before; expected single or shared")
     engine = lce.load(model, method, **loading)
@@ -124,17 +124,13 @@ def explain(
     return Causes(method.name, length, verdicts)
 
 
-def check_selects(method: Method) -> None:
-    """Raise `UsageError` for a method that selects nothing."""
-    if not selects(method):
-        raise UsageError(f"{method.label} selects nothing, so its selection cannot be at fault; expected one that does")
-
-
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
     """Yield the changes of a method whose knobs are set, in the order of trial. `length` is the text's, in tokens."""
-    changes = [("selection", "", method)]
-    changes += [("budget", f"{label}, ", wider) for label, wider in _wider(method, window, length)]
-    changes += [("placement", f"placed {placement}, ", moved) for placement, moved in _moved(method, window)]
+    changes: list[tuple[str, str, Method]] = []
+    if selects(method):
+        changes += [("selection", "", method)]
+        changes += [("budget", f"{label}, ", wider) for label, wider in _wider(method, window, length)]
+        changes += [("placement", f"placed {placement}, ", moved) for placement, moved in _moved(method, window)]
     judge: Judge = "true" if length <= window else "constant"
     for cause, label, changed in changes:
         yield Rung(cause, f"{label}true mass ({judge})", cheating(changed, judge))

@@ -40,13 +40,14 @@ def asked(document: str, answer: str = "7") -> Callable[[object], Iterable[Sampl
          "placed side_by_side, true mass (constant)"),
         # At true distances no budget helps, and three chunks do not help in any placement.
         ("longheads", {"chunk_size": 8, "chunks": 3, "placement": "true"}, FAR, "7", "both", "everything (rerope)"),
+        ("streaming", {}, FAR, "7", "both", "everything (rerope)"),
         ("longheads", {"chunk_size": 8, "chunks": 3}, FAR, "4", "model", None),
         ("infllm", {"block_size": 8, "top_k": 1, "sinks": 4, "local": 8}, FAR + "5", "7", "model", None),
         # To a filler's query all tokens are alike, so each of them has the best score of the block.
         ("esa", {"compress": "none", "sinks": 4, "local": 8, "top_k": 4}, FAR, "7", "selection",
          "true mass (constant)"),
     ],
-    ids=range(9),
+    ids=range(10),
 )  # fmt: skip
 def test_known_causes(
     model: str, name: str, knobs: dict[str, Any], document: str, answer: str, cause: str, by: str | None
@@ -100,11 +101,6 @@ def test_a_shared_document_is_read_once_for_a_change_and_gives_the_same_causes(
         explain(model, method, lambda _: made, length=202, asking=Asking("turns"))
 
 
-def test_a_method_that_selects_nothing_is_refused(model: str) -> None:
-    with pytest.raises(UsageError, match="dca selects nothing, so its selection cannot be at fault"):
-        explain(model, make("dca"), asked(FAR), length=200)
-
-
 @pytest.mark.parametrize(
     ("name", "knobs", "expected"),
     [
@@ -118,6 +114,7 @@ def test_a_method_that_selects_nothing_is_refused(model: str) -> None:
         ("pages", {"place": "true"}, ["selection"] + ["budget"] * 3 + ["placement"] * 4 + ["both"] * 2),
         ("pages", {"budget": WINDOW, "select": "lowdim", "compress": "pca"}, ["selection"] + ["placement"] * 3
          + ["both"] * 2),
+        ("dca", {}, ["both"] * 2),
     ],
     ids=str,
 )  # fmt: skip
