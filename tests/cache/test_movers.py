@@ -162,7 +162,13 @@ BLOCKS = [30, 1, 1, *cut(6 * WINDOW - 47, 37), *cut(15, 1)]
 FEWER = [30, 1, 1, *cut(4 * WINDOW - 40, 37), *cut(8, 1)]
 
 
-@pytest.mark.parametrize(("name", "knobs"), METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (called in ("longheads", "quest")), id=called)
+        for called, each in METHODS.items()
+    ],
+)
 def test_no_method_sees_what_has_not_arrived(
     name: str, knobs: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +186,9 @@ def test_no_method_sees_what_has_not_arrived(
         assert (cache.traffic["disk"].bytes_in > 0) == (below is not None)
 
 
-@pytest.mark.parametrize(("called", "spare"), [("longheads", 30), ("infllm", 12), ("esa", 20)])
+@pytest.mark.parametrize(
+    ("called", "spare"), [pytest.param("longheads", 30, marks=pytest.mark.slow), ("infllm", 12), ("esa", 20)]
+)
 def test_a_method_finds_more_of_what_was_prefetched(
     called: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_numba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         build(levels.current())
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = library.built_folder(levels.current())
     (folder / FILES[0]).mkdir(parents=True)

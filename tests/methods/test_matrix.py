@@ -169,8 +169,8 @@ IN_8_BITS = [
     ("full", {}),
     ("esa", {"compress": "pca", "sinks": 4, "top_k": 9, "low_dim": 12}),
     ("longheads", {"chunk_size": 4}),
-    ("longheads", {"chunk_size": 4, "placement": "constant"}),
 ]
+CONSTANT = ("longheads", {"chunk_size": 4, "placement": "constant"})
 CUTS = {
     "1": lambda n: [*cut(40, 1), n - 40],
     "7": lambda n: cut(n, 7),
@@ -548,7 +548,14 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
 
 @pytest.mark.parametrize(
     ("name", "knobs"),
-    [*IN_8_BITS, *(pytest.param(*each, marks=pytest.mark.slow) for each in EACH_BASIC[1::2] if each not in IN_8_BITS)],
+    [
+        *IN_8_BITS,
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [CONSTANT, *EACH_BASIC[1::2]]
+            if each not in IN_8_BITS
+        ),
+    ],
     ids=str,
 )
 def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, object], tmp_path: Path) -> None:

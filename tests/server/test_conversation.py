@@ -59,7 +59,9 @@ def server(engine: lce.Engine, folder: Path) -> Iterator[tuple[str, Any]]:
         yield address, batch
 
 
-@pytest.mark.parametrize("method", ["full", "longheads", pytest.param("dca", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["longheads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dca"))]
+)
 def test_each_token_of_a_conversation_is_read_once(method: str, chat_model: Path, tmp_path: Path) -> None:
     engine = lce.load(chat_model, method, threads=1)
     letters = {engine.tokenizer.encode(each, bos=False)[0] for each in LETTERS}

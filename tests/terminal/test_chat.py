@@ -279,6 +279,7 @@ def test_at_a_terminal(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None
         assert chat.leave() == goes_on.ask("Why?", max_tokens=4).text + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="pastes of several lines need GNU readline")
 def test_a_pasted_text_is_one_message_and_what_is_typed_ahead_stays(
     chatty: Path, engine: lce.Engine, tmp_path: Path

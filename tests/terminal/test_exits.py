@@ -78,7 +78,12 @@ lce.load = load
 
 @pytest.mark.parametrize(
     ("script", "written"),
-    [pytest.param(READING, "", marks=pytest.mark.slow), (WRITING, "abab\n"), (IMPORTING, ""), (FINALISER, "")],
+    [
+        pytest.param(READING, "", marks=pytest.mark.slow),
+        (WRITING, "abab\n"),
+        (IMPORTING, ""),
+        pytest.param(FINALISER, "", marks=pytest.mark.slow),
+    ],
     ids=["reading", "writing", "importing", "del"],
 )
 def test_ctrl_c_at_any_time_is_one_line(script: str, written: str, tiny_model: Path) -> None:
@@ -114,7 +119,13 @@ system.usable_cores = lambda: 2
         ("os.environ['OMP_NUM_THREADS'] = '2,x'", (), 2, "OMP_NUM_THREADS is '2,x'; expected a number of threads"),
         (NO_SPACE, (), 4, "importing torch takes 1.5 GiB of address space or more, and the limit is 1.0 GiB"),
         (NO_MEMORY, (), 4, "importing torch takes 128.0 MiB of memory or more, and 100.0 MiB is available"),
-        (NO_THREADS, ("--threads", "2"), 4, "the system starts no more threads for this process"),
+        pytest.param(
+            NO_THREADS,
+            ("--threads", "2"),
+            4,
+            "the system starts no more threads for this process",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_the_process_lacks_is_said_in_one_line(

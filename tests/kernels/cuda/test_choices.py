@@ -67,7 +67,7 @@ def decoded(q: Tensor, kept: Tensor, position: int, size: int, n: int, choosers:
     ("choosers", "bounds", "least", "dtype"),
     [
         (4, False, False, torch.float32), (2, False, True, torch.bfloat16), (1, False, False, torch.float32),
-        (4, True, False, torch.float32),
+        pytest.param(4, True, False, torch.float32, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_query_chooses_at_any_position_with_the_same_tensors(
