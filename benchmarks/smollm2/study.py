@@ -113,14 +113,19 @@ def answers(
 
 
 def rows(methods: tuple[str, ...], length: int) -> Iterator[list[str]]:
-    """Yield the options of each method. RoPE is scaled by the length over the window, and not within the window."""
+    """Yield the options of each method. RoPE is scaled by the length over the window, and not within the window.
+
+    `window=` and `rope=` among the knobs are options of the engine.
+    """
     for each in methods:
         name, *knobs = each.split()
-        scaled = [knob.removeprefix("rope=") for knob in knobs if knob.startswith("rope=")]
-        if not scaled or length > WINDOW:
-            options = [flag for knob in knobs if not knob.startswith("rope=") for flag in ("-o", knob)]
-            factor = ["--rope", *scaled, "--rope-factor", f"{length / WINDOW:g}"] if scaled else []
-            yield ["--method", name, *options, *factor]
+        engine = dict(knob.split("=") for knob in knobs if knob.startswith(("window=", "rope=")))
+        window = int(engine.get("window", WINDOW))
+        if "rope" not in engine or length > window:
+            options = [flag for knob in knobs if knob.split("=")[0] not in engine for flag in ("-o", knob)]
+            if "rope" in engine:
+                options += ["--rope", engine["rope"], "--rope-factor", f"{length / window:g}"]
+            yield ["--method", name, *options, *(["--window", str(window)] * ("window" in engine))]
 
 
 if __name__ == "__main__":
