@@ -66,7 +66,8 @@ def why(**how: Any) -> None:
     """Tell why methods miss answers: selection, budget, placement, or the model.
 
     What a method misses is asked again with a selection that cheats at the same budget and placement, with a larger
-    budget, in another placement, and with everything attended. The first that answers names the cause.
+    budget, in another placement, in a smaller window, and with everything attended. The first that answers names the
+    cause.
     """
     from lce.terminal.measuring import show_causes
 

@@ -7,11 +7,13 @@ answer names the cause:
 2. `budget`: as 1, without `top_p`, then with 2, 4, 8, ... times the budget. With the placement `side_by_side` the
    budget grows only while the window has room.
 3. `placement`: as 1, with the chosen chunks at other positions within the window.
-4. `both`: `rerope` and `dca` attend all tokens, at distances that the model knows. No selection could help, because
+4. `window`: the method itself in three quarters of the window, with the knobs that follow from that. The model fails at
+   the largest distances of its window.
+5. `both`: `rerope` and `dca` attend all tokens, at distances that the model knows. No selection could help, because
    budget and placement were wrong together.
-5. `model`: no change gives a right answer, so the model fails even with all tokens attended.
+6. `model`: no change gives a right answer, so the model fails even with all tokens attended.
 
-Of a method that selects nothing, change 4 alone is tried: its placement, or what it never attends, is at fault.
+Of a method that selects nothing, changes 4 and 5 are tried. In 5 its placement, or what it drops, is at fault.
 
 True attention is full attention. In a text longer than the window, its distances are limited to half of the window,
 because full attention at true distances fails there.
@@ -20,6 +22,7 @@ because full attention at true distances fails there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,18 +35,27 @@ from lce.lab.eval.selection import Samples
 from lce.methods import ESA, InfLLM, Method, Pages, Quest, SelectiveMethod, cheating, make, selects
 from lce.methods.mass import Judge
 
-CAUSES = ("answered", "selection", "budget", "placement", "both", "model")
+CAUSES = ("answered", "selection", "budget", "placement", "window", "both", "model")
 RIGHT = 0.5  # the score from which an answer counts as right
 IN_WINDOW = ("side_by_side", "constant")  # the placements that keep all distances within the window
 PAGES_IN_WINDOW = (*IN_WINDOW, "grouped", "dual")  # those of `pages`
 
 
 class Rung(NamedTuple):
-    """A method with one change, and the cause of the miss if the changed method answers right."""
+    """A method with one change, and the cause of the miss if the changed method answers right.
+
+    `window` is None for the engine's own. `is_whole` says that the change is worth asking of all samples: it is a
+    method that others may have recorded.
+    """
 
     cause: str
     label: str
     method: Method
+    window: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.cause in ("window", "both")
 
 
 @dataclass
@@ -88,9 +100,9 @@ def explain(
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. In the mode `shared` of `asking` a
     document is read once for all of its samples that a change is tried on. With `kind`, only samples of this kind are
     asked again. In `record`, a sample is identified by the numbers of the samples asked again and by `setting`, which
-    says how samples are made and begins with `task`. Recorded answers are reused; in the mode `shared`, change 4 asks
-    whole documents, as `answers` does, and reuses its records. `progress` is called with the change, the samples done,
-    and their total. Raises `UsageError` for the mode `turns`, or if no sample is of `kind`.
+    says how samples are made and begins with `task`. Recorded answers are reused; in the mode `shared`, changes 4 and 5
+    ask whole documents, as `answers` does, and reuse its records. `progress` is called with the change, the samples
+    done, and their total. Raises `UsageError` for the mode `turns`, or if no sample is of `kind`.
     """
     if asking.mode == "turns":
         raise UsageError("mode is turns, where an answer depends on those before; expected single or shared")
@@ -107,13 +119,19 @@ def explain(
         if kind in ("", sample.kind):
             verdicts.append(Verdict(numbers[id(sample)], sample.depth, sample.answer))
             verdicts[-1].add("answered", "itself", answer)
-    for rung in rungs(engine.method, engine.window, length):
+    window = engine.window
+    for rung in rungs(method, window, length):
         missed = [verdict for verdict in verdicts if verdict.by is None]
         if not missed:
             break
-        engine = lce.load(model, rung.method, sharing=engine, **loading)
+        try:
+            engine = lce.load(model, rung.method, sharing=engine, **loading | {"window": rung.window or window})
+        except UsageError:
+            if rung.window is None:
+                raise
+            continue  # the maps of `esa`, for example, were learned for the whole window
         some, changed = asked, how | {"setting": known}
-        if rung.cause != "both" or asking.mode != "shared":
+        if not rung.is_whole or asking.mode != "shared":
             again = [verdict.index for verdict in missed]
             some = [asked[i] for i in again]
             changed |= {"setting": known | {"again": again}, "asking": replace(asking, shard=Shard())}
@@ -125,7 +143,8 @@ def explain(
 
 
 def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
-    """Yield the changes of a method whose knobs are set, in the order of trial. `length` is the text's, in tokens."""
+    """Yield the changes of a method, in the order of trial. `length` is the text's, in tokens."""
+    given, method = method, method.resolve(window)
     changes: list[tuple[str, str, Method]] = []
     if selects(method):
         changes += [("selection", "", method)]
@@ -134,6 +153,10 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
     judge: Judge = "true" if length <= window else "constant"
     for cause, label, changed in changes:
         yield Rung(cause, f"{label}true mass ({judge})", cheating(changed, judge))
+    least = 3 * window // 4
+    with suppress(UsageError):  # knobs that are set may be too large for it
+        if given.resolve(least) != method:
+            yield Rung("window", f"in a window of {least:,}", given, least)
     for name in ("rerope", "dca"):
         yield Rung("both", f"everything ({name})", make(name))
 

@@ -1,5 +1,6 @@
 """Causes of misses, on a hand-made model whose misses have known causes (tests/lookup.py)."""
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -101,28 +102,37 @@ def test_a_shared_document_is_read_once_for_a_change_and_gives_the_same_causes(
         explain(model, method, lambda _: made, length=202, asking=Asking("turns"))
 
 
+def test_a_method_is_asked_in_a_smaller_window_and_the_others_in_the_whole_one(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    (verdict,) = explain(model, make("dca"), asked(FAR, "4"), length=202, record=Record(path)).verdicts
+    assert list(verdict.answers) == ["itself", "in a window of 48", "everything (rerope)", "everything (dca)"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["window"] for line in lines] == [WINDOW, 48, WINDOW, WINDOW]
+
+
 @pytest.mark.parametrize(
     ("name", "knobs", "expected"),
     [
         # All of the window is in use side by side.
-        ("longheads", {}, ["selection"] + ["placement"] + ["both"] * 2),
-        ("longheads", {"top_p": 0.5}, ["selection"] + ["budget"] + ["placement"] + ["both"] * 2),
+        ("longheads", {}, ["selection", "placement", "window", "both", "both"]),
+        ("longheads", {"top_p": 0.5}, ["selection", "budget", "placement", "window", "both", "both"]),
         ("longheads", {"placement": "constant", "chunks": 16}, ["selection"] + ["budget"] * 3 + ["placement"]
-         + ["both"] * 2),
-        ("esa", {"compress": "none"}, ["selection"] + ["budget"] * 4 + ["placement"] * 2 + ["both"] * 2),
+         + ["window", "both", "both"]),
+        ("esa", {"compress": "none"}, ["selection"] + ["budget"] * 4 + ["placement"] * 2 + ["window", "both", "both"]),
         ("quest", {}, ["selection"] + ["budget"] * 3 + ["placement"] * 2 + ["both"] * 2),
-        ("pages", {"place": "true"}, ["selection"] + ["budget"] * 3 + ["placement"] * 4 + ["both"] * 2),
+        ("pages", {"place": "true"}, ["selection"] + ["budget"] * 3 + ["placement"] * 4 + ["window", "both", "both"]),
         ("pages", {"budget": WINDOW, "select": "lowdim", "compress": "pca"}, ["selection"] + ["placement"] * 3
-         + ["both"] * 2),
-        ("dca", {}, ["both"] * 2),
+         + ["window", "both", "both"]),
+        ("longheads", {"chunk_size": 8, "chunks": 8}, ["selection", "placement", "both", "both"]),  # 64 tokens
+        ("dca", {}, ["window", "both", "both"]),
+        ("full", {}, ["both", "both"]),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) -> None:
-    method = make(name, knobs).resolve(WINDOW)
-    tried = list(rungs(method, WINDOW, 200))
+    tried = list(rungs(make(name, knobs), WINDOW, 200))
     assert [rung.cause for rung in tried] == expected
     for rung in tried:
-        rung.method.resolve(WINDOW)
+        rung.method.resolve(rung.window or WINDOW)
     assert len({rung.label for rung in tried}) == len(tried)
     assert {getattr(rung.method, "top_p", None) for rung in tried if rung.cause == "budget"} <= {None}
