@@ -120,7 +120,7 @@ def explain(
             verdicts.append(Verdict(numbers[id(sample)], sample.depth, sample.answer))
             verdicts[-1].add("answered", "itself", answer)
     window = engine.window
-    for rung in rungs(method, window, length):
+    for rung in rungs(engine.method, window, length, method):
         missed = [verdict for verdict in verdicts if verdict.by is None]
         if not missed:
             break
@@ -142,9 +142,11 @@ def explain(
     return Causes(method.name, length, verdicts)
 
 
-def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
-    """Yield the changes of a method, in the order of trial. `length` is the text's, in tokens."""
-    given, method = method, method.resolve(window)
+def rungs(method: Method, window: int, length: int, given: Method) -> Iterator[Rung]:
+    """Yield the changes of a method whose knobs are set, in the order of trial.
+
+    `length` is the text's, in tokens; `given` is the method with the knobs that were given alone.
+    """
     changes: list[tuple[str, str, Method]] = []
     if selects(method):
         changes += [("selection", "", method)]
@@ -155,7 +157,7 @@ def rungs(method: Method, window: int, length: int) -> Iterator[Rung]:
         yield Rung(cause, f"{label}true mass ({judge})", cheating(changed, judge))
     least = 3 * window // 4
     with suppress(UsageError):  # knobs that are set may be too large for it
-        if given.resolve(least) != method:
+        if given.resolve(least) != given.resolve(window):
             yield Rung("window", f"in a window of {least:,}", given, least)
     for name in ("rerope", "dca"):
         yield Rung("both", f"everything ({name})", make(name))

@@ -110,6 +110,14 @@ def test_a_method_is_asked_in_a_smaller_window_and_the_others_in_the_whole_one(m
     assert [line["window"] for line in lines] == [WINDOW, 48, WINDOW, WINDOW]
 
 
+def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -> None:
+    sample = Sample("A stone lies here. " * 40, "Who?", ("nobody at all",), answer="nobody at all")
+    (verdict,) = explain("demo", make("esa"), lambda _: [sample], length=300).verdicts
+    assert verdict.cause == "model"
+    assert "true mass (true)" in verdict.answers
+    assert not any("window" in change for change in verdict.answers)
+
+
 @pytest.mark.parametrize(
     ("name", "knobs", "expected"),
     [
@@ -130,7 +138,8 @@ def test_a_method_is_asked_in_a_smaller_window_and_the_others_in_the_whole_one(m
     ids=str,
 )  # fmt: skip
 def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) -> None:
-    tried = list(rungs(make(name, knobs), WINDOW, 200))
+    given = make(name, knobs)
+    tried = list(rungs(given.resolve(WINDOW), WINDOW, 200, given))
     assert [rung.cause for rung in tried] == expected
     for rung in tried:
         rung.method.resolve(rung.window or WINDOW)
