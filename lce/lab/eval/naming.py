@@ -83,15 +83,20 @@ def engine_key(sample: Mapping[str, Any]) -> EngineKey:
 def method_names(measured: Iterable[Measured], without: Collection[str] = ()) -> dict[EngineKey, str]:
     """Return engines' names: the method, and the knobs that differ among engines of the same method and model.
 
-    The knobs in `without` are left out, so engines that differ only in these knobs share a name.
+    The knobs in `without` are left out, so engines that differ only in these knobs share a name. A window is named if
+    it is not the model's largest.
     """
     engines: dict[EngineKey, Measured] = {}
     for sample, line in measured:
         engines.setdefault(engine_key(sample), (sample, line))
     groups: dict[tuple[str, str], dict[EngineKey, dict[str, str]]] = {}
+    largest: dict[str, int] = {}
+    for key, (_, line) in engines.items():
+        largest[key[0]] = max(largest.get(key[0], 0), line.window or 0)
     for key, (sample, line) in sorted(engines.items(), key=lambda item: item[0]):
         kind, parts = engine_parts(sample)
-        kept = {knob: value for knob, value in parts.items() if knob not in without}
+        left_out = {*without, *(["window"] if line.window == largest[key[0]] else [])}
+        kept = {knob: value for knob, value in parts.items() if knob not in left_out}
         groups.setdefault((key[0], line.method or kind), {})[key] = kept
     names = {}
     for (_, name), alike in groups.items():
@@ -102,12 +107,15 @@ def method_names(measured: Iterable[Measured], without: Collection[str] = ()) ->
 
 
 def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a short list of knobs that distinguishes `engines` as well as all knobs do. Early knobs are preferred."""
+    """Return a short list of knobs that distinguishes `engines` as well as all knobs do.
+
+    The window, which others follow from, and early knobs are preferred.
+    """
 
     def n_told(knobs: Iterable[str]) -> int:
         return len({tuple(engine.get(knob) for knob in knobs) for engine in engines})
 
-    knobs = list(dict.fromkeys(knob for engine in engines for knob in engine))
+    knobs = sorted(dict.fromkeys(knob for engine in engines for knob in engine), key=lambda knob: knob != "window")
     for knob in reversed(list(knobs)):
         fewer = [each for each in knobs if each != knob]
         if n_told(fewer) == n_told(knobs):

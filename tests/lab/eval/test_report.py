@@ -53,6 +53,18 @@ def test_a_document_with_questions_of_several_tasks_has_a_table_for_each(tmp_pat
     assert [table.cells["full", 512].score.mean for table in (keys, pairs)] == [0, 1]
 
 
+def test_a_window_is_named_where_it_is_not_the_largest(tmp_path: Path) -> None:
+    smaller = QUEST.replace("budget=128", "budget=96").replace("window=512", "window=384")
+    lines = [
+        line(0),
+        line(0, engine=QUEST, method="quest"),
+        line(0, engine=smaller, method="quest", window=384),
+        line(0, engine=smaller.replace("Quest(page=16, budget=96)", "ReRope(local=8)"), method="rerope", window=384),
+    ]
+    (table,) = Report.read([file(tmp_path / "record", *lines)]).tables
+    assert table.methods == ["full", "quest", "quest window=384", "rerope"]
+
+
 def other_mean(lines: list[dict[str, Any]]) -> float:
     """The mean of the first shard's `full` at 512."""
     scores = [x["score"] for x in lines if x["engine"] == FULL and x["length"] == 512 and x["index"] % 2 == 0]
