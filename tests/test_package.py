@@ -59,6 +59,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_no_method_imports_a_compiler(tiny_model: Path) -> None:
     """Some functions of PyTorch import torch._dynamo or sympy at their first call, which takes up to 2 s."""
     command = [sys.executable, "-W", "ignore", "-c", READ_BY_ALL, tiny_model]

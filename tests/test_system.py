@@ -165,6 +165,7 @@ fork("two threads", 2, 1)
 """
 
 
+@pytest.mark.slow
 def test_a_child_of_a_process_with_threads_is_refused_before_it_hangs(tiny_model: Path) -> None:
     said = output(PARENT, tiny_model).splitlines()
     assert len(said) == 10

@@ -226,6 +226,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=own)
 
 
+@pytest.mark.slow
 def test_an_open_host_needs_a_key() -> None:
     found = run("-m", "demo", "--host", "0.0.0.0")
     assert found.returncode == 2
@@ -233,6 +234,7 @@ def test_an_open_host_needs_a_key() -> None:
     assert found.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
     found = run("-m", str(tmp_path / "nothing"), "--port", "0")
     assert found.returncode == 3, found.stderr

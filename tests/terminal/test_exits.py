@@ -140,6 +140,7 @@ def test_what_the_process_lacks_is_said_in_one_line(
 NO_COMPILER = "import atexit\natexit.register(lambda: 'torch._dynamo' in sys.modules and os._exit(99))"
 
 
+@pytest.mark.slow
 def test_one_thread_computes_where_no_other_can_be_started(tiny_model: Path) -> None:
     """And PyTorch's compiler is not imported, which would take longer than a short answer."""
     process = spawn(NO_THREADS + NO_COMPILER, "generate", "--model", tiny_model, "--prompt", PROMPT, "--threads", "1")

@@ -60,6 +60,7 @@ def test_a_recording_on_stdout(tiny_model: Path, tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_live_until_interrupted(tiny_model: Path) -> None:
     process = spawn("", "inspect", "-m", tiny_model, "--live", "--out", "x.html", "--method", "dca", "-n", "4")
     try:
