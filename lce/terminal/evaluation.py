@@ -63,7 +63,7 @@ def selection(text: str | None, **how: Any) -> None:
 @options.loading_options
 @options.output_options
 def why(**how: Any) -> None:
-    """Tell why methods miss answers: selection, budget, placement, or the model.
+    """Tell why methods miss answers: selection, budget, placement, window, or the model.
 
     What a method misses is asked again with a selection that cheats at the same budget and placement, with a larger
     budget, in another placement, in a smaller window, and with everything attended. The first that answers names the

@@ -319,7 +319,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 PWRITE = os.pwrite
-AnyOrder.TestCase.settings = settings(max_examples=75, stateful_step_count=30, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
 

@@ -231,7 +231,7 @@ import lce
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
 torch.set_num_threads(1)
-lce.load(sys.argv[1], "longheads", dtype="bfloat16").generate([5] * 300, max_tokens=2)
+lce.load(sys.argv[1], "longheads", dtype="bfloat16").generate([5] * 1500, max_tokens=2)  # with the kernels that choose
 gc.collect()
 found = [rss()]
 for _ in range(3):
@@ -249,7 +249,7 @@ print(*found)
 def test_memory_is_given_back_when_an_engine_ends() -> None:
     before, held, after, *_, last = map(float, output(RSS, "demo").split())
     assert held - before > 25, "a model and activations"
-    assert after - before < 0.55 * (held - before), "what is made once stays"
+    assert after - before < 0.35 * (held - before)
     assert last - after < 0.1 * (held - before), "no engine leaves more than the first"
 
 

@@ -203,7 +203,7 @@ with engine.batch(cache_dir=folder, cache_budget=budget) as batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, KILLS])
 @pytest.mark.timeout(1500)
 def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp_path: Path) -> None:
     """The process is killed at random times while it saves. Each time another one goes on with its files."""

@@ -53,6 +53,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of a manifest and small tensors
 SMALL = "least"  # a budget of the least bytes that are legal, and a folder for the rest
+# The methods for analysis keep what other selectors keep, or nothing.
 SERVING = [name for name in lce.methods.available() if not getattr(lce.methods.find(name), "analysis", False)]
 SLOW_IN_TIERS = pytest.param("longheads", marks=pytest.mark.slow)  # each head reads chunks of its own
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.slow] * (name == "reattention")) for name in SERVING]
@@ -81,9 +82,6 @@ def document(engine: lce.Engine, tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("saved") / "document.lce"
     engine.prefill(tokens(300)).save(path)
     return path
-
-
-# The methods for analysis keep what other selectors keep, or nothing.
 
 
 @pytest.fixture

@@ -20,12 +20,13 @@ from tests.engine.test_saving import BLOCK, SERVING, Interrupted, answer, load, 
 N = 300
 CONTRADICTION = ": its header contradicts its contents; prefill the text again"
 CASES = [("full", "auto"), ("infllm", "int8")]  # one reads every row, one what it chooses
+MORE = pytest.param("longheads", "int8", marks=pytest.mark.slow)  # each head chooses for itself, which takes long
 EVERY = [  # without `reattention`, which reads all keys for each choice and so takes longest in tiers
     pytest.param(name, ("auto", "int8")[i % 2], marks=pytest.mark.slow)
     for i, name in enumerate(SERVING)
     if name != "reattention"
 ]
-SPLICED = pytest.mark.parametrize(("name", "kv_dtype"), [*CASES, *EVERY])
+SPLICED = pytest.mark.parametrize(("name", "kv_dtype"), [*CASES, MORE, *EVERY])
 
 
 def refusal(work: Callable[[], object]) -> str:

@@ -118,7 +118,7 @@ print(n_workers())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause", [pytest.param(0, id="spin", marks=pytest.mark.slow), pytest.param(0.05, id="sleep")])
+@pytest.mark.parametrize("pause", [pytest.param(0, id="spin"), pytest.param(0.05, id="sleep")])
 def test_a_process_ends_beside_its_workers(pause: float) -> None:
     assert run_program(pause) == "3\n"
 
