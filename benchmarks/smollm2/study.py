@@ -68,7 +68,7 @@ def main() -> None:
 
 def run(command: list[str], is_dry: bool) -> int:
     """Print a command, run it, and print its output; return its exit status."""
-    print(shlex.join(command), flush=True)
+    print(shlex.join(command) + "\n", end="", flush=True)  # in one piece, whatever another worker prints
     if is_dry:
         return 0
     done = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)

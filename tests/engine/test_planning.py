@@ -77,7 +77,7 @@ def test_a_plan_promises_what_is_held_in_memory(name: str, knobs: dict[str, Any]
 
 @pytest.mark.parametrize("n", [330, 900])
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
-@pytest.mark.covering
+@pytest.mark.covering("name")
 def test_a_plan_promises_what_is_held_below(
     name: str, knobs: dict[str, Any], n: int, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def no_compiling(*_: object) -> NoReturn:
     raise AssertionError("the engine compiles a kernel that should be there")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_compiled_beside_the_package(
     place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

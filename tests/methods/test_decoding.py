@@ -80,7 +80,7 @@ def differences(
 
 
 @pytest.mark.parametrize(("name", "knobs"), RECORDED, ids=str)
-@pytest.mark.covering
+@pytest.mark.covering("name")
 def test_equals_the_ordinary_step(name: str, knobs: dict[str, object]) -> None:
     with nan_in_new_memory():
         found, recorded = differences(make(name, knobs), 5 * WINDOW - 7, 6 * WINDOW)

@@ -123,6 +123,7 @@ def everyday(group: Any, asked: Sequence[Asked], folder: Path) -> tuple[list[Sai
     return found, errors
 
 
+@pytest.mark.slow
 def test_two_ranks_are_as_one(tmp_path: Path, tiny_model: Path) -> None:
     save_tiny(_made(tmp_path / "one head"), num_key_value_heads=1)
     asked = [Asked(tiny_model)]

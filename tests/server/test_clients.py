@@ -54,6 +54,7 @@ def test_openai_async_with_schemas_and_tools(address: str) -> None:
     asyncio.run(asyncio.wait_for(ask(), WAIT_S))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_anthropic_async(address: str) -> None:
     anthropic = pytest.importorskip("anthropic")

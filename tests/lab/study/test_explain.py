@@ -75,6 +75,7 @@ def test_every_method_is_held_to_its_definition() -> None:
 
 @pytest.mark.parametrize(("block", "head"), [(5, 0), pytest.param(None, 3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "knobs"), [(name, knobs) for name in KNOBS for knobs in KNOBS[name]], ids=str)
+@pytest.mark.covering("name")
 def test_finds_what_the_definition_says(name: str, knobs: dict[str, object], block: int | None, head: int) -> None:
     found = explain(make(name, knobs), tokens=TOKENS, window=WINDOW, block=block, head=head)
     q, k, v = vectors(TOKENS, 0)
