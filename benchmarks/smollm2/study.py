@@ -9,8 +9,8 @@ that statements are hidden in; BOOKS is another, whose texts perplexity is measu
 
 `answers`: the task `medley`. A document has the statements of all seven tasks and is read once; forks of its context
 are asked. `sweep`: other knobs of the methods whose defaults fail, recorded in a folder of their own. `why`: the causes
-of what methods that select miss in facts, the one task that the model can do. `perplexity`: by position, one pass over
-each text.
+of what the defaults miss in facts, the one task that the model can do. `perplexity`: by position, one pass over each
+text.
 `lce eval report FOLDER/*.jsonl` makes the tables, `lce leaderboard show FOLDER` the ranking.
 """
 
@@ -29,12 +29,14 @@ WINDOW = 8192
 DOCUMENTS = 6  # of a cell, numbered; a document's facts depend on how many there are
 LENGTHS = "16384,7680,32768,2048"
 PARTS = "answers,why,perplexity"
-METHODS = (
+DEFAULTS = (
     "full", "dca", "self_extend", "rerope", "longheads", "pages", "quest", "infllm", "esa compress=pca", "reattention",
-    "streaming", "lm_infinite", "delta", "xattention", "longheads preset=paper", "infllm preset=paper", "full rope=ntk",
-    "full rope=yarn", "full rope=dynamic", "full rope=linear",
+    "streaming", "lm_infinite", "delta", "xattention",
 )  # fmt: skip
-SELECTING = ("longheads", "esa compress=pca", "pages", "infllm", "quest", "reattention")
+METHODS = (
+    *DEFAULTS, "longheads preset=paper", "infllm preset=paper", "full rope=ntk", "full rope=yarn", "full rope=dynamic",
+    "full rope=linear",
+)  # fmt: skip
 SWEEP = (
     "infllm preset=paper repr_tokens=16", "infllm block_size=32 top_k=64", "esa compress=pca top_k=4096 local=2048",
     "quest dense_layers=0 budget=4096", "pages budget=8192", "pages place=grouped", "longheads chunk_size=16",
@@ -88,7 +90,7 @@ def commands(args: argparse.Namespace) -> Iterator[list[str]]:
         yield from answers(args, lengths, given or SWEEP, common, folder="/sweep")
     if "why" in parts:
         beyond = [length for length in lengths if int(length) > WINDOW]
-        yield from answers(args, beyond, given or SELECTING, common, "why")
+        yield from answers(args, beyond, given or DEFAULTS, common, "why")
     if "perplexity" in parts:
         texts = [flag for file in sorted(Path(args.books).glob("*.txt")) for flag in ("--text", str(file))]
         record, longest = ["--record", f"{args.record}/perplexity.jsonl"], max(map(int, lengths))
