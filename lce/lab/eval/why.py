@@ -32,7 +32,7 @@ from lce.errors import UsageError, nearest, shown
 from lce.lab.eval.record import Answer, Record
 from lce.lab.eval.running import ALONE, Asking, Shard, answers
 from lce.lab.eval.selection import Samples
-from lce.methods import ESA, InfLLM, Method, Pages, Quest, SelectiveMethod, cheating, make, selects
+from lce.methods import ESA, InfLLM, Method, Pages, Quest, ReAttention, SelectiveMethod, cheating, make, selects
 from lce.methods.mass import Judge
 
 CAUSES = ("answered", "selection", "budget", "placement", "window", "both", "model")
@@ -172,26 +172,25 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
     if getattr(method, "top_p", None) is not None:
         method = _changed(method, top_p=None)
         yield "without top_p", method
-    knob, size = _budget(method)
+    knob, size, beside = _budget(method)
     if knob is None:
         return
     least, factor = getattr(method, knob), 1
     while least * factor * size < length:
         factor *= 2
-        if _placement(method) == "side_by_side" and least * factor * size > window:
+        if _placement(method) == "side_by_side" and beside + least * factor * size > window:
             return
         yield f"{factor} times the budget", _changed(method, **{knob: least * factor})
 
 
-def _budget(method: Method) -> tuple[str | None, int]:
-    """Return the name of the knob that sets a method's budget, and the number of tokens per unit of this knob."""
+def _budget(method: Method) -> tuple[str | None, int, int]:
+    """Return the knob that sets a method's budget, the tokens per unit of this knob, and those attended beside them."""
     if isinstance(method, Quest | Pages):
-        return "budget", 1
-    if isinstance(method, ESA | InfLLM):
-        return "top_k", method.choices[1]
+        return "budget", 1, 0
     if isinstance(method, SelectiveMethod):
-        return "chunks", method.size
-    return None, 1
+        return "chunks", method.size, 0
+    knob = "top_k" if isinstance(method, ESA | InfLLM | ReAttention) else None
+    return knob, method.choices[1], method.access.sinks + method.access.local
 
 
 def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
@@ -216,8 +215,5 @@ def _placement(method: Method) -> str | None:
 
 def _attended(method: Method) -> int:
     """Return the largest number of tokens that a query attends under a method whose knobs are set."""
-    if isinstance(method, Quest):
-        assert method.budget is not None, "resolved"
-        return method.budget
-    knob, size = _budget(method)
-    return method.access.sinks + method.access.local + (0 if knob is None else size * int(getattr(method, knob)))
+    knob, size, beside = _budget(method)
+    return beside + (0 if knob is None else size * int(getattr(method, knob)))

@@ -132,6 +132,8 @@ def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -
         ("pages", {"budget": WINDOW, "select": "lowdim", "compress": "pca"}, ["selection"] + ["placement"] * 3
          + ["window", "both", "both"]),
         ("longheads", {"chunk_size": 8, "chunks": 8}, ["selection", "placement", "both", "both"]),  # 64 tokens
+        ("reattention", {}, ["selection", "placement", "window", "both", "both"]),  # it fills the window
+        ("reattention", {"top_k": 2}, ["selection", "budget", "placement", "window", "both", "both"]),
         ("dca", {}, ["window", "both", "both"]),
         ("full", {}, ["both", "both"]),
     ],
@@ -145,3 +147,19 @@ def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) ->
         rung.method.resolve(rung.window or WINDOW)
     assert len({rung.label for rung in tried}) == len(tried)
     assert {getattr(rung.method, "top_p", None) for rung in tried if rung.cause == "budget"} <= {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "attended"),
+    [
+        ("infllm", {"sinks": 128, "local": 4096, "block_size": 16, "top_k": 128}, 128 + 4096 + 16 * 128),
+        ("quest", {"budget": 2048}, 2048),
+        ("reattention", {"span": 32, "sinks": 32, "local": 4096, "top_k": 127}, 32 + 4096 + 32 * 127),
+        ("reattention", {"span": 32, "sinks": 32, "local": 4096, "top_k": 16}, 32 + 4096 + 32 * 16),
+    ],
+    ids=str,
+)
+def test_other_placements_attend_as_many_tokens(name: str, knobs: dict[str, Any], attended: int) -> None:
+    method = make(name, knobs).resolve(8192)
+    moved = [rung.method for rung in rungs(method, 8192, 16384, method) if rung.cause == "placement"]
+    assert {each.resolve(8192).chunks * each.choices[1] for each in moved} == {attended}
