@@ -1,8 +1,9 @@
-"""Facts by method and depth, a picture of docs/findings.md.
+"""Facts by method and depth, a picture of docs/findings.md, and the counts of its first table.
 
     python docs/pictures/depths.py benchmarks/record/smollm2/answers.jsonl --length 16384 --out docs/pictures/depths.png
 
-Draws one task of a record at one length, as `lce eval report --plots` draws every task. Needs lce[plot].
+Draws one task of a record at one length, as `lce eval report --plots` draws every task, and prints how many answers of
+each method are right, and how many of the first half of the text. Needs lce[plot].
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ def main() -> None:
     args = parser.parse_args()
     (table,) = (each for each in Report.read([args.record], ranked=True).tables if args.task in each.title)
     table.cells = {key: cell for key, cell in table.cells.items() if key[1] == args.length}
+    print("| method | right | of the first half |\n|---|---:|---:|")
+    for (method, _), cell in sorted(table.cells.items(), key=lambda each: -each[1].score.mean):
+        scores = [score for score in (cell.score, cell.between(0, 0.5)) if score is not None]
+        print(
+            f"| `{method}` | "
+            + " | ".join(f"{score.mean * score.samples:.0f} of {score.samples}" for score in scores)
+            + " |"
+        )
     with rc_context(STYLE):
         figure = by_depth(table)
         assert figure is not None
