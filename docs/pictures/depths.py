@@ -28,12 +28,9 @@ def main() -> None:
     table.cells = {key: cell for key, cell in table.cells.items() if key[1] == args.length}
     print("| method | right | of the first half |\n|---|---:|---:|")
     for (method, _), cell in sorted(table.cells.items(), key=lambda each: -each[1].score.mean):
-        scores = [score for score in (cell.score, cell.between(0, 0.5)) if score is not None]
-        print(
-            f"| `{method}` | "
-            + " | ".join(f"{score.mean * score.samples:.0f} of {score.samples}" for score in scores)
-            + " |"
-        )
+        scores = filter(None, (cell.score, cell.between(0, 0.5)))
+        counts = (f"{score.mean * score.samples:.0f} of {score.samples}" for score in scores)
+        print("|", " | ".join([f"`{method}`", *counts]), "|")
     with rc_context(STYLE):
         figure = by_depth(table)
         assert figure is not None
