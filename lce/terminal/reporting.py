@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
+from lce.lab.eval.naming import AGAIN
 from lce.lab.eval.perplexity import LossTable
 from lce.lab.eval.report import HOLDS, Cell, Report, Table, fails, paired
 from lce.lab.eval.scores import Score
@@ -32,10 +33,13 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _side_by_side(report: Report) -> list[str]:
-    """Return a table of tasks by methods for each model and each length at which several tasks were asked."""
+    """Return a table of tasks by methods for each model and each length at which several tasks were asked.
+
+    What `lce eval why` asked again is left out: each of its changes is a method, asked what another method missed.
+    """
     lines: list[str] = []
     for model in dict.fromkeys(table.model for table in report.tables):
-        tables = [table for table in report.tables if table.model == model]
+        tables = [table for table in report.tables if table.model == model and AGAIN not in table.way]
         for length in sorted({length for table in tables for length in table.lengths}):
             asked = [table for table in tables if length in table.lengths]
             if len(asked) > 1:

@@ -68,6 +68,17 @@ def test_several_tasks_stand_side_by_side(tmp_path: Path) -> None:
     )
 
 
+def test_what_why_asked_again_does_not_stand_beside_tasks(tmp_path: Path) -> None:
+    """Each change is a method, asked what another one missed: a column that says nothing of the others' tasks."""
+    asked = [line(i, task=task) for task in ("made", "other") for i in range(2)]
+    again = line(0, 0.0, document=0, again=[1], engine=QUEST, method="quest")
+    output = run("eval", "report", file(tmp_path / "record", *asked, again)).stdout
+    first, *others = output.split("\n## ")
+    assert first.splitlines()[0] == "## 2 tasks at 512 tokens: tiny abcdef01"
+    assert "quest" not in first
+    assert others[-1].startswith("made, asked again by lce eval why: ")
+
+
 def test_the_means_of_methods_are_compared_on_the_same_samples(tmp_path: Path) -> None:
     """`quest` misses what `full` misses, and one sample more of each task: a small difference that is told."""
     lines = [
