@@ -2,7 +2,7 @@
 
     python docs/pictures/depths.py benchmarks/record/smollm2/answers.jsonl --length 16384 --out docs/pictures/depths.png
 
-Draws one task of a record at one length, as `lce eval report --plots` draws every task, and prints how many answers of
+Draws one task of one record or several at one length, as `lce eval report --plots` draws every task, and prints how many answers of
 each method are right, and how many of the first half of the text. Needs lce[plot].
 """
 
@@ -19,12 +19,12 @@ from lce.lab.eval.report import Report
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("record", type=Path)
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD")
     parser.add_argument("--task", default="several_facts")
     parser.add_argument("--length", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    (table,) = (each for each in Report.read([args.record], ranked=True).tables if args.task in each.title)
+    (table,) = (each for each in Report.read(args.records, ranked=True).tables if args.task in each.title)
     table.cells = {key: cell for key, cell in table.cells.items() if key[1] == args.length}
     print("| method | right | of the first half |\n|---|---:|---:|")
     for (method, _), cell in sorted(table.cells.items(), key=lambda each: -each[1].score.mean):
