@@ -2,8 +2,8 @@
 
     python docs/pictures/depths.py benchmarks/record/smollm2/answers.jsonl --length 16384 --out docs/pictures/depths.png
 
-Draws one task of one record or several at one length, as `lce eval report --plots` draws every task, and prints how many answers of
-each method are right, and how many of the first half of the text. Needs lce[plot].
+Draws one task of one record or several at one length, as `lce eval report --plots` draws every task, and prints how
+many answers of each method are right, and how many of the first half of the text. Needs lce[plot].
 """
 
 from __future__ import annotations
