@@ -26,9 +26,9 @@ class Lce:
 
     def load(self, path: str) -> None:
         import lce
-        import lce.lab.bench
+        import lce_lab.bench
 
-        self.subject = lce.lab.bench.Subject(lce.load(path), token_ids)
+        self.subject = lce_lab.bench.Subject(lce.load(path), token_ids)
 
     def run(self, threads: str, length: int, new_tokens: int) -> list[float]:
         """Return the tokens a second of prefill and of decode."""

@@ -22,9 +22,9 @@ from workers import peak_memory
 
 import lce
 from lce.cache.disk import Disk
-from lce.lab.bench import machine
 from lce.sizes import size_text
 from lce.terminal.figures import memory_text
+from lce_lab.bench import machine
 
 
 def main() -> None:

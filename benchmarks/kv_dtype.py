@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 import lce
-from lce.lab.eval.prose import sentences
+from lce_lab.eval.prose import sentences
 
 
 def main() -> None:

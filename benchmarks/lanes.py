@@ -23,7 +23,7 @@ from torch import Tensor
 
 import lce
 from lce.engine.lanes import forward
-from lce.lab.bench import machine
+from lce_lab.bench import machine
 
 
 def main() -> None:

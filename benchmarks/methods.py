@@ -27,7 +27,7 @@ from types import ModuleType
 from models import SHAPES, make_checkpoint, token_ids
 
 import lce
-from lce.lab.bench import machine
+from lce_lab.bench import machine
 
 NEEDS = {"esa": {"compress": "pca"}}  # random weights have no learned maps
 

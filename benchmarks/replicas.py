@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from serving import known_ids, lce_server
 
-from lce.lab.bench import machine
+from lce_lab.bench import machine
 
 
 @dataclass

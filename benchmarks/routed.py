@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lce.attention import Attention, Tiles, Turn, tiles
-from lce.lab.bench import machine
+from lce_lab.bench import machine
 
 TURNED_FIRST, AS_GATHERED = 1 << 62, tiles.AT_ONCE
 

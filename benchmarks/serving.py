@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import lce
-from lce.lab.bench import machine
+from lce_lab.bench import machine
 
 PROMPT, ANSWER = 512, 96  # tokens
 ENDS: list[int] = []  # the model's end tokens, which are never drawn

@@ -28,7 +28,7 @@ from typing import Any
 from serving import known_ids, running
 
 import lce
-from lce.lab.bench import machine
+from lce_lab.bench import machine
 
 METHODS: list[tuple[str | None, dict[str, Any]]] = [
     (None, {}), ("longheads", {"chunk_size": 64, "chunks": 16}), ("dca", {}), ("self_extend", {}),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lce
 from lce import sizes
-from lce.lab.eval.suite import MadeSuite, make_tasks
+from lce_lab.eval.suite import MadeSuite, make_tasks
 
 FOUND: list[Tensor] = []  # a block's distances in one layer, layer by layer, block by block
 

@@ -80,7 +80,7 @@ class Lce:
     def reading(self) -> list[float]:
         """Return the bytes that a decode step reads now, and the bytes a second at which memory is read."""
         import lce
-        from lce.lab.bench.ceilings import reading_speed
+        from lce_lab.bench.ceilings import reading_speed
 
         work = lce.operations(self.path, self.engine.method, tokens=len(self.context)).decode
         with lce.profiled(self.engine) as step:
@@ -270,7 +270,7 @@ def main() -> None:
 def compare(args: argparse.Namespace, pythons: dict[str, str]) -> None:
     """Measure each level of processor, and print its table."""
     import lce
-    from lce.lab.bench import machine
+    from lce_lab.bench import machine
 
     threads, found = args.threads or physical_cores(), dict[str, Any]()
     named = Path(args.model)

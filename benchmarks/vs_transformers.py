@@ -20,7 +20,7 @@ from pathlib import Path
 from models import SHAPES, make_checkpoint, token_ids
 from workers import Remote, serve
 
-from lce.lab.bench import machine
+from lce_lab.bench import machine
 
 
 class Lce:

@@ -16,17 +16,18 @@ from click import argument
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.kernels import levels
-from lce.terminal import figures, inspecting, operations, options
-from lce.terminal.bench import show_bench
+from lce.terminal import figures, operations, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
-from lce.terminal.evaluation import evaluation
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
-from lce.terminal.leaderboard import leaderboard
 from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
 from lce.terminal.ranks import quieten
 from lce.terminal.reading import read_text
+from lce_lab.terminal import inspecting
+from lce_lab.terminal.bench import show_bench
+from lce_lab.terminal.evaluation import evaluation
+from lce_lab.terminal.leaderboard import leaderboard
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
 
@@ -241,7 +242,7 @@ def recommend(**how: Any) -> None:
     the one that reads least a token is named. Few questions have wide intervals: give more --seconds. `lce eval run`
     measures any method on any task.
     """
-    from lce.terminal.recommending import show_recommendation
+    from lce_lab.terminal.recommending import show_recommendation
 
     show_recommendation(**how)
 
@@ -270,8 +271,8 @@ def calibrate(
     the --window and the RoPE scaling that they were learned with. A --piece beyond the window is read while tokens are
     chosen by exact scores, as the paper reads; one of the window or less by full attention.
     """
-    from lce.calibrate import Calibration
-    from lce.calibrate import calibrate as learn
+    from lce_lab.calibrate import Calibration
+    from lce_lab.calibrate import calibrate as learn
 
     with output.bars() as bars:
         note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
@@ -351,12 +352,12 @@ def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Ou
     Without --window the knobs are those of a small example that shows the method's idea; -o changes single ones. With
     --window they are the method's defaults for it.
     """
-    from lce.lab.study import explain as inspection
+    from lce_lab.study import explain as inspection
 
     method, knobs = named
     explanation = inspection.explain(method, knobs=knobs, **setting)
     if plot.path is not None:
-        from lce.lab.study.pictures import draw_distances
+        from lce_lab.study.pictures import draw_distances
 
         draw_distances(explanation, plot.path, force=plot.force)
     output.object(figures.explanation_object(explanation))
@@ -458,7 +459,7 @@ def serve(**what: Any) -> None:
     It listens on this machine alone, unless it has a key. The address goes to stderr, and a line of JSON for each
     request. SIGTERM and Ctrl-C end it when the streams that run have ended; a second signal ends it at once.
     """
-    from lce.terminal.serving import serve as run
+    from lce_serve.serving import serve as run
 
     run(**what)
 
@@ -500,7 +501,7 @@ def reproduce(id: str | None, output: Output, lengths: list[int] | None, **setti
 
     -o KEY=VALUE is a knob of all rows that have it and do not vary it, -o METHOD.KEY=VALUE of one method's.
     """
-    from lce.terminal import reproducing
+    from lce_lab.terminal import reproducing
 
     if id is None:
         return reproducing.list_entries(output)

@@ -3,8 +3,8 @@
 from typing import Any
 
 import lce
-from lce.lab.eval.scores import Score
-from lce.lab.eval.suite import MadeSuite, make_tasks
+from lce_lab.eval.scores import Score
+from lce_lab.eval.suite import MadeSuite, make_tasks
 
 
 def pass_keys(engine: lce.Engine, length: int, n: int, *, seed: int = 0, filler: str = "prose", **how: Any) -> Score:

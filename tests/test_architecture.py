@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROOMS = re.findall(r"^\| `(\w+)` \|", PAGE.partition("## The floors")[2].partition("\n## ")[0], re.MULTILINE)
 ON_THE_FACE = {"calibrate", "lab", "server"}  # import what an embedder imports, and nothing else
-BESIDE = {("server", "lce.lab.study.recording"), ("server", "lce.lab.study.web_page")}  # what they use of each other
+BESIDE = {("server", "lce_lab.study.recording"), ("server", "lce_lab.study.web_page")}  # what they use of each other
 FACE = {"lce", "lce.methods", "lce.methods.auto", "lce.methods.lowdim", "lce.methods.map_file", "lce.methods.mass"}
 FACE |= {"lce.errors", "lce.sizes", "lce.progress", "lce.files", "lce.system"}
 DOORS = {"lce.attention"}  # packages whose modules nobody else imports

@@ -11,12 +11,12 @@ import pytest
 
 import lce
 from lce import files
-from lce.calibrate import calibrate
 from lce.errors import CapacityError, DataError, ModelError, UsageError
-from lce.lab.eval.record import Record
-from lce.lab.eval.report import Report
-from lce.lab.study.web_page import write_page
 from lce.terminal.reading import read_text
+from lce_lab.calibrate import calibrate
+from lce_lab.eval.record import Record
+from lce_lab.eval.report import Report
+from lce_lab.study.web_page import write_page
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:

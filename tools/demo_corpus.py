@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from lce.lab.eval.prose import sentences
-from lce.lab.eval.tasks.base import MadeTask, Puzzle
-from lce.lab.eval.tasks.chains import Variables, Walk, Whereabouts
-from lce.lab.eval.tasks.keys import (
+from lce_lab.eval.prose import sentences
+from lce_lab.eval.tasks.base import MadeTask, Puzzle
+from lce_lab.eval.tasks.chains import Variables, Walk, Whereabouts
+from lce_lab.eval.tasks.keys import (
     NEEDLES,
     CountingStars,
     Needle,
@@ -23,8 +23,8 @@ from lce.lab.eval.tasks.keys import (
     SeveralValues,
     SplitPassKey,
 )
-from lce.lab.eval.tasks.lists import CommonWords, FrequentWords, NthRequest, Pairs
-from lce.lab.eval.tasks.making import NOISE
+from lce_lab.eval.tasks.lists import CommonWords, FrequentWords, NthRequest, Pairs
+from lce_lab.eval.tasks.making import NOISE
 
 BOS, EOS = "<s>", "</s>"
 WEIGHT_TEXT, WEIGHT_LIST, WEIGHT_ANSWER, WEIGHT_COPY = 0.3, 0.05, 4.0, 1.0

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 
 import lce
-from lce.lab.eval.prose import sentences
-from lce.lab.eval.tasks.keys import NEEDLES
+from lce_lab.eval.prose import sentences
+from lce_lab.eval.tasks.keys import NEEDLES
 from tools.make_haystack import hidden
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 
 import lce
-from lce.lab.eval.prose import sentences
-from lce.lab.eval.tasks.keys import Needle, PassKey
+from lce_lab.eval.prose import sentences
+from lce_lab.eval.tasks.keys import Needle, PassKey
 
 
 def hidden(needle: Needle, length: int, depth: float, filler: Iterator[str], count: Callable[[str], int]) -> str:

@@ -25,12 +25,12 @@ from unittest.mock import patch
 import torch
 
 import lce
-from lce.lab.bench import machine
-from lce.lab.eval.metrics import METRICS
-from lce.lab.eval.prefixes import n_common
-from lce.lab.eval.running import Asking, answer_tokens
-from lce.lab.eval.sample import Sample
-from lce.lab.eval.suite import MadeSuite, make_tasks
+from lce_lab.bench import machine
+from lce_lab.eval.metrics import METRICS
+from lce_lab.eval.prefixes import n_common
+from lce_lab.eval.running import Asking, answer_tokens
+from lce_lab.eval.sample import Sample
+from lce_lab.eval.suite import MadeSuite, make_tasks
 
 
 def main() -> None:

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import lce
-from lce.lab.bench import machine
-from lce.lab.eval.record import Record
-from lce.lab.eval.running import Asking
-from lce.lab.eval.suite import MadeSuite, make_tasks
 from lce.terminal.methods import named_methods
+from lce_lab.bench import machine
+from lce_lab.eval.record import Record
+from lce_lab.eval.running import Asking
+from lce_lab.eval.suite import MadeSuite, make_tasks
 
 CEILING = 7680  # tokens; the largest length whose questions and answers fit a window of 8,192 with some space
 METHODS = "dca; self_extend; rerope; longheads; quest; infllm; esa compress=pca"

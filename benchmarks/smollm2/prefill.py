@@ -18,8 +18,8 @@ import warnings
 from random import Random
 
 import lce
-from lce.lab.bench import machine
 from lce.terminal.methods import named_methods
+from lce_lab.bench import machine
 
 METHODS = "longheads; esa compress=pca; infllm; dca"  # the model has no learned maps for esa
 

@@ -12,9 +12,9 @@ import argparse
 import time
 
 import lce
-from lce.lab.bench import machine
-from lce.lab.eval.running import Asking, answers
-from lce.lab.eval.suite import MadeSuite, make_tasks
+from lce_lab.bench import machine
+from lce_lab.eval.running import Asking, answers
+from lce_lab.eval.suite import MadeSuite, make_tasks
 
 ALONE = 3  # questions that are asked with a prefill of their own
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.lab.eval.sample import Sample
-from lce.lab.eval.tasks import TASKS
-from lce.lab.eval.tasks.making import samples
+from lce_lab.eval.sample import Sample
+from lce_lab.eval.tasks import TASKS
+from lce_lab.eval.tasks.making import samples
 
 LEAST_BIN = 16  # tokens of a cell, where a choice is smaller
 FACT, CHOSEN = "#D55E00", "Blues"

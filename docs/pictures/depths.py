@@ -13,8 +13,8 @@ from pathlib import Path
 
 from matplotlib import rc_context
 
-from lce.lab.eval.plots import DPI, STYLE, by_depth
-from lce.lab.eval.report import Report
+from lce_lab.eval.plots import DPI, STYLE, by_depth
+from lce_lab.eval.report import Report
 
 
 def main() -> None:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lce.errors import shown
 from lce.files import named
-from lce.lab.eval.naming import knob_values
 from lce.sizes import size_text
 from lce.system import peak_memory
 from lce.terminal.output import aligned
+from lce_lab.eval.naming import knob_values
 
 if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats
     from lce.cache.tier import Traffic
-    from lce.calibrate import Recall
-    from lce.lab.study.explain import Explanation
     from lce.models.config import LayerKind
+    from lce_lab.calibrate import Recall
+    from lce_lab.study.explain import Explanation
 
 
 def generation_line(stats: Stats) -> str:

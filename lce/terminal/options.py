@@ -114,8 +114,8 @@ def _suite(
     **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the tasks of `lce eval run`, and their suite."""
-    from lce.lab.eval.running import Asking, Shard
-    from lce.lab.eval.suite import MadeSuite, make_tasks
+    from lce_lab.eval.running import Asking, Shard
+    from lce_lab.eval.suite import MadeSuite, make_tasks
 
     try:
         places = tuple(float(text) for text in depths.split(",")) if depths else ()
@@ -173,9 +173,9 @@ def _benchmark(
     suite: str, data: str, tasks: list[str], samples: int | None, prompts: str | None, mode: str, shard: str, **how: Any
 ) -> dict[str, Any]:
     """Return the tasks of a published benchmark, and their suite."""
-    from lce.lab.eval.published import find
-    from lce.lab.eval.published.suite import PublishedSuite
-    from lce.lab.eval.running import Asking, Shard
+    from lce_lab.eval.published import find
+    from lce_lab.eval.published.suite import PublishedSuite
+    from lce_lab.eval.running import Asking, Shard
 
     benchmark, asking = find(suite), Asking(mode, Shard.parse(shard))
     variant = benchmark.variant(prompts)
@@ -201,7 +201,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
     """Return a task of `lce eval selection` or `why` and the suite that makes its samples."""
-    from lce.lab.eval.suite import MadeSuite, make_tasks
+    from lce_lab.eval.suite import MadeSuite, make_tasks
 
     return make_tasks([task], task_knobs)[0], MadeSuite(**how)
 

@@ -50,7 +50,7 @@ def test_the_whole_face_is_in_the_reference() -> None:
         owner: Any = lce
         for part in name.split(".")[1:]:
             owner = (
-                importlib.import_module("lce.calibrate")
+                importlib.import_module("lce_lab.calibrate")
                 if part == "calibrate" and owner is lce
                 else getattr(owner, part)
             )

@@ -16,8 +16,8 @@ import lce
 from lce.engine.arguments import are_many
 from lce.engine.loading import SizeOptions
 from lce.engine.trace import TraceObserver
-from lce.lab.study.explain import explain
 from lce.methods import LongHeads
+from lce_lab.study.explain import explain
 from tests.checkpoints import save_chat, tokens
 
 WRONG: list[Any] = [

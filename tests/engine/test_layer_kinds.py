@@ -13,14 +13,14 @@ from lce.attention import Attention
 from lce.cache.tiers import TierStack
 from lce.engine.lanes import forward
 from lce.kernels.cuda import launching
-from lce.lab.eval.meter import AttentionMeter
-from lce.lab.study.recording import record
 from lce.methods import Observed, QueryBlock
 from lce.models.config import LayerKind, ModelConfig, RopeConfig
 from lce.models.registry import read_config
 from lce.models.rope import Rope
 from lce.terminal.figures import model_lines
 from lce.weights.source import Source
+from lce_lab.eval.meter import AttentionMeter
+from lce_lab.study.recording import record
 from tests.checkpoints import tokens
 from tests.engine.test_graph import Again, PlainRuns
 from tests.kinds import ACTING, KINDS, METHODS, SLIDING, attended, load, of_kinds, save_made, true_logits
@@ -215,7 +215,7 @@ def test_costs_are_those_of_each_layers_window(made: Path) -> None:
 
 def test_maps_are_learned_where_esa_acts(made: Path, tmp_path: Path) -> None:
     text, out = "Längere Kontexte brauchen kleine Köpfe. " * 40, tmp_path / "maps.safetensors"
-    from lce.calibrate import Calibration, calibrate
+    from lce_lab.calibrate import Calibration, calibrate
 
     found = calibrate(made, text, out, Calibration(low_dim=32, tokens=512, epochs=1, far=12))
     assert [recall.layer for recall in found] == [*ACTING]

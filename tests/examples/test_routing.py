@@ -133,7 +133,7 @@ def documents(name: str) -> list[Any]:
 
 def test_the_manifest_names_figures_that_there_are(model: Path) -> None:
     import lce
-    from lce.server.service import Service, Settings
+    from lce_serve.service import Service, Settings
 
     found = documents("llm-d.yaml")
     kinds = ["Deployment", "PersistentVolumeClaim", "InferencePool", "HTTPRoute", "ConfigMap"]
@@ -160,10 +160,10 @@ def test_the_manifest_starts_a_command_that_there_is() -> None:
 
 def test_the_config_of_a_cluster_has_arguments_that_there_are() -> None:
     pytest.importorskip("ray.serve", reason="lce[ray] is not installed")
-    from lce.server import ray
+    from lce_serve import ray
 
     (config,) = documents("serve.yaml")
     (application,) = config["applications"]
     module, _, name = application["import_path"].partition(":")
-    assert (module, hasattr(ray, name)) == ("lce.server.ray", True)
+    assert (module, hasattr(ray, name)) == ("lce_serve.ray", True)
     assert ray.Arguments.model_validate(application["args"]).max_replicas == 8

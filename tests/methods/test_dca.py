@@ -8,8 +8,8 @@ import pytest
 
 import lce
 from lce.errors import ModelError
-from lce.lab.study.explain import explain
 from lce.methods import DualChunk
+from lce_lab.study.explain import explain
 
 
 def with_config(model: Path, folder: Path, **values: object) -> Path:

@@ -13,8 +13,8 @@ import lce
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets, CacheLayout
-from lce.lab.eval.running import decode_bytes
 from lce.methods import Driver, Full, Rope, RopeConfig, SelfExtend, grouped_keys
+from lce_lab.eval.running import decode_bytes
 from tests import oracle
 from tests.checkpoints import tokens
 from tests.running import cut, run, vectors

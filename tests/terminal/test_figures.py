@@ -9,10 +9,10 @@ import pytest
 
 import lce
 from lce.cache.tier import Traffic
-from lce.calibrate import Recall
 from lce.engine.answer import Stats
 from lce.engine.planning import Need, Plan
 from lce.terminal import figures
+from lce_lab.calibrate import Recall
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run
 

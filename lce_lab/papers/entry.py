@@ -1,0 +1,183 @@
+"""Entries: tables and figures of papers, with the paper's numbers and the commands that measure them with lce."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import hypot
+from pathlib import Path
+from typing import Any
+
+import lce
+from lce.errors import UsageError, nearest
+from lce_lab.papers import measures
+from lce_lab.papers.measures import WITHIN, Answers, Measure, Published
+from lce_lab.papers.printed import Printed
+from lce_lab.papers.setting import Cell, Row, Setting
+from lce_lab.papers.verdict import printed_sign, verdict
+
+Run = Callable[[str, int], Any]  # (command, number of tokens of prose for the command's FILE) -> the command's JSON
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or figure that lce can reproduce.
+
+    `paper` says what the paper measured, on which data and model, and `claim` what the paper concludes. `measures` do
+    not need the paper's data. If the user has the paper's data, `suite`, if set, is used instead. `same` says that
+    `measures` measure what the paper measured, though on another model or text. `multiples` are the text lengths as
+    multiples of the model's window. `printed` has the paper's cells, `average` the name of its mean over the tasks of
+    `suite`. Rows are compared with the row called `baseline`. An entry without rows is printed and not measured.
+    `on_demo` says why the demo model differs from the paper, if that is known.
+    """
+
+    id: str
+    title: str
+    paper: str
+    rows: tuple[Row, ...] = ()
+    measures: tuple[Measure, ...] = ()
+    printed: tuple[Printed, ...] = ()
+    baseline: str = ""
+    average: str = ""
+    multiples: tuple[float, ...] = ()
+    claim: str = ""
+    samples: int = 20
+    suite: tuple[Published, ...] = ()
+    same: bool = False
+    note: str = ""
+    on_demo: str = ""
+
+    def is_same(self, setting: Setting) -> bool:
+        """Return whether the run measures what the paper measured, perhaps on another model or text."""
+        published = bool(self.suite and setting.data)
+        return self.same or (published and not any(measure.differs for measure in self.suite))
+
+    def difference(self, setting: Setting) -> str:
+        """Return a text that says how the run differs from the paper's measurement, and which data --data takes."""
+        data = ", ".join(setting.data)
+        if self.suite and data:
+            others = ", ".join(measure.differs for measure in self.suite if measure.differs)
+            known = f"another measurement than the paper's: {others}" if others else "the paper's data"
+            return f"{known}, in {data}"
+        known = "the paper's measurement" if self.same else "another measurement than the paper's: tasks made here"
+        readers = [measure for measure in (*self.measures, *self.suite) if measure.data]
+        if not readers:
+            return known
+        return f"{known}, on {data}" if data else f"{known}; --data takes {readers[0].data}"
+
+    def chosen(self, setting: Setting) -> Sequence[Measure]:
+        """Return the measures for this setting: `suite` if data is given, else `measures`."""
+        return self.suite if self.suite and setting.data else self.measures
+
+    def lengths(self, setting: Setting) -> list[int]:
+        """Return the text lengths in tokens: the setting's, or else the paper's; [0] if the entry has no lengths."""
+        if not self.multiples:
+            return [0]
+        return list(setting.lengths or (round(multiple * setting.window) for multiple in self.multiples))
+
+    def commands(self, setting: Setting) -> list[str]:
+        """Return the commands that measure all rows, each command once."""
+        lengths = self.lengths(setting)
+        found = [m.commands(row, lengths, setting) for row in self.rows for m in self.chosen(setting)]
+        return list(dict.fromkeys(command for commands in found for command in commands))
+
+    def check(self, setting: Setting) -> None:
+        """Raise `UsageError` for knobs that no row has or that do not fit the window, or for unused data or lengths."""
+        if setting.data and not self.suite and not any(measure.data for measure in self.measures):
+            raise UsageError(f"{self.id} reads no data; leave --data {setting.data[0]} out")
+        if setting.lengths and not self.multiples:
+            raise UsageError(f"{self.id} has no lengths; leave --lengths out")
+        names = {row.method for row in self.rows}
+        known = {name: {field.name for field in dataclasses.fields(lce.methods.find(name))} for name in names}
+        for key in setting.knobs:
+            name, dot, knob = key.partition(".")
+            if dot and name not in names:
+                raise UsageError(f"-o {key}: {self.id} does not run {name!r}; {nearest(name, names)}")
+            if not any((knob if dot else key) in known[each] for each in ([name] if dot else names)):
+                valid = sorted(set().union(*known.values()))
+                raise UsageError(f"-o {key}: no row of {self.id} has this knob; {nearest(knob or key, valid)}")
+        for row in self.rows:
+            setting.method(row)
+
+    def run(self, setting: Setting, run: Run) -> Iterator[Cell]:
+        """Yield measured cells with the paper's numbers, row by row. Cells of `full` within the window come first."""
+        found = list[Cell]()
+        for cell in self._measured(setting, run):
+            found.append(self._beside_paper(cell, setting))
+            yield found[-1]
+        if self.average and self.chosen(setting) is self.suite:
+            yield from (self._beside_paper(mean, setting) for mean in self._averages(found))
+
+    def _averages(self, cells: Sequence[Cell]) -> Iterator[Cell]:
+        """Yield each row's mean over tasks, one for each length to which prompts were cut."""
+        for row, length in dict.fromkeys((cell.row, cell.length) for cell in cells):
+            own = [(x.value or 0.0, x.low or 0.0, x.high or 0.0) for x in cells if (x.row, x.length) == (row, length)]
+            mean = sum(value for value, _, _ in own) / len(own)
+            below = hypot(*(value - low for value, low, _ in own)) / len(own)
+            above = hypot(*(high - value for value, _, high in own)) / len(own)
+            yield Cell(row, self.average, length, mean, mean - below, mean + above, len(own))
+
+    def _beside_paper(self, cell: Cell, setting: Setting) -> Cell:
+        """Return a measured cell with the paper's numbers."""
+        if cell.row == WITHIN:
+            return cell
+        numbers = {x.of: x.number(cell.row, cell.label, cell.length / setting.window) for x in self.printed}
+        return replace(cell, paper={of: number for of, number in numbers.items() if number is not None})
+
+    def judged(self, cells: Sequence[Cell], setting: Setting) -> list[Cell]:
+        """Return the cells with verdicts: whether their differences from the baseline have the paper's direction.
+
+        A task that stands in for the paper's is compared with the paper's average, beyond the window alone.
+        """
+        bases = {(cell.label, cell.length): cell for cell in cells if cell.row == self.baseline}
+        judged = []
+        for cell in cells:
+            base, multiple, sign = bases.get((cell.label, cell.length)), cell.length / setting.window, None
+            if base is not None and cell.row not in (WITHIN, self.baseline):
+                average = self.average if multiple > 1 else ""
+                sign = printed_sign(self.printed, cell.row, self.baseline, cell.label, multiple, average)
+            judged.append(cell if sign is None or base is None else replace(cell, verdict=verdict(sign, cell, base)))
+        return judged
+
+    def _measured(self, setting: Setting, run: Run) -> Iterator[Cell]:
+        """Yield the cells that lce measures."""
+        lengths, measured = self.lengths(setting), set[Measure]()
+        for row, measure in product(self.rows, self.chosen(setting)):
+            for command in measure.commands(row, lengths, setting):
+                tokens = measure.text_tokens(lengths, setting)
+                is_known = isinstance(measure, Answers) and measure in measured  # measure `full` within the window once
+                try:
+                    found = run(f"{command} --no-ceiling" if is_known else command, tokens)
+                except UsageError as error:
+                    if not any("--no-ceiling" in note for note in getattr(error, "__notes__", [])):
+                        raise
+                    assert isinstance(measure, Answers)
+                    label = measure.label(str(error).partition(":")[0])
+                    yield Cell(WITHIN, label, setting.window, None, note=f"not within the window: {error}")
+                    found = run(f"{command} --no-ceiling", tokens)
+                if isinstance(measure, Answers):
+                    measured.add(measure)
+                yield from measure.cells(row, found, setting)
+
+
+def read_entries() -> Iterator[Entry]:
+    """Read the entries of the papers' files."""
+    for paper in ("longheads", "dca", "esa"):
+        text = Path(__file__).with_name(f"{paper}.toml").read_text(encoding="utf-8")
+        for entry in tomllib.loads(text)["entry"]:
+            entry["rows"] = tuple(Row(**row) for row in entry.get("rows", ()))
+            entry["printed"] = tuple(Printed.read(**table) for table in entry.get("printed", ()))
+            entry["multiples"] = tuple(entry.get("multiples", ()))
+            for name in ("measures", "suite"):
+                entry[name] = tuple(map(_measure, entry.get(name, ())))
+            yield Entry(**entry)
+
+
+def _measure(given: Mapping[str, Any]) -> Measure:
+    """Return the measure that a TOML table describes. `kind` is the name of a class of `lce_lab.papers.measures`."""
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name != "kind"}
+    made: Measure = getattr(measures, given["kind"].capitalize())(**values)
+    return made

@@ -1,0 +1,317 @@
+"""Records what a real model attends on a real prompt, under one or more methods, as JSON.
+
+docs/inspect.md describes the format. Recording does not change a run, except that heads can be switched off.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lce
+from lce.errors import CapacityError, UsageError, shown
+from lce.methods import Observed, QueryBlock, make
+from lce.methods.mass import Judge
+from lce.sizes import count, size_text
+from lce_lab.study.looks import looks_of
+from lce_lab.study.run_observer import RunObserver
+from lce_lab.study.segments import MOST_BYTES
+
+if TYPE_CHECKING:
+    from lce import Context, Engine, Generation, Method
+
+FORMAT = 1
+TOP = 5  # How many of the likeliest tokens are listed with each generated token.
+MOST_GENERATED = 4096
+MOST_MARKS = 32  # The largest number of marked places in a text.
+UNITS = 32  # For a method that chooses no chunks, full attention's weights are summed over pieces of 1/32 window.
+
+Recording = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordingRequest:
+    """A prompt to record, and the queries of the prompt to analyse.
+
+    `marks` are texts to mark wherever they occur in the prompt, for example the answer; the prompt must contain each.
+    `off` has pairs of a layer and a head to switch off. A recording analyses the queries of generated tokens, of
+    the last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. Methods are compared with
+    full attention. `judge` sets the distances of full attention: i - j, or ("constant") at most half the window.
+    `sampling` says how tokens are drawn, None: the likeliest.
+    """
+
+    prompt: str | Sequence[int]
+    max_tokens: int = 16
+    marks: Sequence[str] = ()
+    off: Sequence[tuple[int, int]] = ()
+    spread: int = 200
+    last: int = 64
+    judge: Judge = "constant"
+    sampling: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        count(self.max_tokens, "max_tokens", 0, MOST_GENERATED)
+
+    def looked(self, n_tokens: int) -> list[int]:
+        """Return the indices of the queries to analyse in a prompt of `n_tokens` tokens."""
+        tail = max(0, n_tokens - self.last)
+        return sorted({tail * i // self.spread for i in range(self.spread)} | set(range(tail, n_tokens)))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt's tokens: their ids, their texts, and the marked places."""
+
+    ids: list[int]
+    texts: list[str]
+    marks: list[tuple[int, int, str]]
+
+    @classmethod
+    def of(cls, engine: Engine, ids: list[int], marks: Sequence[str]) -> _Text:
+        texts = token_texts(engine, ids)
+        return cls(ids, texts, spans_of_marks(texts, marks))
+
+
+class Recorder:
+    """A recorder of runs of one model; all runs share the model's weights. `loading` are options of `lce.load`.
+
+    A run ends with a `CapacityError` if recorded chunk numbers and scores take more than `most_bytes`.
+    """
+
+    def __init__(self, model: str | Path, *, most_bytes: int = MOST_BYTES, **loading: Any) -> None:
+        self.model, self.most_bytes, self.loading = model, most_bytes, loading
+        self.engine = lce.load(model, **loading)
+
+    def engine_of(self, method: Method) -> Engine:
+        """Return an engine of the model with a method. Raises `UsageError` for knobs out of their range."""
+        return lce.load(self.model, method, sharing=self.engine, **self.loading)
+
+    def record(
+        self, request: RecordingRequest, methods: Sequence[Method | str], *,
+        progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+        check: Callable[[], None] = lambda: None, expect: Callable[[int], None] = lambda n_bytes: None,
+    ) -> Recording:  # fmt: skip
+        """Record the request's prompt under each method. `check` is called often and can end the call by an error.
+
+        Before all work `expect` is called with the recording's estimated bytes. Raises `UsageError` for an invalid
+        request, and `CapacityError` if the recorded data takes, or by far would take, too much memory.
+        """
+        if not methods:
+            raise UsageError("no method is given; expected one of `lce methods`, or several")
+        ids = prompt_ids(self.engine, request.prompt)
+        check_heads(request.off, self.engine)
+        text = _Text.of(self.engine, ids, request.marks)
+        prepared = []
+        for method in methods:
+            observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, self.most_bytes)
+            observed = Observed(make(method) if isinstance(method, str) else method, observer)
+            prepared.append((self.engine_of(observed), observer))
+        n_bytes = [_checked_bytes(engine, request, len(ids), self.most_bytes) for engine, _ in prepared]
+        expect(sum(n_bytes))
+        runs = [_run(*each, request, text, progress) for each in prepared]
+        return _recording(self.engine, str(self.model), request, text, runs)
+
+
+def record(
+    model: str | Path, methods: Sequence[Method | str], prompt: str | Sequence[int], **options: Any
+) -> Recording:
+    """Record one prompt. `options` are those of `RecordingRequest`, `Recorder.record`, and `lce.load`.
+
+    Example: `record("demo", ["longheads", "dca"], text, max_tokens=8, marks=["10932"])`.
+    """
+    asking = {each.name for each in fields(RecordingRequest)}
+    request = RecordingRequest(prompt, **{name: options.pop(name) for name in asking & options.keys()})
+    how = {name: options.pop(name) for name in ("progress", "check", "expect") if name in options}
+    return Recorder(model, **options).record(request, methods, **how)
+
+
+def record_after(
+    context: Context | None, engine: Engine, request: RecordingRequest, name: str, *, most_bytes: int = MOST_BYTES,
+    check: Callable[[], None] = lambda: None,
+) -> Recording:  # fmt: skip
+    """Record a prompt that continues a context, under the method of its engine; `name` is the model's.
+
+    The recording has the text of the context, and no query of it. `context` gets the prompt and the answer. See
+    `Recorder` for `most_bytes` and `check`.
+    """
+    before = [] if context is None else context.token_ids
+    ids = [*before, *prompt_ids(engine, request.prompt)]
+    text = _Text.of(engine, ids, request.marks)
+    observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, most_bytes)
+    observed = engine.observed(observer)
+    _checked_bytes(observed, request, len(ids), most_bytes, len(before))
+    run = _run(observed, observer, request, text, lambda *_: None, context)
+    return _recording(engine, name, request, text, [run])
+
+
+def _recording(
+    engine: Engine, name: str, request: RecordingRequest, text: _Text, runs: list[dict[str, Any]]
+) -> Recording:
+    """Return the recording of runs over a text."""
+    return {
+        "format": FORMAT, "lce": lce.__version__, "model": facts(engine, name),
+        "judge": request.judge, "tokens": text.texts,
+        "marks": [{"start": a, "stop": b, "label": label} for a, b, label in text.marks], "runs": runs,
+    }  # fmt: skip
+
+
+def _checked_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, most: int, n_before: int = 0) -> int:
+    """Return the estimated bytes of a run's JSON. Raises `CapacityError` if they are by far more than `most`."""
+    n_bytes = _estimated_bytes(engine, request, n_tokens, n_before)
+    if n_bytes > 2 * most:
+        raise CapacityError(
+            f"a recording would have about {size_text(n_bytes)}; expected {size_text(most)} or "
+            "less: give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
+        )
+    return n_bytes
+
+
+def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, n_before: int) -> int:
+    """Estimate the bytes of a run's JSON, as if every query chose as many chunks as the last query does.
+
+    A look has about 200 bytes for each head and 8 for each of its choices, and 17 for each choice of a chooser. Choices
+    that the queries of a block share are left out.
+    """
+    assert isinstance(engine.method, Observed)
+    method, c, n = engine.method.inner, engine.model.config, n_tokens + request.max_tokens
+    n_acting = len(c.acting_layers)
+    block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, n_acting, c.n_layers - 1)
+    n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
+    k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
+    if isinstance(method, lce.SelectiveMethod | lce.methods.Pages):
+        choosers = method.n_choosers(c.n_heads, c.n_kv_heads)
+    if k >= (n - 1) // method.choices[1]:  # all chunks fit, so all heads choose alike
+        choosers = min(choosers, 1)
+    look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
+    n_looks = sum(query >= n_before for query in request.looked(n_tokens)) + request.max_tokens
+    sliding = (c.n_layers - n_acting) * n_looks * c.n_heads * 200  # layers that choose nothing
+    chosen = (n - n_before) * choosers * k * 2 * 4 // 3  # 4 / 3: base64
+    return n_acting * (n_looks * look + chosen) + sliding
+
+
+def _run(
+    engine: Engine, observer: RunObserver, request: RecordingRequest, text: _Text,
+    progress: Callable[[str, int, int], None], context: Context | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run the tokens of a text that `context` does not have, and return the recorded data of the run."""
+    assert isinstance(engine.method, Observed)
+    started, method = time.perf_counter(), engine.method.inner
+    bar = partial(progress, method.label)
+    result, choices, new = lce.Generation(), observer.choices, text.ids[len(context or ()) :]
+    if request.max_tokens:
+        how: Any = {"max_tokens": request.max_tokens, "sampling": request.sampling, "logprobs": TOP}
+        result = engine.generate(new, context=context, progress=bar, **how)
+    else:
+        engine.prefill(new, context=context, progress=bar)
+        result.stats.prefill_s = time.perf_counter() - started
+    first, size = unit = method.choices if choices.layers else (0, max(1, engine.window // UNITS))
+    places = [(start, stop) for start, stop, _ in text.marks]
+    looks = looks_of(observer, unit, places, request.judge, partial(progress, "true attention"))
+    return {
+        "label": label_of(method), "method": method.label,
+        "knobs": {each.name: _plain(getattr(method, each.name)) for each in fields(method)},
+        "window": engine.window, "chunk_size": size, "first": first,
+        "placement": getattr(method, "placement", getattr(method, "place", None)),
+        "blocks": [[block.start, block.stop] for block in choices.blocks],
+        "generated": _generated(engine, text.ids, result),
+        "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
+        "choosing": choices.layers, **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True)),
+        "warning": result.warning, "off": [list(pair) for pair in request.off], "looked": sorted(looks),
+        "always": choices.always(),
+        "segments": [
+            {
+                "start": start, "stop": stop, "rows": len(rows),
+                "data": base64.b64encode(rows.tobytes()).decode("ascii"),
+                "looks": {str(query): looks[query] for query in range(start, stop) if query in looks},
+            }
+            for start, stop, rows in choices.segments()
+        ],
+        "stats": {
+            "prompt_tokens": len(text.ids), "prefill_s": round(result.stats.prefill_s, 4),
+            "decode_s": round(result.stats.decode_s, 4), "recorded_s": round(time.perf_counter() - started, 4),
+        },
+    }  # fmt: skip
+
+
+def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[str, Any]]:
+    """Return each generated token's text and log-probability, and the texts of the likeliest tokens."""
+
+    def text_of(token_id: int) -> str:
+        stream = engine.tokenizer.stream(skip_special=False)
+        return stream.push(token_id) + stream.finish() or str(token_id)
+
+    texts = token_texts(engine, [*ids, *result.token_ids])[len(ids) :]
+    return [
+        {"text": text, "logprob": round(x.logprob, 4), "top": [[text_of(token), round(p, 4)] for token, p in x.top]}
+        for text, x in zip(texts, result.logprobs or [], strict=False)
+    ]
+
+
+def facts(engine: Engine, name: str) -> dict[str, Any]:
+    """Return what a recording says about its model: name, numbers of layers and heads, and window."""
+    c = engine.model.config
+    return {"name": name, "layers": c.n_layers, "heads": c.n_heads, "kv_heads": c.n_kv_heads, "window": c.window}
+
+
+def label_of(method: Method) -> str:
+    """Return a method's label with the knobs that differ from their defaults, such as `longheads(chunk_size=16)`."""
+    changed = [each.name for each in fields(method) if _plain(getattr(method, each.name)) != _plain(each.default)]
+    knobs = ", ".join(f"{name}={_plain(getattr(method, name))}" for name in changed)
+    return f"{method.label}({knobs})" if knobs else method.label
+
+
+def _plain(knob: Any) -> Any:
+    """Return a knob's value for JSON: the value if it is a bool, a number or text, else None."""
+    return knob if isinstance(knob, bool | int | float | str) else None
+
+
+def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:
+    """Return the prompt as token ids. Raises `UsageError` for an empty prompt."""
+    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not prompt or not ids:
+        raise UsageError("the prompt is empty; expected some text")
+    return ids
+
+
+def check_heads(off: Sequence[tuple[int, int]], engine: Engine) -> None:
+    """Raise `UsageError` if the model lacks a head of `off`, which has pairs of a layer and a head."""
+    layers, heads = engine.model.config.n_layers, engine.model.config.n_heads
+    for layer, head in off:
+        if not (0 <= layer < layers and 0 <= head < heads):
+            expected = f"expected layers 0 to {layers - 1} and heads 0 to {heads - 1}"
+            raise UsageError(f"layer {layer} has no head {head}; {expected}")
+
+
+def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds, or the ids as text if the model has no tokenizer."""
+    stream = engine.tokenizer.stream(skip_special=False)
+    texts = [stream.push(token_id) for token_id in ids]
+    texts[-1] += stream.finish()
+    return texts if any(texts) else [f"{token_id} " for token_id in ids]
+
+
+def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int, int, str]]:
+    """Find every occurrence of each mark in the tokens' joined texts. Return `(start, stop, mark)` for each, sorted.
+
+    The tokens start..stop-1 contain the mark. Raises `UsageError` for a mark that is not in the text.
+    """
+    whole, starts = "".join(texts), [0, *accumulate(map(len, texts))][:-1]
+    found = []
+    for mark in marks:
+        begin = whole.find(mark) if mark else -1
+        if begin < 0:
+            raise UsageError(f"the mark {shown(mark)} is not in the prompt; expected a part of its text")
+        while begin >= 0:
+            end = begin + len(mark)
+            found.append((bisect_right(starts, begin) - 1, bisect_left(starts, end), mark))
+            begin = whole.find(mark, end)
+            if len(found) > MOST_MARKS:
+                raise UsageError(f"the mark {shown(mark)} is there more than {MOST_MARKS} times; give more of it")
+    return sorted(found)

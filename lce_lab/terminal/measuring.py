@@ -1,0 +1,171 @@
+"""The output of `lce eval selection`, `why` and `perplexity`: JSON, or a line as soon as it is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lce
+from lce.errors import UsageError
+from lce.methods.mass import Judge
+from lce.sizes import size_text
+from lce.terminal.methods import check_capacity
+from lce.terminal.output import Output, markdown
+from lce.terminal.reading import read_text
+from lce_lab.eval.meter import States
+from lce_lab.eval.perplexity import Perplexity, check, ends, stream, windows
+from lce_lab.eval.record import Record
+from lce_lab.eval.selection import Selection, measure, measure_text
+from lce_lab.eval.suite import MadeSuite
+from lce_lab.eval.tasks import MadeTask
+from lce_lab.eval.why import CAUSES, Verdict, explain
+
+WIDTHS = {"recall": 8, "hit@1": 7, "hit@5": 7, "fact": 6, "cover": 7, "Gini": 6, "found": 7, "score": 7}
+SELECTION_HEADER = f"{'method':<12}{'length':>8}{'tokens':>8}{'reads':>11}{'of full':>9}"
+SELECTION_HEADER += "".join(f"{name:>{width}}" for name, width in WIDTHS.items())
+CAUSES_HEADER = f"{'method':<12}{'task':<16}{'length':>8}" + "".join(f"{cause:>11}" for cause in CAUSES)
+LOSS_HEADER = f"{'method':<14}{'tokens':>16}{'samples':>9}{'scored':>10}{'perplexity':>12}  95% interval"
+
+
+def show_selection(
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: tuple[MadeTask, MadeSuite],
+    text: str | None, queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
+    loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Measure what each method selects at each length. Print each line of the table as soon as it is measured."""
+    check_capacity(model, methods, max(lengths), loading)
+    found: list[Selection] = []
+    task, suite = asked
+    how: dict[str, Any] = {"judge": judge, "states": states, "record": Record(record)}
+    for method in methods:
+        for length in lengths:
+            how["length"] = length
+            with output.noting(), output.bar(f"{method.name} at {length:,}:", " samples") as bar:
+                if text is None:
+                    made, setting = partial(suite.make, task=task, length=length), suite.setting(task, length)
+                    one = measure(model, method, made, setting=setting, progress=bar, **how, **loading)
+                else:
+                    one = measure_text(model, method, text, queries=queries, **how, **loading)
+            output.text(*([] if found else [SELECTION_HEADER]), row(one), *(layer_rows(one) if by_layer else ()))
+            found.append(one)
+    output.object([dataclasses.asdict(one) for one in found])
+
+
+def row(one: Selection) -> str:
+    """Return a line of the table under `SELECTION_HEADER`."""
+    texts = {name: "-" if value is None else f"{value:.2f}" for name, value in one.shares.items()}
+    numbers = "".join(f"{texts[name]:>{width}}" for name, width in WIDTHS.items())
+    reads, share = size_text(round(one.all_bytes)), one.all_bytes / one.full_bytes
+    return f"{one.method:<12}{one.length:>8,}{one.tokens:>8,.0f}{reads:>11}{share:>9.0%}{numbers}"
+
+
+def layer_rows(one: Selection) -> list[str]:
+    """Return one line per layer: the means over heads, and the smallest and largest recall of a head."""
+    lines = []
+    for layer, recall in enumerate(one.by_layer["recall"]):
+        means = {name: table[layer] for name, table in one.by_layer.items() if table[layer]}
+        parts = ", ".join(f"{name} {sum(x) / len(x):,.2f}" for name, x in means.items() if name != "recall")
+        lines.append(
+            f"  layer {layer}: recall {sum(recall) / len(recall):.2f} ({min(recall):.2f} to {max(recall):.2f}), {parts}"
+        )
+    return lines
+
+
+def show_causes(
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], suite: dict[str, Any], kind: str, each: bool,
+    record: str | None, loading: dict[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Find why each method misses answers of each task and length. Print each line of the table as soon as known."""
+    found: list[dict[str, Any]] = []
+    known, made = Record(record), suite["suite"]
+    check_capacity(model, methods, max(lengths), loading)
+    for method, task, length in itertools.product(methods, suite["tasks"], lengths):
+        with output.noting(), output.bars() as bars:
+            how = {"length": length, "setting": made.setting(task, length), "asking": made.asking, "kind": kind}
+            samples = partial(made.make, task=task, length=length)
+            one = explain(model, method, samples, **how, record=known, progress=bars, **loading)
+        counts = "".join(f"{one.counts[cause]:>11}" for cause in CAUSES)
+        output.text(*([] if found else [CAUSES_HEADER]), f"{one.method:<12}{kind or task.name:<16}{length:>8,}{counts}")
+        if each:
+            output.text(*(line for verdict in one.verdicts for line in verdict_lines(verdict)))
+        found.append({"task": task.name, "kind": kind or None, **dataclasses.asdict(one), "counts": one.counts})
+    output.object(found)
+
+
+def verdict_lines(verdict: Verdict) -> list[str]:
+    """Return lines with the cause of a missed answer, and the answer under each change of the method."""
+    depth = "" if verdict.depth is None else f" at depth {verdict.depth:.2f}"
+    by = "" if verdict.by is None or verdict.cause == "answered" else f", answered by {verdict.by}"
+    lines = [f"  sample {verdict.index}{depth}: {verdict.cause}{by}; expected {verdict.expected!r}"]
+    return lines + [f"    {label}: {answer!r}" for label, answer in verdict.answers.items()]
+
+
+def show_perplexities(
+    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], files: Sequence[str], streams: bool, stride: int,
+    scored: str, most: int | None, longest: int | None, record: str | None, loading: Mapping[str, Any], output: Output,
+) -> None:  # fmt: skip
+    """Measure each method's perplexity at each length over the texts of some files. Errors come before any output.
+
+    Windows of all lengths end at the same tokens: where windows of the largest length, or of `longest` tokens, end.
+    """
+    check(stride, scored)
+    if min(lengths) < 2:
+        raise UsageError(f"a length is {min(lengths)}; expected 2 or more tokens")
+    if list(files).count("-") > 1:
+        raise UsageError("--text is stdin twice; give it once")
+    losses = Record(record)
+    contents = [read_text(name) for name in files]
+    check_capacity(model, methods, max(lengths), loading)
+    longest = max(*lengths, longest or 0)
+    texts: list[list[int]] = []
+    found: list[Perplexity] = []
+    objects = []
+    for method in methods:
+        engine = lce.load(model, method, **loading)
+        if not texts:
+            texts = [engine.tokenizer.encode(content, bos=False) for content in contents]
+            ends(texts, 2 if streams else longest, stride)
+        for length in [max(lengths)] if streams else lengths:
+            unit, noting = " tok" if streams else " windows", output.noting(engine.beyond(length))
+            with noting as notes, output.bar(f"{method.name} at {length:,}:", unit) as bar:
+                how: dict[str, Any] = {"stride": stride, "record": losses, "about": {"checkpoint": model}}
+                if streams:
+                    got = stream(engine, texts, lengths=lengths, progress=bar, **how)
+                else:
+                    how |= {"longest": longest, "scored": scored, "most": most}
+                    got = [windows(engine, texts, length=length, progress=bar, **how)]
+            output.text(*([] if found else [LOSS_HEADER]), *map(loss_row, got))
+            found += got
+            objects += [{**dataclasses.asdict(each), "warning": next(iter(notes), None)} for each in got]
+    output.object(objects)
+    if len(methods) > 1 and len(lengths) > 1:
+        output.text("", *loss_table(found))
+
+
+def loss_row(found: Perplexity) -> str:
+    """Return a line of the table under `LOSS_HEADER`."""
+    tokens = f"{found.first:,}-{found.length:,}" if found.setting == "stream" else f"{found.length:,}"
+    interval = "" if found.low is None else f"  {number(found.low)} to {number(found.high)}"
+    figures = f"{found.samples:>9,}{found.tokens:>10,}{number(found.perplexity):>12}"
+    return f"{found.method:<14}{tokens:>16}{figures}{interval}"
+
+
+def number(x: float | None) -> str:
+    """Format a perplexity with about four digits; None becomes an empty text."""
+    return "" if x is None else f"{x:,.0f}" if 1000 <= x < 1e9 else f"{x:.4g}"
+
+
+def loss_table(found: Iterable[Perplexity], *, intervals: bool = False) -> list[str]:
+    """Return perplexities as a Markdown table: one row per method, one column per length or range of positions."""
+    texts = {}
+    for each in found:
+        ends = f" ({number(each.low)}–{number(each.high)})" if intervals and each.low is not None else ""
+        texts[each.method, each.length, each.first] = f"{number(each.perplexity)}{ends}"
+    columns = sorted({(length, first) for _, length, first in texts})
+    names = [f"{first:,}-{length:,}" if first else f"{length:,}" for length, first in columns]
+    methods = dict.fromkeys(method for method, _, _ in texts)
+    rows = [[f"`{method}`", *(texts.get((method, *column), "") for column in columns)] for method in methods]
+    return markdown(["method", *names], rows)

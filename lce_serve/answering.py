@@ -1,0 +1,144 @@
+"""Answers a generation: at once as a JSON body, or as a stream of events, in the form of its endpoint."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import lce
+from lce_serve.fields import Fields
+from lce_serve.generation import Asked, Delta, Ended, Run, begin
+from lce_serve.refusals import Refusal, refusal_of
+from lce_serve.service import Record, Service
+from lce_serve.sse import EventStream, unless_gone
+
+MOST_TOKENS = 1 << 24  # the largest `max_tokens`
+MOST_CHOICES = 8
+
+
+class Json(JSONResponse):
+    """A JSON response. Half a surrogate pair, which UTF-8 cannot have, becomes a question mark."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class Form(Protocol):
+    """The form of an endpoint's answers."""
+
+    def body(self, run: Run) -> dict[str, Any]:
+        """Return the whole answer of a run that is complete."""
+
+    def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
+        """Yield the encoded events of a run."""
+
+    def failed(self, refusal: Refusal) -> bytes:
+        """Return the event that ends a stream which failed."""
+
+
+async def answer(service: Service, request: Request, asked: Asked, form: Form) -> Response:
+    """Generate, and answer the request. Ends the generation when the client goes away."""
+    record: Record = request.scope["lce.record"]
+    record.stream = asked.stream
+    run = await unless_gone(request, begin(service, record, asked))
+    if not asked.stream:
+        try:
+            await unless_gone(request, run.finish())
+        finally:
+            run.close()
+        return Json(form.body(run))
+
+    async def events() -> AsyncGenerator[bytes]:
+        inner = run.events()
+        try:
+            async for data in form.events(run, inner):
+                yield data
+        except Exception as error:
+            yield form.failed(request.scope["lce.failed"](error))
+        finally:
+            await inner.aclose()
+
+    settings = service.settings
+    return EventStream(events(), lambda: run.progress, run.close, settings.ping_s, settings.send_s)
+
+
+def failure(error: BaseException, record: Record) -> Refusal:
+    """Return what a client is told of an error. An unexpected one is told by the request's id alone."""
+    known = refusal_of(error)
+    return known or Refusal(500, f"internal error; the server's log has it under {record.id}")
+
+
+def openai_options(fields: Fields) -> dict[str, Any]:
+    """Return the options of sampling that OpenAI's chat and completions share, as `Batch.stream` takes them."""
+    found: dict[str, Any] = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 0, 1),
+        "top_k": fields.whole("top_k", -1, 1 << 31),
+        "min_p": fields.number("min_p", 0, 1),
+        "seed": fields.whole("seed", -(2**63), 2**63 - 1),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
+        "stop": fields.stops("stop") or None,
+    }
+    for name, off in (("top_k", -1), ("top_p", 0)):  # vLLM's -1 and a client's 0 are off
+        found[name] = None if found[name] == off else found[name]
+    if found["seed"] is not None:
+        found["seed"] %= 2**63
+    return {**{name: value for name, value in found.items() if value is not None}, **_bias(fields)}
+
+
+def _bias(fields: Fields) -> dict[str, Any]:
+    """Return the option `logit_bias`, if the field has tokens."""
+    given = fields.object("logit_bias") or {}
+    inner = Fields(given, "logit_bias")
+    if len(given) > 1024 or not all(name.isascii() and name.isdigit() and len(name) < 12 for name in given):
+        raise Refusal(400, "logit_bias must map up to 1024 token ids to numbers from -100 to 100", "logit_bias")
+    found = {int(name): inner.number(name, -100, 100) or 0.0 for name in given}
+    return {"logit_bias": found} if found else {}
+
+
+def common(service: Service, fields: Fields) -> dict[str, Any]:
+    """Return the fields of `Asked` that are lce's own or the same for all endpoints."""
+    model, context = fields.text("model"), fields.text("context")
+    return {
+        "context": service.context_of(model, context),
+        "method": fields.text("method") or None,
+        "method_options": fields.object("method_options"),
+        "stream": fields.flag("stream"),
+    }
+
+
+def choices_of(fields: Fields) -> int:
+    """Return the field `n`."""
+    return fields.whole("n", 1, MOST_CHOICES) or 1
+
+
+def new_id(kind: str) -> str:
+    """Return a new id such as `chatcmpl-0f3a...`."""
+    return f"{kind}{secrets.token_hex(12)}"
+
+
+def openai_usage(run: Run) -> dict[str, Any]:
+    """Return the object `usage` of chat and completions."""
+    prompt, cached, generated = run.usage()
+    return {
+        "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def fingerprint(service: Service) -> str:
+    """Return `system_fingerprint`: the same for the same weights and version."""
+    engine = service.batch.engine
+    return f"lce-{lce.__version__}-{str(engine.fingerprint)[:12]}"
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can write: minus infinity becomes -9999."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,117 @@
+"""POST /v1/chat/completions: OpenAI's chat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lce_serve.answering import (
+    MOST_TOKENS,
+    answer,
+    choices_of,
+    common,
+    fingerprint,
+    finite,
+    new_id,
+    openai_options,
+    openai_usage,
+)  # fmt: skip
+from lce_serve.conversation import openai_messages, openai_tools, rendered
+from lce_serve.fields import Fields
+from lce_serve.generation import Asked, Delta, Ended, Run
+from lce_serve.grammar import grammar_of
+from lce_serve.refusals import Refusal
+from lce_serve.service import Service
+from lce_serve.sse import event
+from lce_serve.tools import Call
+
+
+async def chat(service: Service, request: Request, fields: Fields) -> Response:
+    """Answer a conversation."""
+    tokenizer = service.batch.engine.tokenizer
+    messages, tools, how = openai_messages(fields), openai_tools(fields), common(service, fields)
+    variables = fields.object("chat_template_kwargs")
+    options, given = openai_options(fields), fields.whole("max_completion_tokens", 1, MOST_TOKENS)
+    if fields.flag("logprobs"):
+        options["logprobs"] = fields.whole("top_logprobs", 0, 20) or 0
+    shown = () if tools.choice == "none" else tools.tools
+    asked = Asked(
+        prompts=[lambda: rendered(tokenizer, messages, shown, variables, following=how["context"] is not None)],
+        max_tokens=fields.whole("max_tokens", 1, MOST_TOKENS) if given is None else given,
+        options=options, n=choices_of(fields), tools=tools,
+        grammar=grammar_of(fields.inner("response_format"), tools), **how,
+    )  # fmt: skip
+    include = fields.inner("stream_options").flag("include_usage")
+    return await answer(service, request, asked, _Form(service, include))
+
+
+class _Form:
+    """The form of chat completions."""
+
+    def __init__(self, service: Service, include_usage: bool) -> None:
+        self._tokenizer = service.batch.engine.tokenizer
+        self._include_usage = include_usage
+        self._common = {
+            "id": new_id("chatcmpl-"), "created": int(time.time()), "model": service.settings.model,
+            "system_fingerprint": fingerprint(service),
+        }  # fmt: skip
+
+    def body(self, run: Run) -> dict[str, Any]:
+        choices = []
+        for choice in run.choices:
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.calls:
+                message |= {"content": choice.text or None, "tool_calls": [_call(call) for call in choice.calls]}
+            logprobs = (
+                None if choice.logprobs is None else {"content": self._logprobs(choice.logprobs), "refusal": None}
+            )
+            choices.append(
+                {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
+            )
+        return {**self._common, "object": "chat.completion", "choices": choices, "usage": openai_usage(run)}
+
+    async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
+        n_calls = dict.fromkeys(range(len(run.choices)), 0)
+        for choice in run.choices:
+            yield self._chunk(choice.index, {"role": "assistant", "content": ""})
+        async for each in events:
+            if isinstance(each, Ended):
+                yield self._chunk(each.index, {}, reason=each.reason)
+                continue
+            if each.text or each.logprobs:
+                yield self._chunk(each.index, {"content": each.text}, each.logprobs)
+            for call in each.calls:
+                written = {"index": n_calls[each.index], **_call(call)}
+                n_calls[each.index] += 1
+                yield self._chunk(each.index, {"tool_calls": [written]})
+        if self._include_usage:
+            last = {**self._common, "object": "chat.completion.chunk", "choices": [], "usage": openai_usage(run)}
+            yield event(last)
+        yield event("[DONE]")
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return event(refusal.body(anthropic=False))
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: list[Any] | None = None, reason: str = "") -> bytes:
+        found = {"content": self._logprobs(logprobs), "refusal": None} if logprobs else None
+        choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason or None}
+        usage = {"usage": None} if self._include_usage else {}
+        return event({**self._common, "object": "chat.completion.chunk", "choices": [choice], **usage})
+
+    def _logprobs(self, found: list[Any]) -> list[dict[str, Any]]:
+        return [
+            {**self._token(each.token_id, each.logprob), "top_logprobs": [self._token(*top) for top in each.top]}
+            for each in found
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = self._tokenizer.decode([token_id], skip_special=False), self._tokenizer.bytes_of(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode() if raw is None else raw)}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,208 @@
+"""POST /v1/completions: OpenAI's completions, with `echo` and the log-probabilities of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lce_serve.answering import (
+    MOST_TOKENS,
+    Json,
+    answer,
+    choices_of,
+    common,
+    fingerprint,
+    finite,
+    new_id,
+    openai_options,
+    openai_usage,
+)  # fmt: skip
+from lce_serve.fields import Fields
+from lce_serve.generation import Asked, Delta, Ended, Run, engine_for
+from lce_serve.grammar import grammar_of
+from lce_serve.refusals import TOO_LONG, Refusal, wrong
+from lce_serve.service import Service
+from lce_serve.sse import event, unless_gone
+from lce_serve.tools import Tools
+
+MOST_PROMPTS = 128
+MOST_LOGITS = 1 << 28  # logits that `echo` with `logprobs` above 0 may take: 1 GiB
+
+
+async def completions(service: Service, request: Request, fields: Fields) -> Response:
+    """Continue one prompt or more."""
+    engine, how = service.batch.engine, common(service, fields)
+    prompts = [_ids(engine, prompt, how["context"] is not None) for prompt in _prompts(fields)]
+    options, n_top = openai_options(fields), fields.whole("logprobs", 0, 20)
+    max_tokens, n = fields.whole("max_tokens", 0, MOST_TOKENS), choices_of(fields)
+    if n_top is not None:
+        options["logprobs"] = n_top
+    form = _Form(service, n_top, fields.inner("stream_options").flag("include_usage"))
+    if fields.flag("echo"):
+        if how["context"] is not None:
+            raise Refusal(400, "echo cannot show a named context; leave one of them out", "echo")
+        method = how["method"], how["method_options"]
+        ids = [await asyncio.to_thread(make) for make in prompts]
+        form.echoes = [await unless_gone(request, _echo(service, each, n_top, *method)) for each in ids]
+    if max_tokens == 0:
+        ids = [await asyncio.to_thread(make) for make in prompts]
+        return Json(form.unanswered([len(each) for each in ids], n))
+    grammar = grammar_of(fields.inner("response_format"), Tools())
+    asked = Asked(prompts, 16 if max_tokens is None else max_tokens, options, n, grammar=grammar, **how)
+    return await answer(service, request, asked, form)
+
+
+def _prompts(fields: Fields) -> list[Any]:
+    """Return the prompts: texts, or lists of token ids."""
+    found = fields.value("prompt", (str, list), "a string, token ids, or a list of these")
+    if found is None:
+        raise wrong("prompt", None, "a string, token ids, or a list of these")
+    prompts = [found] if isinstance(found, str) or (found and isinstance(found[0], int)) else found
+    if not 0 < len(prompts) <= MOST_PROMPTS:
+        raise Refusal(400, f"prompt has {len(prompts)} prompts; expected 1 to {MOST_PROMPTS}", "prompt")
+    for prompt in prompts:
+        if not isinstance(prompt, str | list):
+            raise wrong("prompt", prompt, "a string, token ids, or a list of these")
+        if not prompt:
+            raise Refusal(400, "prompt is empty; expected some text", "prompt")
+    return list(prompts)
+
+
+def _ids(engine: Any, prompt: Any, following: bool) -> Any:
+    """Return what gives the ids of a prompt."""
+    if isinstance(prompt, str):
+        return lambda: engine.tokenizer.encode(prompt, bos=False if following else None)
+    size = engine.model.config.vocab_size
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in prompt):
+        raise Refusal(400, f"prompt holds what is no token id; expected whole numbers from 0 to {size - 1}", "prompt")
+    return lambda: prompt
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Some tokens of a text with their log-probabilities: `top` has those of the likeliest tokens by their texts."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    top: list[dict[str, float] | None] = field(default_factory=list)
+
+
+async def _echo(service: Service, ids: list[int], n_top: int | None, *method: Any) -> _Tokens:
+    """Return a prompt's tokens. With `n_top`, with the log-probability of each but the first."""
+    engine = engine_for(service.batch, *method)
+    if n_top is None or len(ids) < 2:
+        none: list[Any] = [None] * len(ids)
+        return _Tokens(ids, none, none)
+    if (warning := engine.beyond(len(ids))) is not None:
+        raise Refusal(400, warning, "prompt", TOO_LONG)
+    if n_top and len(ids) * engine.model.config.vocab_size > MOST_LOGITS:
+        most = MOST_LOGITS // engine.model.config.vocab_size
+        raise Refusal(400, f"echo with logprobs above 0 takes {most} tokens at most; give logprobs 0", "logprobs")
+    return await service.beside(lambda _: _scored(engine, ids, n_top))
+
+
+def _scored(engine: Any, ids: list[int], n_top: int) -> _Tokens:
+    """Score a prompt. Blocks."""
+    if not n_top:
+        return _Tokens(ids, [None, *engine.score(ids).logprobs.tolist()], [None] * len(ids))
+    name = engine.tokenizer.decode
+    own: list[float] = []
+    top: list[dict[str, float] | None] = [None]
+    for row, i in zip(engine.logits(ids), ids[1:], strict=False):
+        logprobs = row.log_softmax(-1)
+        best = logprobs.topk(n_top)
+        own.append(float(logprobs[i]))
+        pairs = {name([int(j)], skip_special=False): float(x) for j, x in zip(best.indices, best.values, strict=True)}
+        top.append({**pairs, name([i], skip_special=False): own[-1]})
+    return _Tokens(ids, [None, *own], top)
+
+
+class _Form:
+    """The form of completions. `echoes` has each prompt's tokens, if the answer begins with them."""
+
+    def __init__(self, service: Service, n_top: int | None, include_usage: bool) -> None:
+        self._tokenizer = service.batch.engine.tokenizer
+        self._n_top, self._include_usage = n_top, include_usage
+        self.echoes: list[_Tokens] = []
+        self._common = {
+            "id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()),
+            "model": service.settings.model, "system_fingerprint": fingerprint(service),
+        }  # fmt: skip
+
+    def unanswered(self, lengths: list[int], n: int) -> dict[str, Any]:
+        """Return the answer to a request for no tokens: the prompts alone, or nothing."""
+        choices = [self._choice(i * n + k, self._echo(i), _Tokens(), "", "length")
+                   for i in range(len(lengths)) for k in range(n)]  # fmt: skip
+        usage = {"prompt_tokens": sum(lengths), "completion_tokens": 0, "total_tokens": sum(lengths)}
+        return {**self._common, "choices": choices, "usage": usage}
+
+    def body(self, run: Run) -> dict[str, Any]:
+        choices = [
+            self._choice(
+                each.index,
+                self._echo(each.index // run.asked.n),
+                self._said(each.logprobs or []),
+                each.text,
+                each.reason,
+            )
+            for each in run.choices
+        ]
+        return {**self._common, "choices": choices, "usage": openai_usage(run)}
+
+    async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
+        offsets = dict.fromkeys(range(len(run.choices)), 0)
+        for choice in run.choices if self.echoes else []:
+            echo = self._echo(choice.index // run.asked.n)
+            made = self._choice(choice.index, echo, _Tokens(), "", None)
+            offsets[choice.index] = len(made["text"])
+            yield self._event(made)
+        async for each in events:
+            if isinstance(each, Ended):
+                yield self._event(self._choice(each.index, _Tokens(), _Tokens(), "", each.reason))
+                continue
+            said = self._said(each.logprobs)
+            yield self._event(self._choice(each.index, _Tokens(), said, each.text, None, offsets[each.index]))
+            offsets[each.index] += len(each.text)
+        if self._include_usage:
+            yield event({**self._common, "choices": [], "usage": openai_usage(run)})
+        yield event("[DONE]")
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return event(refusal.body(anthropic=False))
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return event({**self._common, "choices": [choice], **({"usage": None} if self._include_usage else {})})
+
+    def _echo(self, prompt: int) -> _Tokens:
+        return self.echoes[prompt] if self.echoes else _Tokens()
+
+    def _name(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id], skip_special=False))
+
+    def _said(self, found: list[Any]) -> _Tokens:
+        """Return the generated tokens."""
+        top = [{self._name(i): finite(x) for i, x in each.top} for each in found]
+        return _Tokens([each.token_id for each in found], [finite(each.logprob) for each in found], [*top])
+
+    def _choice(
+        self, index: int, echo: _Tokens, said: _Tokens, text: str, reason: str | None, offset: int = 0
+    ) -> dict[str, Any]:
+        """Return one choice: the echoed tokens, then the text that was generated."""
+        logprobs = None
+        if self._n_top is not None:
+            names, offsets = [self._name(i) for i in (*echo.ids, *said.ids)], []
+            for name in names:
+                offsets.append(offset)
+                offset += len(name)
+            logprobs = {
+                "tokens": names, "token_logprobs": [*echo.logprobs, *said.logprobs],
+                "top_logprobs": [*echo.top, *said.top] if self._n_top else None, "text_offset": offsets,
+            }  # fmt: skip
+        written = self._tokenizer.decode(echo.ids) if echo.ids else ""
+        return {"index": index, "text": written + text, "logprobs": logprobs, "finish_reason": reason}

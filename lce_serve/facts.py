@@ -1,0 +1,138 @@
+"""The small endpoints: models, health, figures, tokens and named contexts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import lce
+from lce.errors import UsageError
+from lce_serve.answering import Json, common
+from lce_serve.conversation import prompt_or_messages, rendered
+from lce_serve.fields import Fields
+from lce_serve.generation import engine_for, room
+from lce_serve.refusals import Refusal, wrong
+from lce_serve.service import Service
+from lce_serve.sse import unless_gone
+
+
+async def health(service: Service, request: Request) -> Response:
+    """Say whether the server takes requests. Needs no key."""
+    return Json({"status": service.status}, status_code=200 if service.status == "ok" else 503)
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Return the figures for Prometheus."""
+    text = await asyncio.to_thread(service.metrics.text)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    engine = service.batch.engine
+    return {
+        "id": name, "object": "model", "created": service.started, "owned_by": "lce",
+        "max_model_len": _longest(engine), "meta": {"n_vocab": engine.model.config.vocab_size, "window": engine.window},
+    }  # fmt: skip
+
+
+def _longest(engine: Any) -> int | None:
+    """Return the most tokens that the method reads, None for any number. Found by bisection."""
+    fits, too_many = 1, 1 << 40
+    if engine.beyond(too_many) is None:
+        return None
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if engine.beyond(middle) is None else (fits, middle)
+    return fits
+
+
+async def models(service: Service, request: Request) -> Response:
+    """List the model, and the model with each named context."""
+    own = service.settings.model
+    names = [own, *(f"{own}@{name}" for name in service.batch.contexts)]
+    return Json({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    """Describe one model."""
+    name = request.path_params["model"]
+    service.context_of(name, None)
+    return Json(_model(service, name))
+
+
+async def props(service: Service, request: Request) -> Response:
+    """Describe what is served, as llama-server's clients ask for it."""
+    batch = service.batch
+    engine = batch.engine
+    return Json({
+        "model_alias": service.settings.model, "total_slots": batch.max_lanes, "n_ctx": _longest(engine),
+        "chat_template": engine.tokenizer.chat_template or "", "method": repr(engine.method), "window": engine.window,
+        "methods": lce.methods.available(),
+        "default_generation_settings": {"n_ctx": _longest(engine)}, "modalities": {"vision": False, "audio": False},
+    })  # fmt: skip
+
+
+async def tokenize(service: Service, request: Request, fields: Fields) -> Response:
+    """Return the token ids of a text."""
+    tokenizer = service.batch.engine.tokenizer
+    text = fields.text("content") if fields.has("content") else fields.text("prompt")
+    if text is None:
+        raise wrong("content", None, "a string")
+    bos = None if fields.flag("add_special", True) else False
+    ids = await asyncio.to_thread(lambda: tokenizer.encode(text, bos=bos))
+    return Json({"tokens": ids, "count": len(ids)})
+
+
+async def detokenize(service: Service, request: Request, fields: Fields) -> Response:
+    """Return the text of token ids."""
+    tokenizer, ids = service.batch.engine.tokenizer, fields.items("tokens", 1 << 24)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise Refusal(400, "tokens must be whole numbers", "tokens")
+    text = await asyncio.to_thread(lambda: tokenizer.decode(ids, skip_special=False))
+    return Json({"content": text, "prompt": text})
+
+
+def _context(name: str, context: Any) -> dict[str, Any]:
+    return {"name": name, "object": "context", "n_tokens": len(context)}
+
+
+async def contexts(service: Service, request: Request) -> Response:
+    """List the named contexts."""
+    return Json({"object": "list", "data": [_context(*pair) for pair in service.batch.contexts.items()]})
+
+
+async def make_context(service: Service, request: Request, fields: Fields) -> Response:
+    """Read a text or a conversation, and keep it under a name. Answers when it is read."""
+    batch, name = service.batch, fields.text("name")
+    if not name:
+        raise wrong("name", None, "a name")
+    how = common(service, Fields({**fields.body, "context": None, "model": None}))
+    method = {key: how[key] for key in ("method", "method_options")}
+    prompt, said = prompt_or_messages(fields)
+
+    def begin() -> Any:
+        engine = engine_for(batch, how["method"], how["method_options"])
+        made = rendered(engine.tokenizer, said, answer=False) if prompt is None else prompt
+        n = len(engine.tokenizer.encode(made) if isinstance(made, str) else engine.tokenizer.encode_parts(made))
+        room(engine, n, 1)
+        return batch.make_context(name, made, **method)
+
+    stream = await asyncio.to_thread(begin)
+    try:
+        await unless_gone(request, stream.afinish())
+    finally:
+        stream.cancel()
+    return Json(_context(name, batch.contexts[name]))
+
+
+async def drop_context(service: Service, request: Request) -> Response:
+    """Give up a named context."""
+    name = request.path_params["name"]
+    try:
+        service.batch.drop_context(name)
+    except UsageError as error:
+        raise Refusal(404, str(error), "name", "context_not_found") from None
+    return Json({"name": name, "object": "context", "deleted": True})

@@ -1,0 +1,90 @@
+"""Reads fields of a JSON body. A field of a wrong type is refused with 400; a field that nobody reads is ignored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lce_serve.refusals import Refusal, wrong
+
+
+class Fields:
+    """The fields of a JSON object. A method `text`, `number` and so on returns a field's value, or the default.
+
+    A missing field and null are the same. `where` is the object's own name in messages, such as `messages[0]`.
+    """
+
+    def __init__(self, body: object, where: str = "") -> None:
+        if not isinstance(body, dict):
+            raise wrong(where or "the body", body, "a JSON object")
+        self.body, self.where = body, where
+
+    def name(self, field: str) -> str:
+        """Return the name of a field for messages."""
+        return f"{self.where}.{field}" if self.where else field
+
+    def has(self, field: str) -> bool:
+        """Return whether a field is there and not null."""
+        return self.body.get(field) is not None
+
+    def value(self, field: str, kinds: type | tuple[type, ...], expected: str) -> Any:
+        """Return a field's value, None if it is missing. Refuses a value that is not of these types."""
+        found = self.body.get(field)
+        if found is None or (isinstance(found, kinds) and not (isinstance(found, bool) and kinds is not bool)):
+            return found
+        raise wrong(self.name(field), found, expected)
+
+    def text(self, field: str, default: str | None = None) -> str | None:
+        """Return a string."""
+        found = self.value(field, str, "a string")
+        return default if found is None else found
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """Return a truth value."""
+        found = self.value(field, bool, "true or false")
+        return default if found is None else found
+
+    def number(self, field: str, least: float, most: float) -> float | None:
+        """Return a number from `least` to `most`."""
+        expected = f"a number from {least:g} to {most:g}"
+        found = self.value(field, (int, float), expected)
+        if found is not None and not (least <= found <= most and math.isfinite(found)):
+            raise wrong(self.name(field), found, expected)
+        return None if found is None else float(found)
+
+    def whole(self, field: str, least: int, most: int) -> int | None:
+        """Return a whole number from `least` to `most`. A number such as 3.0 is whole."""
+        expected = f"a whole number from {least} to {most}"
+        found = self.value(field, (int, float), expected)
+        if found is not None and not (least <= found <= most and found == int(found)):
+            raise wrong(self.name(field), found, expected)
+        return None if found is None else int(found)
+
+    def items(self, field: str, most: int) -> list[Any]:
+        """Return a list of at most `most` items, empty if the field is missing."""
+        found = self.value(field, list, "a list")
+        if found is not None and len(found) > most:
+            raise Refusal(400, f"{self.name(field)} has {len(found)} items; expected {most} or fewer", self.name(field))
+        return found or []
+
+    def object(self, field: str) -> dict[str, Any] | None:
+        """Return a JSON object."""
+        found: dict[str, Any] | None = self.value(field, dict, "an object")
+        return found
+
+    def inner(self, field: str) -> Fields:
+        """Return the fields of an inner object, none if it is missing."""
+        return Fields(self.object(field) or {}, self.name(field))
+
+    def each(self, field: str, most: int) -> list[Fields]:
+        """Return the fields of each object in a list."""
+        return [Fields(item, f"{self.name(field)}[{i}]") for i, item in enumerate(self.items(field, most))]
+
+    def stops(self, field: str, most: int = 16) -> list[str]:
+        """Return stop strings: one string, or a list of them. Empty strings are left out."""
+        found = self.value(field, (str, list), "a string or a list of strings")
+        texts = [found] if isinstance(found, str) else self.items(field, most) if found else []
+        for text in texts:
+            if not isinstance(text, str) or len(text) > 1024:
+                raise wrong(self.name(field), text, "strings of at most 1024 characters")
+        return [text for text in texts if text]

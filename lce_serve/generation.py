@@ -1,0 +1,309 @@
+"""The one path by which all endpoints generate: a request becomes streams of the batch, and these become events.
+
+Asked       what an endpoint read from a body, in one form for all endpoints
+Run         the streams of a request; `events` yields Delta and Ended until all choices are complete
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lce.errors import CapacityError, LceError
+from lce_serve.grammar import constraint
+from lce_serve.refusals import TOO_LONG, Refusal
+from lce_serve.service import Record, Service
+from lce_serve.tools import Call, CallReader, Tools
+
+DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
+COMPILE_S = 10.0  # seconds that the grammar of a request may take
+
+Shorter = Callable[[], Any]
+
+
+@dataclass
+class Asked:
+    """A generation as an endpoint reads it. Each of `prompts` gives token ids or a rendered chat; it blocks.
+
+    `grammar` gives the grammar of the answer, or None. `options` are those of `Batch.stream`. `max_tokens` None is as
+    many as the method and memory allow, at most `DEFAULT_TOKENS`.
+    """
+
+    prompts: list[Callable[[], Any]]
+    max_tokens: int | None
+    options: dict[str, Any]
+    n: int = 1
+    context: str | None = None
+    method: str | None = None
+    method_options: dict[str, Any] | None = None
+    tools: Tools = field(default_factory=Tools)
+    grammar: Callable[[], str | None] | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text, calls and log-probabilities of the choice `index`."""
+
+    index: int
+    text: str
+    calls: list[Call]
+    logprobs: list[Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of the choice `index`, by `reason`: `stop`, `length` or `tool_calls`."""
+
+    index: int
+    reason: str
+
+
+class Choice:
+    """One answer in the making. `shorter` starts its stream again for fewer tokens; None if that makes no sense."""
+
+    def __init__(self, index: int, stream: Any, tools: Tools, shorter: Shorter) -> None:
+        self.index, self.stream = index, stream
+        self._shorter = shorter
+        self.text, self.calls = "", list[Call]()
+        self.reason = ""
+        self._reader = CallReader(tools) if tools.callable else None
+        self._n_logprobs = 0
+
+    @property
+    def logprobs(self) -> list[Any] | None:
+        """The log-probabilities of all tokens, if they were asked for."""
+        found: list[Any] | None = self.stream.result.logprobs
+        return found
+
+    def take(self, text: str, *, last: bool = False) -> Delta:
+        """Add a piece of text, and return what is new."""
+        calls: list[Call] = []
+        if self._reader is not None:
+            text, calls = self._reader.push(text)
+            text += self._reader.finish() if last else ""
+        fresh = (self.logprobs or [])[self._n_logprobs :]
+        self._n_logprobs += len(fresh)
+        self.text += text
+        self.calls += calls
+        return Delta(self.index, text, calls, fresh)
+
+    async def pieces(self) -> AsyncGenerator[Any]:
+        """Yield the pieces of the stream. An answer without a given limit gets a lower one until memory is enough."""
+        begun = False
+        while True:
+            try:
+                async for piece in self.stream:
+                    begun = True
+                    yield piece
+                return
+            except CapacityError:
+                stream = None if begun else await asyncio.to_thread(self._shorter)
+                if stream is None:
+                    raise
+                self.stream = stream
+
+    def end(self) -> Ended:
+        """Note why the choice ended."""
+        reason = self.stream.result.finish_reason
+        self.reason = "tool_calls" if self.calls else "length" if reason == "length" else "stop"
+        return Ended(self.index, self.reason)
+
+
+class Run:
+    """A request that runs. Close it in every case: closing cancels what still runs."""
+
+    def __init__(self, service: Service, record: Record, asked: Asked, choices: list[Choice]) -> None:
+        self.choices, self.asked = choices, asked
+        self._service, self._record = service, record
+
+    async def events(self) -> AsyncGenerator[Delta | Ended]:
+        """Yield the events of all choices, in the order in which they happen."""
+        queue: asyncio.Queue[Delta | Ended | BaseException] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._follow(choice, queue)) for choice in self.choices]
+        try:
+            left = len(tasks)
+            while left:
+                event = await queue.get()
+                if isinstance(event, BaseException):
+                    raise event
+                left -= isinstance(event, Ended)
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.close()
+
+    async def finish(self) -> None:
+        """Wait for all choices."""
+        async for _ in self.events():
+            pass
+
+    async def _follow(self, choice: Choice, queue: asyncio.Queue[Any]) -> None:
+        """Put the events of one choice into a queue; an error too."""
+        metrics, before = self._service.metrics, None
+        try:
+            async for piece in choice.pieces():
+                now = time.monotonic()
+                if before is None:
+                    metrics.first_token.observe(now - self._record.started)
+                    self._record.first_token_s = self._record.first_token_s or now - self._record.started
+                else:
+                    metrics.between_tokens.observe(now - before)
+                before = now
+                delta = choice.take(piece.text)
+                if delta.text or delta.calls or delta.logprobs:
+                    queue.put_nowait(delta)
+            last = choice.take("", last=True)
+            if last.text or last.logprobs:
+                queue.put_nowait(last)
+            ended = choice.end()
+            self._note(choice)
+            queue.put_nowait(ended)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    def _note(self, choice: Choice) -> None:
+        stats, metrics = choice.stream.result.stats, self._service.metrics
+        if stats.generated_tokens > 1:
+            metrics.token.observe(stats.decode_s / (stats.generated_tokens - 1))
+        metrics.ended(choice.reason)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The tokens of all prompts that are read or cached so far, and all of them."""
+        pairs = [choice.stream.progress for choice in self.choices]
+        return sum(done for done, _ in pairs), sum(total for _, total in pairs)
+
+    def usage(self) -> tuple[int, int, int]:
+        """Return the tokens of the prompts, those of them that were cached, and the generated tokens.
+
+        A prompt with several choices counts once.
+        """
+        firsts = self.choices[:: self.asked.n]
+        stats = [choice.stream.result.stats for choice in firsts]
+        prompt = sum(len(choice.stream.prompt_ids) for choice in firsts)
+        cached = min(prompt, sum(each.read_before for each in stats))
+        return prompt, cached, sum(len(choice.stream.result.token_ids) for choice in self.choices)
+
+    def close(self) -> None:
+        """Cancel what still runs, and note the counts of tokens."""
+        for choice in self.choices:
+            if not choice.reason:
+                choice.stream.cancel()
+        record = self._record
+        record.prompt_tokens, record.cached_tokens, record.generated_tokens = self.usage()
+        record.finish = ",".join(sorted({choice.reason or "cancelled" for choice in self.choices}))
+
+
+async def begin(service: Service, record: Record, asked: Asked) -> Run:
+    """Start the streams of a request. Raises a refusal, or an error of lce, before anything is generated.
+
+    Templates, tokenizers and the batch's checks run in a thread, so that they hold nobody up.
+    """
+    batch = service.batch
+    constraints = await _constraints(service, asked, len(asked.prompts) * asked.n)
+    submission = _Submission(batch, asked, constraints)
+    try:
+        await asyncio.to_thread(submission.run)
+    except BaseException:
+        submission.cancel()
+        raise
+    pairs = zip(submission.streams, submission.shorter, strict=True)
+    return Run(service, record, asked, [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)])
+
+
+class _Submission:
+    """Hands a request over to the batch. `cancel` may come at any time, from another thread."""
+
+    def __init__(self, batch: Any, asked: Asked, constraints: list[Any]) -> None:
+        self._batch, self._asked, self._constraints = batch, asked, constraints
+        self._cancelled = False
+        self.streams: list[Any] = []
+        self.shorter: list[Shorter] = []  # see `Choice`; one for each stream
+
+    def run(self) -> None:
+        """Render and encode all prompts, then start their streams."""
+        asked, batch = self._asked, self._batch
+        engine = engine_for(batch, asked.method, asked.method_options)
+        before = 0 if asked.context is None else len(batch.contexts[asked.context])
+        for make in asked.prompts:
+            prompt = make()
+            ids = prompt if isinstance(prompt, list) else engine.tokenizer.encode_parts(prompt)
+            most = room(engine, before + len(ids), asked.max_tokens)
+            for number in range(asked.n):
+                options = dict(asked.options)
+                if self._constraints:
+                    options["constraint"] = self._constraints[len(self.streams)]
+                if number and options.get("seed") is not None:
+                    options["seed"] = (options["seed"] + number) % 2**63
+                self.streams.append(self._stream(prompt, most, options))
+                self.shorter.append(self._again(prompt, most, options))
+                if self._cancelled:
+                    self.cancel()
+                    return
+
+    def _stream(self, prompt: Any, most: int, options: dict[str, Any]) -> Any:
+        asked = self._asked
+        where = {"method": asked.method, "method_options": asked.method_options, "context": asked.context}
+        return self._batch.stream(prompt, max_tokens=most, **where, **options)
+
+    def _again(self, prompt: Any, most: int, options: dict[str, Any]) -> Shorter:
+        """Return what starts a stream again for half of the tokens it had before."""
+
+        def shorter() -> Any:
+            nonlocal most
+            most //= 2
+            return None if self._asked.max_tokens is not None or most < 16 else self._stream(prompt, most, options)
+
+        return shorter
+
+    def cancel(self) -> None:
+        """Cancel all streams, and those that are still to come."""
+        self._cancelled = True
+        for stream in list(self.streams):
+            stream.cancel()
+
+
+def engine_for(batch: Any, method: str | None, options: dict[str, Any] | None) -> Any:
+    """Return the engine for a request's method. Refuses a method that cannot be had, and knobs that name files."""
+    if options and "maps" in options:
+        raise Refusal(400, "method_options.maps names a file of the server; leave it out", "method_options")
+    try:
+        return batch.engine_of(method, options)
+    except LceError as error:
+        raise Refusal(400, " ".join(str(error).split()), "method") from None
+
+
+def room(engine: Any, n_prompt: int, given: int | None) -> int:
+    """Return the most tokens of an answer. Refuses a text that is longer than the method can read."""
+    warning = engine.beyond(n_prompt + (1 if given is None else given))
+    if warning is not None:
+        raise Refusal(400, warning, "messages", TOO_LONG)
+    if given is not None:
+        return given
+    fits, too_many = 1, DEFAULT_TOKENS + 1
+    if engine.beyond(n_prompt + DEFAULT_TOKENS) is None:
+        return DEFAULT_TOKENS
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if engine.beyond(n_prompt + middle) is None else (fits, middle)
+    return fits
+
+
+async def _constraints(service: Service, asked: Asked, n: int) -> list[Any]:
+    """Return a constraint for each choice, none if the text is free. Compiling is bounded in time."""
+    if asked.grammar is None:
+        return []
+    async with service.compiling:
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                grammar = await asyncio.to_thread(asked.grammar)
+                if grammar is None:
+                    return []
+                return [await asyncio.to_thread(constraint, service.vocabulary, grammar) for _ in range(n)]
+        except TimeoutError:
+            raise Refusal(400, "the schema takes too long to compile; give a simpler one", "response_format") from None

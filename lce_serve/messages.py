@@ -1,0 +1,176 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lce_serve.answering import MOST_TOKENS, Json, answer, common, new_id
+from lce_serve.conversation import MOST_MESSAGES, MOST_PARTS, call_object, rendered, text_of
+from lce_serve.fields import Fields
+from lce_serve.generation import Asked, Choice, Delta, Ended, Run
+from lce_serve.grammar import grammar_of
+from lce_serve.refusals import Refusal, wrong
+from lce_serve.service import Service
+from lce_serve.sse import event, unless_gone
+from lce_serve.tools import MOST_TOOLS, Call, Tools, checked, tool_of
+
+_IGNORED = ("thinking", "redacted_thinking")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+async def messages(service: Service, request: Request, fields: Fields) -> Response:
+    """Answer a conversation."""
+    if (max_tokens := fields.whole("max_tokens", 1, MOST_TOKENS)) is None:
+        raise wrong("max_tokens", None, "a whole number")
+    options = {
+        "temperature": fields.number("temperature", 0, 2), "top_p": fields.number("top_p", 0, 1) or None,
+        "top_k": fields.whole("top_k", 0, 1 << 31), "stop": (stops := fields.stops("stop_sequences")) or None,
+    }  # fmt: skip
+    tools, how = _tools(fields), common(service, fields)
+    asked = Asked(
+        prompts=[_rendering(service, fields, tools, how["context"] is not None)], max_tokens=max_tokens,
+        options={name: value for name, value in options.items() if value is not None}, tools=tools,
+        grammar=grammar_of(Fields({}), tools), **how,
+    )  # fmt: skip
+    return await answer(service, request, asked, _Form(service, stops))
+
+
+async def count_tokens(service: Service, request: Request, fields: Fields) -> Response:
+    """Count the tokens of a conversation."""
+    tokenizer, context = service.batch.engine.tokenizer, common(service, fields)["context"]
+    rendering = _rendering(service, fields, _tools(fields), context is not None)
+    n_before = 0 if context is None else len(service.batch.contexts[context])
+    ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode_parts(rendering())))
+    return Json({"input_tokens": n_before + len(ids)})
+
+
+def _rendering(service: Service, fields: Fields, tools: Tools, following: bool) -> Any:
+    """Return what renders the conversation."""
+    said, tokenizer = _messages(fields), service.batch.engine.tokenizer
+    shown = () if tools.choice == "none" else tools.tools
+    return lambda: rendered(tokenizer, said, shown, fields.object("chat_template_kwargs"), following=following)
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """Return the system text and the messages, as templates get them."""
+    found: list[dict[str, Any]] = []
+    if system := text_of(fields, "system"):
+        found.append({"role": "system", "content": system})
+    if not fields.items("messages", MOST_MESSAGES):
+        raise Refusal(400, "messages is missing or empty; expected one message or more", "messages")
+    for message in fields.each("messages", MOST_MESSAGES):
+        role = message.text("role")
+        if role not in ("user", "assistant"):
+            raise Refusal(400, f"{message.name('role')} must be user or assistant", message.name("role"))
+        content = message.value("content", (str, list), "a string or a list of blocks")
+        if isinstance(content, list):
+            found += _blocks(message, role)
+        elif content is None:
+            raise wrong(message.name("content"), None, "a string or a list of blocks")
+        else:
+            found.append({"role": role, "content": content})
+    return found
+
+
+def _blocks(message: Fields, role: str) -> list[dict[str, Any]]:
+    """Return the messages that a list of blocks means: results of calls come before the text."""
+    texts, calls, results = [], [], []
+    for block in message.each("content", MOST_PARTS):
+        kind = block.text("type")
+        if kind == "text":
+            texts.append(block.text("text") or "")
+        elif kind == "tool_use":
+            calls.append(call_object(block.text("name") or "", block.object("input") or {}, block.text("id")))
+        elif kind == "tool_result":
+            call_id = block.text("tool_use_id") or ""
+            results.append({"role": "tool", "content": text_of(block), "tool_call_id": call_id})
+        elif kind not in _IGNORED:
+            raise Refusal(400, f"{block.name('type')} is {str(kind)[:40]!r}; this model reads text only", block.where)
+    said: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if calls:
+        said["tool_calls"] = calls
+    return [*results, *([said] if texts or calls or not results else [])]
+
+
+def _tools(fields: Fields) -> Tools:
+    """Return the tools. Those that Anthropic itself would run have no schema, and are ignored."""
+    tools = [tool_of(tool, "input_schema") for tool in fields.each("tools", MOST_TOOLS) if tool.has("input_schema")]
+    given = fields.inner("tool_choice")
+    kind = given.text("type") or "auto"
+    choice = (given.text("name") or "") if kind == "tool" else _CHOICES.get(kind, "")
+    return checked(tools, choice, not given.flag("disable_parallel_tool_use"))
+
+
+class _Form:
+    """The form of messages: a block for the text, if there is any, and one for each call."""
+
+    def __init__(self, service: Service, stops: list[str]) -> None:
+        self._id, self._model, self._stops = new_id("msg_"), service.settings.model, stops
+        self._tokenizer = service.batch.engine.tokenizer
+
+    def body(self, run: Run) -> dict[str, Any]:
+        choice = run.choices[0]
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
+        blocks += [{**_block(call), "input": json.loads(call.arguments)} for call in choice.calls]
+        return {**self._message(run), "content": blocks, **self._stop(choice)}
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return event(refusal.body(anthropic=True), "error")
+
+    async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
+        begun = {**self._message(run), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message=begun)
+        index, is_open = 0, False
+        async for each in events:
+            if isinstance(each, Ended):
+                break
+            if each.text:
+                if not is_open:
+                    yield _event("content_block_start", index=index, content_block={"type": "text", "text": ""})
+                    is_open = True
+                yield _event("content_block_delta", index=index, delta={"type": "text_delta", "text": each.text})
+            for call in each.calls:
+                if is_open:
+                    yield _event("content_block_stop", index=index)
+                    index, is_open = index + 1, False
+                yield _event("content_block_start", index=index, content_block={**_block(call), "input": {}})
+                written = {"type": "input_json_delta", "partial_json": call.arguments}
+                yield _event("content_block_delta", index=index, delta=written)
+                yield _event("content_block_stop", index=index)
+                index += 1
+        if is_open:
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=self._stop(run.choices[0]), usage=self._message(run)["usage"])
+        yield _event("message_stop")
+
+    def _message(self, run: Run) -> dict[str, Any]:
+        prompt, cached, generated = run.usage()
+        usage = {
+            "input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
+            "output_tokens": generated,
+        }  # fmt: skip
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "usage": usage}
+
+    def _stop(self, choice: Choice) -> dict[str, Any]:
+        """Return why the answer ended. The text before a stop string says which one it was."""
+        reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+        if choice.reason == "stop" and self._stops:
+            result = choice.stream.result
+            rest = self._tokenizer.decode(result.token_ids)[len(result.text) :]
+            if (found := next((stop for stop in self._stops if rest.startswith(stop)), None)) is not None:
+                return {"stop_reason": "stop_sequence", "stop_sequence": found}
+        return {"stop_reason": reasons.get(choice.reason, "end_turn"), "stop_sequence": None}
+
+
+def _block(call: Call) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

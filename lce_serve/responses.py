@@ -1,0 +1,187 @@
+"""POST /v1/responses: OpenAI's Responses, without memory: a client sends the whole conversation each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lce_serve.answering import MOST_TOKENS, answer, common, new_id, openai_options
+from lce_serve.conversation import MOST_MESSAGES, ROLES, call_object, rendered, text_of
+from lce_serve.fields import Fields
+from lce_serve.generation import Asked, Delta, Ended, Run
+from lce_serve.grammar import grammar_of
+from lce_serve.refusals import Refusal, wrong
+from lce_serve.service import Service
+from lce_serve.sse import event
+from lce_serve.tools import MOST_TOOLS, Call, Tools, checked, tool_of
+
+
+async def responses(service: Service, request: Request, fields: Fields) -> Response:
+    """Answer a conversation of input items."""
+    if fields.has("previous_response_id") or fields.has("conversation"):
+        line = "this server keeps no responses: send the whole input, without previous_response_id or conversation"
+        raise Refusal(400, line, "previous_response_id", "unsupported_parameter")
+    tokenizer = service.batch.engine.tokenizer
+    messages, tools, how = _messages(fields), _tools(fields), common(service, fields)
+    shown = () if tools.choice == "none" else tools.tools
+    variables = fields.object("chat_template_kwargs")
+    asked = Asked(
+        prompts=[lambda: rendered(tokenizer, messages, shown, variables, following=how["context"] is not None)],
+        max_tokens=fields.whole("max_output_tokens", 1, MOST_TOKENS), options=openai_options(fields), tools=tools,
+        grammar=grammar_of(fields.inner("text").inner("format"), tools), **how,
+    )  # fmt: skip
+    return await answer(service, request, asked, _Form(service, fields))
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """Return the input as messages. Items of unknown kinds, such as reasoning, are left out."""
+    found: list[dict[str, Any]] = []
+    if instructions := fields.text("instructions"):
+        found.append({"role": "system", "content": instructions})
+    given = fields.value("input", (str, list), "a string or a list of items")
+    if given is None:
+        raise wrong("input", None, "a string or a list of items")
+    if isinstance(given, str):
+        return [*found, {"role": "user", "content": given}]
+    for item in fields.each("input", MOST_MESSAGES):
+        kind = item.text("type") or "message"
+        if kind == "message":
+            role = item.text("role") or "user"
+            if role not in ROLES:
+                raise Refusal(400, f"{item.name('role')} must be one of {', '.join(ROLES)}", item.name("role"))
+            found.append({"role": "system" if role == "developer" else role, "content": text_of(item)})
+        elif kind == "function_call":
+            call = call_object(item.text("name") or "", item.text("arguments") or "", item.text("call_id"))
+            if found and found[-1]["role"] == "assistant":
+                found[-1].setdefault("tool_calls", []).append(call)
+            else:
+                found.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            result = {"role": "tool", "content": text_of(item, "output"), "tool_call_id": item.text("call_id") or ""}
+            found.append(result)
+    if not found:
+        raise Refusal(400, "input has no messages", "input")
+    return found
+
+
+def _tools(fields: Fields) -> Tools:
+    """Return the functions among the tools; other kinds are ignored."""
+    tools = [
+        tool_of(tool, "parameters") for tool in fields.each("tools", MOST_TOOLS) if tool.text("type") == "function"
+    ]
+    choice = fields.value("tool_choice", (str, dict), "auto, none, required or an object")
+    if isinstance(choice, dict):
+        choice = fields.inner("tool_choice").text("name") or "auto"
+    return checked(tools, choice or "auto", fields.flag("parallel_tool_calls", True))
+
+
+class _Form:
+    """The form of responses: an item for the text, if there is any, and one for each call."""
+
+    def __init__(self, service: Service, fields: Fields) -> None:
+        self._id, self._message_id = new_id("resp_"), new_id("msg_")
+        self._number = 0
+        self._common = {
+            "id": self._id, "object": "response", "created_at": int(time.time()), "model": service.settings.model,
+            "error": None, "instructions": fields.text("instructions"), "metadata": fields.object("metadata") or {},
+            "parallel_tool_calls": fields.flag("parallel_tool_calls", True), "previous_response_id": None,
+            "temperature": fields.body.get("temperature"), "top_p": fields.body.get("top_p"), "store": False,
+            "tool_choice": fields.body.get("tool_choice") or "auto", "tools": fields.body.get("tools") or [],
+            "max_output_tokens": fields.body.get("max_output_tokens"), "text": fields.object("text") or {},
+            "reasoning": {"effort": None, "summary": None}, "truncation": "disabled",
+        }  # fmt: skip
+
+    def body(self, run: Run) -> dict[str, Any]:
+        return self._response(self._items(run), run)
+
+    def failed(self, refusal: Refusal) -> bytes:
+        error = {"code": refusal.code or "server_error", "message": refusal.message}
+        response = {**self._common, "status": "failed", "error": error, "output": [], "incomplete_details": None}
+        return self._event("response.failed", response=response)
+
+    async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
+        begun = self._response([], None)
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        text_at, n_items = None, 0
+        async for each in events:
+            if isinstance(each, Ended):
+                break
+            if each.text:
+                if text_at is None:
+                    text_at, n_items = n_items, n_items + 1
+                    yield self._event("response.output_item.added", output_index=text_at, item=self._message(None))
+                    yield self._event("response.content_part.added", **self._part(text_at), part=_text(""))
+                yield self._event("response.output_text.delta", **self._part(text_at), delta=each.text, logprobs=[])
+            for call in each.calls:
+                for data in self._call_events(call, n_items):
+                    yield data
+                n_items += 1
+        text = run.choices[0].text
+        if text_at is not None:
+            part = self._part(text_at)
+            yield self._event("response.output_text.done", **part, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **part, part=_text(text))
+            yield self._event("response.output_item.done", output_index=text_at, item=self._message(text))
+        whole = self._response(self._items(run, text_at), run)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _call_events(self, call: Call, index: int) -> list[bytes]:
+        """Return the events of a call, which comes whole."""
+        item, where = _call(call), {"output_index": index, "item_id": f"fc_{call.id}"}
+        return [
+            self._event("response.output_item.added", output_index=index,
+                        item={**item, "arguments": "", "status": "in_progress"}),
+            self._event("response.function_call_arguments.delta", **where, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **where, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]  # fmt: skip
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _part(self, index: int) -> dict[str, Any]:
+        return {"item_id": self._message_id, "output_index": index, "content_index": 0}
+
+    def _message(self, text: str | None) -> dict[str, Any]:
+        status, content = ("in_progress", []) if text is None else ("completed", [_text(text)])
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _items(self, run: Run, text_at: int | None = 0) -> list[dict[str, Any]]:
+        """Return the items of the output. `text_at` is the place of the text among them."""
+        choice = run.choices[0]
+        items = [_call(call) for call in choice.calls]
+        if choice.text or not items:
+            items.insert(text_at or 0, self._message(choice.text))
+        return items
+
+    def _response(self, items: list[dict[str, Any]], run: Run | None) -> dict[str, Any]:
+        """Return the object of a response; `run` is None while it is in progress."""
+        if run is None:
+            return {**self._common, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        cut = run.choices[0].reason == "length"
+        prompt, cached, generated = run.usage()
+        usage = {
+            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated,
+        }  # fmt: skip
+        return {
+            **self._common, "status": "incomplete" if cut else "completed", "output": items, "usage": usage,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        }  # fmt: skip
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {
+        "id": f"fc_{call.id}", "type": "function_call", "status": "completed", "call_id": call.id, "name": call.name,
+        "arguments": call.arguments,
+    }  # fmt: skip

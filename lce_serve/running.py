@@ -1,0 +1,131 @@
+"""Runs the server: uvicorn, with limits for slow and for many clients, and with an end that lets streams end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lce.errors import UsageError
+from lce_serve.app import application
+from lce_serve.service import Service
+
+MOST_HEAD = 64 << 10  # bytes of a request's line and headers
+IDLE_S = 30  # seconds for which a connection without a request stays open after an answer
+LAST_S = 5  # seconds for open connections after the last stream
+
+
+class Server(uvicorn.Server):
+    """A server whose first signal lets requests end, and whose second ends it at once. `signal` is the first one."""
+
+    def __init__(self, service: Service, app: ASGIApp | None = None) -> None:
+        """Make a server of an application, by default of the one that answers by the service's batch."""
+        settings = service.settings
+        config = uvicorn.Config(
+            app or application(service), http=_protocol(settings.head_s, settings.most_connections), ws="none",
+            lifespan="off", log_config=None, access_log=False, server_header=False, timeout_keep_alive=IDLE_S,
+            h11_max_incomplete_event_size=MOST_HEAD, timeout_graceful_shutdown=LAST_S,
+        )  # fmt: skip
+        super().__init__(config)
+        self.signal: int | None = None
+        self._service = service
+        self._until = 0.0
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # requests that are not HTTP are no news
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; at the second signal, stop."""
+        if self.signal is not None:
+            self.should_exit = self.force_exit = True
+        self.signal = self.signal or sig
+        self.drain()
+
+    def drain(self) -> None:
+        """Take no more requests, and stop when those that run have ended, or after `drain_s` seconds."""
+        self._until = self._until or time.monotonic() + self._service.settings.drain_s
+        self._service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether it is time to stop. uvicorn asks ten times a second."""
+        if self._until and (not self._service.active or time.monotonic() > self._until):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def listen(self, sock: socket.socket) -> None:
+        """Serve on a socket until the server stops. Raises KeyboardInterrupt after Ctrl-C."""
+        self.run(sockets=[sock])
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"--host {host}: {error.strerror or error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(128)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"port {port} of {host} cannot be used: {reason}; give another --port") from None
+    return sock
+
+
+def _protocol(head_s: float, most: int) -> type[H11Protocol]:
+    """Return uvicorn's protocol, with a time limit for a request's head, and a limit of connections."""
+
+    class Protocol(H11Protocol):
+        _head: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.abort()
+            self._head = self.loop.call_later(head_s, self._late)
+
+        def data_received(self, data: bytes) -> None:
+            before, idle = self.cycle, self.cycle is None or self.cycle.response_complete
+            super().data_received(data)
+            if self.cycle is not before:
+                self._stop()
+            elif idle and self._head is None:
+                self._head = self.loop.call_later(head_s, self._late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _stop(self) -> None:
+            if self._head is not None:
+                self._head.cancel()
+                self._head = None
+
+        def _late(self) -> None:
+            self._head = None
+            self.transport.close()
+
+    return Protocol
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def address(sock: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port, *_ = sock.getsockname()
+    found: Any = f"[{host}]" if ":" in host else host
+    return f"http://{found}:{port}"

@@ -1,0 +1,154 @@
+"""What all requests share: the batch, its model's name, the settings and the counts of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import lce
+from lce_serve.grammar import Vocabulary
+from lce_serve.metrics import Metrics
+from lce_serve.refusals import Refusal
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a server. `origins` may read answers from a browser. `ping_s` is the longest silence of a stream.
+
+    `hosts` are the valid names in the Host header while there is no key. With `open_metrics`, `/metrics` needs no key.
+    """
+
+    model: str
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    open_metrics: bool = False
+    ping_s: float = 5.0
+    head_s: float = 10.0  # seconds that a client may take to send a request's head
+    body_s: float = 60.0  # the same for its body
+    send_s: float = 60.0  # seconds that a client may take to receive one event or an answer
+    most_body: int = 64 << 20  # bytes of a body
+    most_values: int = 4 << 20  # JSON values in a body; a prompt of token ids has one for each token
+    most_depth: int = 64  # levels of nesting in a body
+    most_headers: int = 100
+    most_connections: int = 1024
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server loads: arguments of `lce.load` and of `Engine.batch`, and the files of contexts by their names."""
+
+    loading: Mapping[str, Any]
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    contexts: Mapping[str, str] = field(default_factory=dict)
+
+    def begin(self) -> Any:
+        """Load the model, and return a batch with the named contexts."""
+        batch = lce.load(**self.loading).batch(**self.batch)
+        try:
+            for name, path in self.contexts.items():
+                batch.add_context(name, path)
+        except BaseException:
+            batch.close()
+            raise
+        return batch
+
+
+def served_name(model: str) -> str:
+    """Return the name under which a model is served: the last part of its path or id."""
+    return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").replace("@", "-") or model
+
+
+class Service:
+    """The state of a server. `batch` is None while the model is loading."""
+
+    def __init__(self, settings: Settings, batch: Any = None) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings.model)
+        self.started = int(time.time())
+        self.draining = False
+        self.active = 0  # requests that are being answered
+        self.compiling = asyncio.Semaphore(1)  # one grammar is compiled at a time
+        self._beside = asyncio.Semaphore(1)  # what works beside the batch, one at a time
+        self._batch: Any = None
+        self._vocabulary: Vocabulary | None = None
+        if batch is not None:
+            self.serve(batch)
+
+    def serve(self, batch: Any) -> None:
+        """Answer requests by a batch from now on."""
+        self._batch = batch
+        self.metrics.watch(batch)
+
+    async def beside(self, work: Callable[[threading.Event], T]) -> T:
+        """Call `work` in a thread beside the batch; one such call runs at a time. Its event is set if nobody waits."""
+        async with self._beside:
+            given_up = threading.Event()
+            task = asyncio.ensure_future(asyncio.to_thread(work, given_up))
+            try:
+                return await asyncio.shield(task)
+            finally:  # a thread cannot be cancelled, so the next one waits for it
+                given_up.set()
+                await asyncio.wait({task})
+                task.exception()  # asyncio complains of an error that nobody has seen
+
+    @property
+    def status(self) -> str:
+        """`loading`, `ok` or `draining`."""
+        return "draining" if self.draining else "loading" if self._batch is None else "ok"
+
+    @property
+    def batch(self) -> Any:
+        """The batch. Refuses a request that comes too early or too late."""
+        if self.status != "ok":
+            raise Refusal(503, f"the server is {self.status}; try again later", code=self.status)
+        return self._batch
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary for grammars."""
+        if self._vocabulary is None:
+            engine = self.batch.engine
+            self._vocabulary = Vocabulary(engine.tokenizer, frozenset(engine.eos_ids))
+        return self._vocabulary
+
+    def context_of(self, model: str | None, context: str | None) -> str | None:
+        """Return the named context that a request means, by `context` or by a model name `MODEL@context`.
+
+        Refuses other models with 404, and unknown contexts with 404. A missing model is the one that is served.
+        """
+        name, _, behind = (model or self.settings.model).partition("@")
+        if (model or self.settings.model) == self.settings.model:
+            name, behind = self.settings.model, ""
+        if name != self.settings.model:
+            line = f"there is no model {name[:80]!r}; this is {self.settings.model!r}"
+            raise Refusal(404, line, "model", "model_not_found")
+        context = context or behind or None
+        if context is not None and context not in self.batch.contexts:
+            raise Refusal(404, f"there is no context {context[:80]!r}", "context", "context_not_found")
+        return context
+
+
+@dataclass
+class Record:
+    """The record of one request, for the log and the metrics. It never holds texts."""
+
+    id: str
+    endpoint: str = ""
+    started: float = field(default_factory=time.monotonic)
+    status: int = 0
+    stream: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    first_token_s: float | None = None
+    finish: str | None = None
+    error: str | None = None
+    replica: str | None = None  # the one that answered, if there are several

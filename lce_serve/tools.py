@@ -1,0 +1,178 @@
+"""Tools: what the model is told of them, the form of its calls, and the calls found in its text.
+
+A call has one form, that of Hermes and Qwen:
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Oslo"}}
+    </tool_call>
+
+A chat template that writes `<tool_call>` gets the tools and the calls as they are. For any other template the tools are
+written into the system message, calls into the answers, and results of calls into the user's messages, as plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from lce_serve.fields import Fields
+from lce_serve.refusals import Refusal
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MOST_TOOLS = 128
+_TOLD = (
+    "You may call functions. Their signatures are within <tools></tools>:\n<tools>\n{}\n</tools>\n"
+    "For each call write the function's name and arguments as JSON within <tool_call></tool_call>:\n"
+    '<tool_call>\n{{"name": NAME, "arguments": OBJECT}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the tool as templates get tools."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request. `choice` is `auto`, `required`, `none`, or the name of the tool that must be called."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: str = "auto"
+    parallel: bool = True
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call."""
+        if self.choice in ("auto", "required"):
+            return self.tools
+        return tuple(tool for tool in self.tools if tool.name == self.choice)
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice not in ("auto", "none") and bool(self.tools)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the model wrote. `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+    id: str
+
+
+def tool_of(fields: Fields, schema: str) -> Tool:
+    """Return a tool from its fields `name`, `description` and the one named `schema`."""
+    name = fields.text("name")
+    if not name or len(name) > 128:
+        raise Refusal(400, f"{fields.name('name')} must be a name of 1 to 128 characters", fields.name("name"))
+    return Tool(name, fields.text("description") or "", fields.object(schema) or {"type": "object"})
+
+
+def checked(tools: list[Tool], choice: str, parallel: bool, param: str = "tool_choice") -> Tools:
+    """Return the tools of a request. Refuses a choice that no tool has, and two tools of a name."""
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise Refusal(400, "two tools have the same name", "tools")
+    if choice not in ("auto", "none", "required", *names):
+        raise Refusal(400, f"{param} names {choice[:64]!r}, which is not among the tools", param)
+    if choice == "required" and not tools:
+        raise Refusal(400, f"{param} requires a call, and there are no tools", param)
+    return Tools(tuple(tools), choice, parallel)
+
+
+def knows_tools(template: str | None) -> bool:
+    """Return whether a chat template writes tools and calls in the form above."""
+    return template is not None and "tools" in template and OPEN in template
+
+
+def in_plain_text(messages: list[dict[str, Any]], tools: tuple[Tool, ...]) -> list[dict[str, Any]]:
+    """Return messages in which tools, calls and results are plain text, for a template that does not know tools.
+
+    Neighbouring results become one user's message, because many templates want roles to alternate.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        content = message["content"] or ""
+        if message["role"] == "tool":
+            written = f"<tool_response>\n{content}\n</tool_response>"
+            if found and found[-1].get("results"):
+                found[-1]["content"] += f"\n{written}"
+            else:
+                found.append({"role": "user", "content": written, "results": "yes"})
+            continue
+        calls = [_written(call["function"]) for call in message.get("tool_calls", ())]
+        found.append({"role": message["role"], "content": "\n".join([*([content] if content else []), *calls])})
+    if tools:
+        told = _TOLD.format("\n".join(json.dumps(tool.as_object(), ensure_ascii=False) for tool in tools))
+        if found and found[0]["role"] == "system":
+            found[0]["content"] += f"\n\n{told}"
+        else:
+            found.insert(0, {"role": "system", "content": told})
+    return [{"role": message["role"], "content": message["content"]} for message in found]
+
+
+def _written(function: dict[str, Any]) -> str:
+    return f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}"
+
+
+class CallReader:
+    """A reader of an answer's text that finds calls. `push` gives the text outside calls, and the complete calls.
+
+    Text that may begin a call is held back. At the end, `finish` gives an incomplete call as text.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        self._names = {tool.name for tool in tools.callable}
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """Add text; return the text that is certainly outside calls, and the calls that are complete."""
+        self._held += text
+        outside, calls = "", []
+        while True:
+            before, opened, rest = self._held.partition(OPEN)
+            inside, closed, after = rest.partition(CLOSE)
+            if not (opened and closed):
+                break
+            call = self._call(inside)
+            outside += before if call else before + opened + inside + closed
+            calls += [call] if call else []
+            self._held = after.lstrip("\n") if call else after
+        kept = len(before) if opened else len(before) - _overlap(before)
+        kept -= 0 if opened else len(before[:kept]) - len(before[:kept].rstrip("\n"))
+        outside, self._held = outside + self._held[:kept], self._held[kept:]
+        return (outside.strip("\n") if calls else outside), calls
+
+    def finish(self) -> str:
+        """Return the text that is still held back."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _call(self, inside: str) -> Call | None:
+        """Return the call that a text between the marks is; None if it is none of a known tool."""
+        try:
+            found = json.loads(inside)
+            name, arguments = found["name"], found["arguments"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if name not in self._names or not isinstance(arguments, dict):
+            return None
+        return Call(name, json.dumps(arguments, ensure_ascii=False), f"call_{secrets.token_hex(12)}")
+
+
+def _overlap(text: str) -> int:
+    """Return the length of the longest end of a text with which `OPEN` begins."""
+    return next((n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if OPEN.startswith(text[-n:])), 0)

@@ -1,0 +1,148 @@
+"""`recommend`: turns within the time, the length that the time affords, what is told apart, and the command."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lce.methods.auto import CANDIDATES, Choice
+from lce_lab.eval import recommend as module
+from lce_lab.eval.recommend import FULL, Probe, Recommendation, recommend, told_apart
+from lce_lab.eval.scores import Score
+from tests.command import assert_error, run
+
+SOME = CANDIDATES[:2]
+
+
+class Clock:
+    """A clock that stands still, except while a method is asked a text: then `pace(its name, length)` seconds pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pace: Callable[[str, int], float]) -> None:
+        self.now, self.asked = 0.0, list[tuple[str, int]]()
+        asking = module.MadeSuite.answers
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+        def answers(suite: module.MadeSuite, engine: module.lce.Engine, *what: object, **how: object) -> object:
+            name, length = engine.method.label, what[1]
+            assert isinstance(length, int)
+            self.asked.append((name, length))
+            self.now += pace(name, length)
+            return asking(suite, engine, *what, **how)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(module.MadeSuite, "answers", answers)
+
+
+def test_without_time_the_ceiling_and_one_method_are_asked(tiny_model: Path) -> None:
+    found = recommend(str(tiny_model), seconds=0.0, task="code", candidates=SOME, window=256)
+    assert found.ceiling.choice.method == "full"
+    assert [probe.choice for probe in found.probes] == [SOME[0]]
+    assert list(found.left) == [SOME[1]]
+    assert found.ceiling.length < 256 < found.probes[0].length
+    assert found.chosen.choice == SOME[0]
+
+
+def test_with_time_every_method_reads_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    Clock(monkeypatch, lambda name, n_tokens: 1.0)
+    found = recommend("demo", seconds=8.0, task="passkey", candidates=SOME, progress=lambda *done: told.append(done))
+    assert found.left == []
+    assert len({(probe.length, len(probe.values)) for probe in found.probes}) == 1
+    scores = [(-probe.score.mean, probe.score.read_bytes or 0) for probe in found.probes]
+    assert scores == sorted(scores)
+    assert found.ceiling.score.mean > 0.9, "the demo model finds pass keys within its window"
+    assert told == sorted(told)
+    assert all(total == 8 for _, total in told)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "length", "rounds"),
+    [(100.0, 384, 6), (17.0, 384, 1), (16.0, 352, 1), (13.0, 320, 1), (12.0, 288, 1), (9.0, 288, 0)],
+)
+def test_the_time_affords_a_length_and_rounds(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, length: int, rounds: int
+) -> None:
+    """A text of 128 tokens takes a second. Three methods take turns in whole rounds, behind one text of each."""
+    clock = Clock(monkeypatch, lambda name, n_tokens: (n_tokens / 128) ** 1.5)
+    some = CANDIDATES[:3]
+    found = recommend(str(tiny_model), seconds=seconds, task="code", candidates=some, window=256)
+    assert {n_tokens for name, n_tokens in clock.asked if name != "full"} == {length}
+    assert clock.asked[0] == ("full", 128)
+    assert clock.now <= seconds
+    if rounds:
+        assert clock.asked == [("full", 128), *((each.method, length) for each in some)] * rounds
+        assert found.left == []
+    assert len({len(each.values) for each in found.probes}) == 1
+
+
+def test_a_turn_that_does_not_fit_is_not_begun(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda name, n_tokens: 1.0 if name == "full" else 10.0)
+    found = recommend(str(tiny_model), seconds=25.0, length=300, task="code", candidates=CANDIDATES, window=256)
+    assert [each.choice for each in found.probes if each.length == 300] == sorted(
+        CANDIDATES[:2], key=[each.choice for each in found.probes].index
+    )
+    assert list(found.left) == list(CANDIDATES[2:])
+    assert clock.now == 21.0
+
+
+def made(method: str, right: str, read_bytes: float) -> Probe:
+    """A probe whose answers are right where `right` has a 1."""
+    values = [float(each) for each in right]
+    score = Score(len(values), sum(values) / len(values), 0.0, 1.0, "Wilson", read_bytes)
+    return Probe(Choice(method), 300, score, 1.0, values)
+
+
+def test_what_is_told_apart() -> None:
+    """By a sign test: of six questions that only one of two methods finds, all six must be one method's."""
+    assert told_apart([1.0] * 6 + [0.0] * 9, [0.0] * 15)
+    assert not told_apart([1.0] * 5 + [0.0] * 9, [0.0] * 14)
+    assert not told_apart([1.0] * 6 + [0.0], [0.0] * 6 + [1.0])
+    assert not told_apart([1.0, 0.0], [1.0, 0.0])
+
+
+def test_of_methods_that_are_alike_the_one_that_reads_least_is_chosen() -> None:
+    probes = made("rerope", "11111111", 30), made("pages", "10101111", 20), made("longheads", "10000000", 10)
+    found = Recommendation(made("full", "11111111", 10), probes, [])
+    assert [each.choice.method for each in found.alike] == ["rerope", "pages"]
+    assert found.chosen.choice.method == "pages"
+
+
+def test_the_command(tiny_model: Path) -> None:
+    asked = ("recommend", "--model", str(tiny_model), "--window", "256", "--seconds", "0", "--task", "code")
+    result = run(*asked)
+    assert result.exit_code == 0, result.stderr
+    head, ceiling, first, *left, _, best = result.stdout.splitlines()
+    assert head.split()[:3] == ["method", "tokens", "right"]
+    assert ceiling.split()[0] == FULL.method
+    assert first.split()[:2] == [CANDIDATES[0].method, "288"]
+    assert [line.split() for line in left] == [[each.method, "288", "not", "asked"] for each in CANDIDATES[1:]]
+    assert best == f"only this was asked: --method {CANDIDATES[0].spelled}"
+    assert "there was no time for" in result.stderr
+    assert "what methods find says little" in result.stderr, "random weights find nothing"
+    found = json.loads(run(*asked, "--json", "--quiet").stdout)
+    assert found["probes"][0]["method"] == CANDIDATES[0].method
+    assert found["ceiling"]["questions"] == 1
+    assert found["recommended"] == {"method": CANDIDATES[0].method, "knobs": {}}
+    assert [each["method"] for each in found["not_asked"]] == [each.method for each in CANDIDATES[1:]]
+
+
+def test_the_command_says_what_cannot_be_told_apart(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, lambda name, n_tokens: 1.0)
+    result = run("recommend", "--model", str(tiny_model), "--window", "256", "--seconds", "7", "--task", "code")
+    *_, few, best = result.stdout.splitlines()
+    assert few.startswith("1 question cannot tell these apart: ")
+    assert {*few.partition(": ")[2].split(", ")} == {each.spelled for each in CANDIDATES}
+    assert best.startswith("the one that reads least a token: --method ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--task", "cod"), "unknown task 'cod'; did you mean 'code'"),
+        (("--length", "8", "--task", "code"), "expected at least"),
+        (("--seconds", "-1"), "-1"),
+    ],
+)
+def test_what_cannot_be_asked(tiny_model: Path, options: tuple[str, ...], message: str) -> None:
+    assert_error(run("recommend", "--model", str(tiny_model), *options), 2, message)

@@ -1,0 +1,165 @@
+"""Causes of misses, on a hand-made model whose misses have known causes (tests/lookup.py)."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce.errors import UsageError
+from lce.methods import make
+from lce_lab.eval.record import Record
+from lce_lab.eval.running import Asking
+from lce_lab.eval.sample import Sample
+from lce_lab.eval.why import CAUSES, explain, rungs
+from tests.lookup import WINDOW, save_lookup, text
+
+pytestmark = pytest.mark.filterwarnings("ignore::lce.WindowWarning")
+FAR = text(50, "7", 150)  # 150 positions away: beyond the window, and not in the first chunk or the last ones
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_lookup(tmp_path_factory.mktemp("lookup")))
+
+
+def asked(document: str, answer: str = "7") -> Callable[[object], Iterable[Sample]]:
+    return lambda engine: [Sample(document, "?", (answer,), answer=answer, facts=(answer,))]
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "document", "answer", "cause", "by"),
+    [
+        ("longheads", {"chunk_size": 8, "chunks": 8, "rank": "last"}, text(2, "7", 190), "7", "answered", "itself"),
+        ("longheads", {"chunk_size": 8, "chunks": 8, "rank": "last"}, FAR, "7", "selection", "true mass (constant)"),
+        ("quest", {"dense_layers": 0, "page": 8, "budget": 16}, text(250, "7", 60), "7", "answered", "itself"),
+        # The first chunk, the last and its own are three: none is free, whoever selects.
+        ("longheads", {"chunk_size": 8, "chunks": 3}, FAR, "7", "budget", "2 times the budget, true mass (constant)"),
+        ("longheads", {"chunk_size": 8, "chunks": 6, "placement": "true"}, FAR, "7", "placement",
+         "placed side_by_side, true mass (constant)"),
+        # At true distances no budget helps, and three chunks do not help in any placement.
+        ("longheads", {"chunk_size": 8, "chunks": 3, "placement": "true"}, FAR, "7", "both", "everything (rerope)"),
+        ("streaming", {}, FAR, "7", "both", "everything (rerope)"),
+        ("longheads", {"chunk_size": 8, "chunks": 3}, FAR, "4", "model", None),
+        ("infllm", {"block_size": 8, "top_k": 1, "sinks": 4, "local": 8}, FAR + "5", "7", "model", None),
+        # To a filler's query all tokens are alike, so each of them has the best score of the block.
+        ("esa", {"compress": "none", "sinks": 4, "local": 8, "top_k": 4}, FAR, "7", "selection",
+         "true mass (constant)"),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_known_causes(
+    model: str, name: str, knobs: dict[str, Any], document: str, answer: str, cause: str, by: str | None
+) -> None:
+    found = explain(model, make(name, knobs), asked(document, answer), length=len(document) + 2)
+    verdict = found.verdicts[0]
+    assert (verdict.cause, verdict.by) == (cause, by), verdict.answers
+    assert found.counts == {each: int(each == cause) for each in CAUSES}
+    assert next(iter(verdict.answers)) == "itself"
+
+
+def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "answers"
+    method = make("longheads", {"chunk_size": 8, "chunks": 3})
+    both = [*asked(text(2, "7", 190))(None), *asked(FAR)(None)]
+    told: list[tuple[str, int, int]] = []
+    first = explain(model, method, lambda _: both, length=202, record=Record(path), progress=lambda *t: told.append(t))
+    assert told[:3] == [("longheads, itself:", done, 2) for done in (0, 1, 2)]
+    assert {total for _, _, total in told[3:]} == {1}, "only the second is asked again"
+    assert [verdict.cause for verdict in first.verdicts] == ["answered", "budget"]
+    assert path.read_bytes().count(b"\n") == 2 + 2  # a selection and a budget for the one that is missed
+    assert path.read_bytes().count(b'"checkpoint": ') == 2 + 2
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(lce.Batch, "stream", never)
+    assert explain(model, method, lambda _: both, length=202, record=Record(path)) == first
+
+
+def test_a_shared_document_is_read_once_for_a_change_and_gives_the_same_causes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two questions of one document, one of which is of another kind."""
+    made = [Sample(FAR, "?", (answer,), answer=answer, kind=kind) for answer, kind in (("7", "keys"), ("4", "pairs"))]
+    method, read = make("longheads", {"chunk_size": 8, "chunks": 3}), list[int]()
+    alone = explain(model, method, lambda _: made, length=202)
+    prefill = lce.Engine.prefill
+    monkeypatch.setattr(lce.Engine, "prefill", lambda self, ids, **how: read.append(1) or prefill(self, ids, **how))
+    how: dict[str, Any] = {"length": 202, "asking": Asking("shared"), "record": Record(tmp_path / "answers")}
+    shared = explain(model, method, lambda _: made, **how)
+    assert [verdict.cause for verdict in shared.verdicts] == [verdict.cause for verdict in alone.verdicts]
+    assert [verdict.cause for verdict in shared.verdicts] == ["budget", "model"]
+    assert len(read) == len(shared.verdicts[1].answers), "each change reads the document once"
+    (only,) = explain(model, method, lambda _: made, kind="keys", **how).verdicts
+    assert (only.index, only.cause) == (0, "budget")
+    with pytest.raises(UsageError, match="no sample is of the kind 'pears'; did you mean 'pairs'"):
+        explain(model, method, lambda _: made, kind="pears", **{**how, "record": (empty := Record())})
+    assert not list(empty.items()), "the error comes before any question"
+    with pytest.raises(UsageError, match="mode is turns"):
+        explain(model, method, lambda _: made, length=202, asking=Asking("turns"))
+
+
+def test_a_method_is_asked_in_a_smaller_window_and_the_others_in_the_whole_one(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    (verdict,) = explain(model, make("dca"), asked(FAR, "4"), length=202, record=Record(path)).verdicts
+    assert list(verdict.answers) == ["itself", "in a window of 48", "everything (rerope)", "everything (dca)"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["window"] for line in lines] == [WINDOW, 48, WINDOW, WINDOW]
+
+
+def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -> None:
+    sample = Sample("A stone lies here. " * 40, "Who?", ("nobody at all",), answer="nobody at all")
+    (verdict,) = explain("demo", make("esa"), lambda _: [sample], length=300).verdicts
+    assert verdict.cause == "model"
+    assert "true mass (true)" in verdict.answers
+    assert not any("window" in change for change in verdict.answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "expected"),
+    [
+        # All of the window is in use side by side.
+        ("longheads", {}, ["selection", "placement", "window", "both", "both"]),
+        ("longheads", {"top_p": 0.5}, ["selection", "budget", "placement", "window", "both", "both"]),
+        ("longheads", {"placement": "constant", "chunks": 16}, ["selection"] + ["budget"] * 3 + ["placement"]
+         + ["window", "both", "both"]),
+        ("esa", {"compress": "none"}, ["selection"] + ["budget"] * 4 + ["placement"] * 2 + ["window", "both", "both"]),
+        ("quest", {}, ["selection"] + ["budget"] * 3 + ["placement"] * 2 + ["both"] * 2),
+        ("pages", {"place": "true"}, ["selection"] + ["budget"] * 3 + ["placement"] * 4 + ["window", "both", "both"]),
+        ("pages", {"budget": WINDOW, "select": "lowdim", "compress": "pca"}, ["selection"] + ["placement"] * 3
+         + ["window", "both", "both"]),
+        ("longheads", {"chunk_size": 8, "chunks": 8}, ["selection", "placement", "both", "both"]),  # 64 tokens
+        ("reattention", {}, ["selection", "placement", "window", "both", "both"]),  # it fills the window
+        ("reattention", {"top_k": 2}, ["selection", "budget", "placement", "window", "both", "both"]),
+        ("dca", {}, ["window", "both", "both"]),
+        ("full", {}, ["both", "both"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) -> None:
+    given = make(name, knobs)
+    tried = list(rungs(given.resolve(WINDOW), WINDOW, 200, given))
+    assert [rung.cause for rung in tried] == expected
+    for rung in tried:
+        rung.method.resolve(rung.window or WINDOW)
+    assert len({rung.label for rung in tried}) == len(tried)
+    assert {getattr(rung.method, "top_p", None) for rung in tried if rung.cause == "budget"} <= {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "attended"),
+    [
+        ("infllm", {"sinks": 128, "local": 4096, "block_size": 16, "top_k": 128}, 128 + 4096 + 16 * 128),
+        ("quest", {"budget": 2048}, 2048),
+        ("reattention", {"span": 32, "sinks": 32, "local": 4096, "top_k": 127}, 32 + 4096 + 32 * 127),
+        ("reattention", {"span": 32, "sinks": 32, "local": 4096, "top_k": 16}, 32 + 4096 + 32 * 16),
+    ],
+    ids=str,
+)
+def test_other_placements_attend_as_many_tokens(name: str, knobs: dict[str, Any], attended: int) -> None:
+    method = make(name, knobs).resolve(8192)
+    moved = [rung.method for rung in rungs(method, 8192, 16384, method) if rung.cause == "placement"]
+    assert {each.resolve(8192).chunks * each.choices[1] for each in moved} == {attended}

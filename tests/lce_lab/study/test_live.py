@@ -1,0 +1,113 @@
+"""Runs that a page asks for: checked, bounded, one at a time, and cancelled."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lce.errors import LceError
+from lce.methods import LongHeads, available, find, make
+from lce_lab.study.live import MOST_NEW, Busy, Live, knobs_of, requested
+
+TEXT = "The old miller took the bread out of the oven. " * 3
+ASKED: dict[str, Any] = {"prompt": TEXT, "method": "longheads", "knobs": {"chunk_size": 4}, "max_tokens": 2}
+
+
+@pytest.fixture
+def live(tiny_model: Path) -> Iterator[Live]:
+    made = Live(tiny_model, 200)
+    yield made
+    made.close()
+
+
+def finished(live: Live) -> dict[str, Any]:
+    """The state when no run is under way."""
+    deadline = time.monotonic() + 60
+    while (state := live.state())["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return state
+
+
+def test_a_run_and_its_recording(live: Live) -> None:
+    assert live.state() == {"state": "idle", "id": 0}
+    assert live.start({**ASKED, "off": [[0, 1]], "marks": ["bread"]}) == 1
+    state = finished(live)
+    assert (state["state"], state["id"]) == ("done", 1)
+    (run,) = state["recording"]["runs"]
+    assert (run["off"], len(run["generated"])) == ([[0, 1]], 2)
+    assert len(state["recording"]["marks"]) == 3
+
+
+def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    first = LongHeads.attend
+
+    def slow(self: LongHeads, *args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return first(self, *args)
+
+    monkeypatch.setattr(LongHeads, "attend", slow)
+    live.start(ASKED)
+    assert begun.wait(30)
+    with pytest.raises(Busy, match="a run is under way"):
+        live.start(ASKED)
+    assert live.cancel() == 1
+    go_on.set()
+    assert finished(live) == {"state": "cancelled", "id": 1}
+    assert live.start(ASKED) == 2
+    assert finished(live)["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ([], "expected an object"), (None, "expected an object"), ({"prompt": 7}, "the prompt is missing or empty"),
+        ({"method": "longhead"}, "did you mean 'longheads'"), ({"method": None}, "expected the name of a method"),
+        ({"knobs": {"chunksize": 4}}, "has no option 'chunksize'"), ({"knobs": [1]}, "an object of knobs"),
+        ({"knobs": {"chunk_size": []}}, "chunk_size=[] is not"), ({"knobs": {"preset": [1]}}, "has no"),
+        ({"knobs": {"chunk_size": "x" * 200}}, "is not a whole number"),
+        ({"method": "esa", "knobs": {"maps": "/etc/passwd"}}, "cannot be set from a page"),
+        ({"max_tokens": 257}, "max_tokens is 257; expected a whole number from 0 to 256"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1e400}, "max_tokens is inf"), ({"off": [[0]]}, "pairs of a layer and a head"),
+        ({"off": [[0, 9]]}, "layer 0 has no head 9"), ({"off": {"0": 1}}, "pairs of a layer"),
+        ({"marks": [3]}, "marks is"),
+        ({"prompt": "the dogs " * 400}, "expected 200 or fewer"), ({"prompt": "\ud800"}, "half a surrogate pair"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_asked(live: Live, change: Any, words: str) -> None:
+    body = {**ASKED, **change} if isinstance(change, dict) else change
+    with pytest.raises(LceError) as raised:
+        live.start(body)
+    assert words in str(raised.value)
+    assert live.state()["state"] == "idle"
+
+
+def test_about_names_every_method_and_its_knobs(live: Live) -> None:
+    about = live.about()
+    assert [each["name"] for each in about["methods"]] == available()
+    assert about["model"] | {"name": ""} == {"name": "", "layers": 2, "heads": 4, "kv_heads": 2, "window": 64}
+    assert about["max_tokens"] == MOST_NEW
+    knobs = {knob["name"]: knob for knob in knobs_of(find("longheads"))}
+    expected = {"name": "share", "help": "", "default": "head", "choices": ["head", "group", "layer"], "words": []}
+    assert knobs["share"] | {"help": ""} == expected
+    assert [knobs[name]["choices"] for name in ("chunk_size", "keep_first")] == [None, ["true", "false"]]
+    (group,) = (knob for knob in knobs_of(find("self_extend")) if knob["name"] == "group")
+    assert (group["choices"], group["words"], group["default"]) == (None, ["auto"], 8)
+    (growth,) = (knob for knob in knobs_of(find("pages")) if knob["name"] == "growth")
+    assert (growth["choices"], growth["default"]) == (["sqrt", "linear"], None)
+    assert requested({"prompt": "x", "method": "self_extend", "knobs": {"group": "auto"}})[1] == make(
+        "self_extend", {"group": "auto"}
+    )
+    assert "maps" not in {knob["name"] for knob in knobs_of(find("esa"))}
+    for each in about["methods"]:
+        plain = {knob["name"]: knob["default"] for knob in each["knobs"]}
+        texts = {name: str(value) for name, value in plain.items() if value is not None}  # as the page sends knobs
+        _, method = requested({"prompt": "x", "method": each["name"], "knobs": texts})
+        assert method == make(each["name"], plain)

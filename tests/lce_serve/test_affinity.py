@@ -1,0 +1,109 @@
+"""Which replica answers: sessions, known beginnings, and replicas with too many requests. No Ray, no model."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from lce_serve.affinity import BLOCK, Affinity, Known, affinity_of, ranked
+
+SLACK = 8
+REPLICAS = dict.fromkeys(["a", "b", "c", "d"], 0)
+
+
+def chat(*texts: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text} for text in texts], **more}
+
+
+def first(session: str, replicas: dict[str, int]) -> str:
+    return ranked(Affinity(session), replicas, Known(), SLACK)[0]
+
+
+def test_a_session_has_one_replica() -> None:
+    found = [[first(f"session {number}", REPLICAS) for number in range(1000)] for _ in range(2)]
+    assert found[0] == found[1]
+    assert all(180 < count < 320 for count in Counter(found[0]).values())
+
+
+@pytest.mark.parametrize("gone", REPLICAS)
+def test_only_the_sessions_of_a_replica_that_goes_move(gone: str) -> None:
+    left = {name: 0 for name in REPLICAS if name != gone}
+    for number in range(200):
+        before, after = first(f"session {number}", REPLICAS), first(f"session {number}", left)
+        assert after == before or before == gone
+
+
+def test_the_key_is_the_header_or_the_field() -> None:
+    assert affinity_of("one", {"prompt_cache_key": "two"}).session == "one"
+    assert affinity_of(None, {"prompt_cache_key": "two"}).session == "two"
+    assert affinity_of(None, {"prompt_cache_key": 2}).session is None
+    for body in (None, [], "text", 3, {"messages": None}):
+        assert affinity_of(None, body) == Affinity()
+
+
+def test_the_next_turn_goes_where_the_first_one_went() -> None:
+    known, turn = Known(), affinity_of(None, chat("x" * 2000))
+    known.note(turn, "c")
+    for body in (chat("x" * 2000, "y" * 3000), chat("x" * 2000)):
+        assert ranked(affinity_of(None, body), REPLICAS, known, SLACK)[0] == "c"
+
+
+def test_the_longest_known_beginning_decides() -> None:
+    known = Known()
+    known.note(affinity_of(None, {"prompt": "x" * 1000}), "a")
+    known.note(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000}), "b")
+    assert known.longest(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000 + "z"}), REPLICAS) == "b"
+    assert (
+        known.longest(affinity_of(None, {"prompt": "x" * 1000 + "z" * 2000}), REPLICAS) == "b"
+    )  # the last one that was sent it
+    assert known.longest(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000}), ["a", "c"]) is None
+    assert known.longest(affinity_of(None, {"prompt": "z" * 1000}), REPLICAS) is None
+
+
+def test_a_short_common_beginning_does_not_count() -> None:
+    known = Known()
+    known.note(affinity_of(None, {"prompt": "x" * 2 * BLOCK}), "a")
+    assert known.longest(affinity_of(None, {"prompt": "x" * 2 * BLOCK + "y" * 10 * BLOCK}), REPLICAS) == "a"
+    assert known.longest(affinity_of(None, {"prompt": "x" * 2 * BLOCK + "y" * 100 * BLOCK}), REPLICAS) is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"model": "m@book"}, {"context": "book"}, {"method": "full"}, {"tools": [{}]}, {"instructions": "x"}],
+)
+def test_the_same_text_behind_another_beginning_is_another_text(more: dict[str, Any]) -> None:
+    known = Known()
+    known.note(affinity_of(None, chat("x" * 2000)), "a")
+    assert known.longest(affinity_of(None, chat("x" * 2000, **more)), REPLICAS) is None
+
+
+def test_token_ids_and_all_endpoints_have_texts() -> None:
+    for body in ({"prompt": list(range(500))}, {"input": "x" * 500}, {"input": chat("x" * 500)["messages"]}):
+        assert len(affinity_of(None, body).digests) > 1
+
+
+@pytest.mark.parametrize("affinity", [Affinity("s"), affinity_of(None, {"prompt": "x" * 1000})])
+def test_a_replica_with_too_many_requests_loses_some(affinity: Affinity) -> None:
+    known = Known()
+    best = ranked(affinity, REPLICAS, known, SLACK)[0]
+    known.note(affinity, best)
+    assert ranked(affinity, REPLICAS | {best: SLACK}, known, SLACK)[0] == best
+    assert ranked(affinity, REPLICAS | {best: SLACK + 1}, known, SLACK)[-1] == best
+    assert ranked(affinity, dict.fromkeys(REPLICAS, 100), known, SLACK)[0] == best
+
+
+def test_without_affinity_the_fewest_requests_decide() -> None:
+    assert ranked(Affinity(), {"a": 3, "b": 1, "c": 2}, Known(), SLACK) == ["b", "c", "a"]
+    assert ranked(Affinity("s"), {}, Known(), SLACK) == []
+
+
+def test_all_replicas_are_ranked_once() -> None:
+    for affinity in (Affinity("s"), Affinity(), affinity_of(None, {"prompt": "x" * 1000})):
+        assert sorted(ranked(affinity, {"a": 3, "b": 1, "c": 2}, Known(), SLACK)) == ["a", "b", "c"]
+
+
+def test_the_known_beginnings_are_bounded() -> None:
+    known, texts = Known(4), [affinity_of(None, {"prompt": letter * 500}) for letter in "xyz"]
+    for text in texts:
+        known.note(text, "a")
+    assert [known.longest(text, REPLICAS) for text in texts] == [None, "a", "a"]

@@ -1,0 +1,136 @@
+"""Clients of other projects, as they are published, against a real server."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce_serve.service import Service
+from tests.command import Process
+from tests.lce_serve.conftest import serving
+
+WAIT_S = 60
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def address(service: Service) -> Iterator[str]:
+    with serving(service) as address:
+        yield address
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_openai_async_with_schemas_and_tools(address: str) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", timeout=WAIT_S) as client:
+            make = client.chat.completions.create
+            form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+            found, called, stream = await asyncio.gather(
+                make(model="tiny", messages=HI, max_tokens=80, response_format=form, logit_bias={"5": 1}),
+                make(model="tiny", messages=HI, max_tokens=200, tools=[TOOL], tool_choice="required"),
+                make(model="tiny", messages=HI, max_tokens=8, stream=True, stream_options={"include_usage": True}),
+            )
+            if found.choices[0].finish_reason == "stop":
+                assert isinstance(json.loads(found.choices[0].message.content)["n"], int)
+            assert called.choices[0].finish_reason in ("tool_calls", "length")
+            for call in called.choices[0].message.tool_calls or []:
+                assert call.function.name == "add"
+                assert isinstance(json.loads(call.function.arguments)["n"], int)
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].usage.completion_tokens == 8
+            answer = await client.responses.create(model="tiny", input="hi", max_output_tokens=8)
+            assert answer.output_text
+
+    asyncio.run(asyncio.wait_for(ask(), WAIT_S))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_anthropic_async(address: str) -> None:
+    anthropic = pytest.importorskip("anthropic")
+
+    async def ask() -> None:
+        async with anthropic.AsyncAnthropic(base_url=address, api_key="none", timeout=WAIT_S) as client:
+            tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
+            how: Any = {"model": "tiny", "max_tokens": 100, "messages": HI}
+            async with client.messages.stream(**how) as stream:
+                text = "".join([piece async for piece in stream.text_stream])
+                assert text == (await stream.get_final_message()).content[0].text
+            found = await client.messages.create(**how, tools=tools, tool_choice={"type": "any"})
+            for block in found.content:
+                if block.type == "tool_use":
+                    assert isinstance(block.input["n"], int)
+            assert (await client.messages.count_tokens(model="tiny", messages=HI)).input_tokens > 0
+
+    asyncio.run(asyncio.wait_for(ask(), WAIT_S))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_langchain(address: str) -> None:
+    chat = pytest.importorskip("langchain_openai").ChatOpenAI
+    model = chat(base_url=f"{address}/v1", api_key="none", model="tiny", max_tokens=12, temperature=0, timeout=WAIT_S)
+    whole = model.invoke("hi")
+    assert whole.usage_metadata["output_tokens"] <= 12
+    assert "".join(str(chunk.content) for chunk in model.stream("hi")) == whole.content
+    called = model.bind_tools([TOOL], tool_choice="add").invoke("hi", max_tokens=200)
+    assert all(call["name"] == "add" for call in called.tool_calls)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_evaluation_harness_scores_as_in_process(engine: lce.Engine, address: str, chat_model: Path) -> None:
+    """Log-likelihoods by `local-completions` over HTTP are those of the engine."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity", reason="lm_eval[api] is not installed")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model = LocalCompletionsAPI(
+        base_url=f"{address}/v1/completions", model="tiny", tokenizer=str(chat_model), tokenizer_backend="huggingface",
+        num_concurrent=2, max_length=512, max_retries=1,
+    )  # fmt: skip
+    pairs = [("one two three", " four"), ("a b", " c d"), ("hello", " world")]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    for (before, after), (logprob, greedy) in zip(pairs, model.loglikelihood(asked), strict=True):
+        whole, first = (engine.tokenizer.encode(text, bos=False) for text in (before + after, before))
+        scores = engine.score(whole, first=len(first))
+        assert logprob == pytest.approx(float(scores.logprobs.sum()), abs=1e-3)
+        assert greedy == bool(scores.likeliest.all())
+
+
+@pytest.mark.slow
+def test_llm_with_its_own_plugin(address: str, tmp_path: Path) -> None:
+    pytest.importorskip("llm")
+    text = f"- model_id: tiny-lce\n  model_name: tiny\n  api_base: {address}/v1\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(text)
+    own = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "", "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    for more in ([], ["--no-stream"]):
+        command = [sys.executable, "-m", "llm", "-m", "tiny-lce", "--key", "none", "-o", "max_tokens", "8", *more, "hi"]
+        with Process(command, env=own) as process:
+            out, err = process.communicate()
+        assert process.returncode == 0, err
+        assert out.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_schemathesis_finds_no_failure_of_the_server(address: str, tmp_path: Path) -> None:
+    """Whatever the OpenAPI document allows, and what it does not, is answered below 500."""
+    pytest.importorskip("schemathesis")
+    command = [
+        sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json", "--checks", "not_a_server_error",
+        "--max-examples", "25", "--request-timeout", "30", "--seed", "1", "--no-color",
+    ]  # fmt: skip
+    with Process(command, cwd=tmp_path) as process:
+        out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, out[-4000:] + err[-2000:]

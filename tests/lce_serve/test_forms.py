@@ -1,0 +1,140 @@
+"""Completions, Responses, Messages, and the small endpoints."""
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.lce_serve.conftest import events
+
+
+def test_a_completion_is_what_the_engine_says(client: TestClient, engine: Any) -> None:
+    ids = engine.tokenizer.encode("the lazy dog")
+    own = engine.generate("the lazy dog", max_tokens=5).text
+    for prompt in ("the lazy dog", ids):
+        found = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5}).json()
+        assert found["choices"][0]["text"] == own
+    found = client.post("/v1/completions", json={"prompt": [ids, ids], "max_tokens": 5}).json()
+    assert [choice["text"] for choice in found["choices"]] == [own, own]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("top", [0, 1])
+def test_echo_scores_a_prompt_as_the_harness_reads_it(
+    client: TestClient, engine: Any, max_tokens: int, top: int
+) -> None:
+    ids = engine.tokenizer.encode("over the moon and the other dogs")
+    how = {"prompt": [ids], "max_tokens": max_tokens, "echo": True, "logprobs": top}
+    found = client.post("/v1/completions", json=how).json()["choices"][0]
+    scores = engine.score(ids)
+    logprobs = found["logprobs"]["token_logprobs"][: len(ids)]
+    assert logprobs[0] is None
+    assert logprobs[1:] == pytest.approx(scores.logprobs.tolist(), abs=1e-4)
+    assert len(found["logprobs"]["tokens"]) in (len(ids), len(ids) + max_tokens)
+    assert found["text"].startswith(engine.tokenizer.decode(ids))
+    if top:
+        names, tops = found["logprobs"]["tokens"], found["logprobs"]["top_logprobs"]
+        greedy = [max(tops[i], key=tops[i].get) == names[i] for i in range(1, len(ids))]
+        assert greedy == scores.likeliest.tolist()
+
+
+def test_a_streamed_completion_is_the_same(client: TestClient) -> None:
+    how = {"prompt": "the lazy", "max_tokens": 5, "echo": True}
+    whole = client.post("/v1/completions", json=how).json()["choices"][0]["text"]
+    chunks = [json.loads(x) for x in events(client.post("/v1/completions", json={**how, "stream": True}).text)[:-1]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+
+
+def test_responses_stream_numbered_events_without_done(client: TestClient) -> None:
+    how: dict[str, Any] = {"input": "the quick fox", "instructions": "Be brief.", "tools": [{"type": "web_search"}]}
+    whole = client.post("/v1/responses", json=how | {"max_output_tokens": 6}).json()
+    text = whole["output"][0]["content"][0]["text"]
+    answer = client.post("/v1/responses", json=how | {"max_output_tokens": 6, "stream": True})
+    found = [json.loads(data) for data in events(answer.text)]
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    assert found[0]["type"] == "response.created"
+    assert found[-1]["type"] == f"response.{whole['status']}"
+    assert "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta") == text
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == text
+    assert "[DONE]" not in answer.text
+
+
+def test_responses_take_items_and_refuse_an_earlier_response(client: TestClient) -> None:
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "add"}]},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
+    answer = client.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    answer = client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_1"})
+    assert answer.status_code == 400
+
+
+def test_messages_answer_in_anthropics_form(client: TestClient) -> None:
+    how: dict[str, Any] = {"messages": [{"role": "user", "content": "the fox"}], "system": "Be brief."}
+    whole = client.post("/v1/messages", json=how | {"max_tokens": 6}).json()
+    assert whole["type"] == "message"
+    assert whole["stop_reason"] in ("end_turn", "max_tokens")
+    answer = client.post("/v1/messages", json=how | {"max_tokens": 6, "stream": True})
+    found = [json.loads(data) for data in events(answer.text)]
+    assert found[0]["type"] == "message_start"
+    assert found[-1]["type"] == "message_stop"
+    text = "".join(each["delta"]["text"] for each in found if each["type"] == "content_block_delta")
+    assert text == "".join(block["text"] for block in whole["content"])
+    counted = client.post("/v1/messages/count_tokens", json=how).json()
+    usage = whole["usage"]
+    assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_messages_are_refused_in_anthropics_form(client: TestClient) -> None:
+    answer = client.post("/v1/messages", json={"messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_tokens_go_there_and_back(client: TestClient) -> None:
+    ids = client.post("/tokenize", json={"content": "the fox", "add_special": False}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["content"] == "the fox"
+    assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+
+
+def test_a_context_is_made_asked_and_dropped(client: TestClient, engine: Any) -> None:
+    made = client.post("/contexts", json={"name": "book", "prompt": "the old miller took the bread"})
+    assert made.status_code == 200, made.text
+    assert [each["name"] for each in client.get("/contexts").json()["data"]] == ["book"]
+    assert "tiny@book" in [each["id"] for each in client.get("/v1/models").json()["data"]]
+    assert client.get("/v1/models/tiny@book").status_code == 200
+    prompt = {"prompt": " out of the oven", "max_tokens": 4}
+    found = client.post("/v1/completions", json={**prompt, "model": "tiny@book"})
+    own = engine.generate(" out of the oven", context=engine.prefill("the old miller took the bread"), max_tokens=4)
+    assert found.json()["choices"][0]["text"] == own.text
+    asked = {"messages": [{"role": "user", "content": "and?"}], "context": "book", "max_tokens": 2}
+    assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    assert client.delete("/contexts/book").status_code == 200
+    assert client.delete("/contexts/book").status_code == 404
+    assert client.post("/v1/completions", json={**prompt, "model": "tiny@book"}).status_code == 404
+
+
+def test_figures_have_vllms_names(client: TestClient) -> None:
+    client.post("/v1/completions", json={"prompt": "the fox", "max_tokens": 4})
+    text = client.get("/metrics").text
+    names = "num_requests_running num_requests_waiting kv_cache_usage_perc time_to_first_token_seconds_count "
+    names += "inter_token_latency_seconds_count time_per_output_token_seconds_count prompt_tokens_total "
+    names += (
+        "generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total e2e_request_latency_seconds_sum"
+    )
+    for name in names.split():
+        assert f'vllm:{name}{{model_name="tiny"}}' in text, name
+
+
+def test_the_document_lists_every_path(client: TestClient) -> None:
+    from lce_serve.app import _VERBS
+
+    paths = client.get("/openapi.json").json()["paths"]
+    described = {(verb.upper(), path) for path, verbs in paths.items() for verb in verbs}
+    assert described == {(verb, path.replace(":path", "")) for verb, path in _VERBS}
+    assert client.get("/props").json()["model_alias"] == "tiny"

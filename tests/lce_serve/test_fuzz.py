@@ -1,0 +1,49 @@
+"""No body makes the server fail: random values in every field that /openapi.json describes."""
+
+import random
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from lce_serve.openapi import document
+
+ODD: list[Any] = [
+    None, True, False, 0, 1, -1, 3.5, 1e308, -0.0, 2**70, "", "x", "\x00", "auto", "tiny", "user", "text", "é\u2028",
+    [], [1], [[1]], [[]], ["x"], [None], {}, {"type": "text", "text": "x"}, {"a": {"b": [1]}},
+    [{"role": "user", "content": "x"}], {"type": "json_object"}, {"type": "json_schema", "schema": {"type": 5}},
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, [{"name": "f", "input_schema": {}}],
+    {"type": "any"}, {"type": "tool", "name": "f"}, "streaming", "esa", "required", {"include_usage": True},
+    {"5": 3}, {"10000000": 3}, [{"type": "function_call"}], {"format": {"type": "json_object"}},
+]  # fmt: skip
+
+
+def body_of(properties: dict[str, Any], required: list[str], chance: random.Random) -> dict[str, Any]:
+    good = {
+        "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "max_tokens": 3, "name": "a",
+        "max_output_tokens": 3, "max_completion_tokens": 3,
+    }  # fmt: skip
+    body: dict[str, Any] = {name: value for name, value in good.items() if name in properties}
+    for name in chance.sample(sorted(properties), min(len(properties), chance.randint(1, 3))):
+        body[name] = chance.choice(ODD)
+    if chance.random() < 0.1 and required:
+        body.pop(chance.choice(required), None)
+    return body
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_no_body_is_an_internal_error(client: TestClient, seed: int) -> None:
+    chance, statuses = random.Random(seed), set()
+    for path, verbs in document()["paths"].items():
+        if "post" not in verbs:
+            continue
+        schema = verbs["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for _ in range(40 if seed == 0 else 400):
+            body = body_of(schema["properties"], schema["required"], chance)
+            if body.get("max_tokens") is None and "max_tokens" in body:
+                body["max_tokens"] = 3
+            answer = client.post(path, json=body)
+            statuses.add(answer.status_code)
+            assert answer.status_code < 500, (path, body, answer.text)
+    assert statuses <= {200, 400, 404}

@@ -1,0 +1,145 @@
+"""What every request passes: key, Host, origins, and bounds on bodies."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from lce_serve.app import application
+from lce_serve.service import Service, Settings
+from tests.lce_serve.conftest import URL
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+PATH = "/v1/chat/completions"
+
+
+def client_of(service: Service, **changes: Any) -> TestClient:
+    service.settings = replace(service.settings, **changes)
+    return TestClient(application(service), base_url=URL, raise_server_exceptions=False)
+
+
+def test_the_key_is_needed_for_all_but_health(service: Service) -> None:
+    client = client_of(service, key="s3cret")
+    assert client.get("/health").json() == {"status": "ok"}
+    for path in ("/v1/models", "/metrics", "/props", "/openapi.json", "/nothing"):
+        assert client.get(path).status_code == 401
+    for header in ({"Authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
+        assert client.post(PATH, json=CHAT, headers=header).status_code == 200
+    for header in ({"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}, {"x-api-key": "é"}):
+        raw = {name: value.encode() for name, value in header.items()}
+        assert client.post(PATH, json=CHAT, headers=raw).status_code == 401
+
+
+def test_figures_may_be_open(service: Service) -> None:
+    client = client_of(service, key="s3cret", open_metrics=True)
+    assert client.get("/metrics").status_code == 200
+    assert client.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""])
+def test_other_hosts_are_refused_without_a_key(client: TestClient, host: str) -> None:
+    assert client.get("/v1/models", headers={"Host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST:8000"])
+def test_names_of_this_machine_are_taken(client: TestClient, host: str) -> None:
+    assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_only_named_origins_may_ask(service: Service) -> None:
+    client = client_of(service, origins=("http://page.example",))
+    wanted = {"Origin": "http://page.example"}
+    assert client.get("/v1/models", headers={"Origin": "http://other.example"}).status_code == 403
+    assert client.get("/v1/models", headers=wanted).headers["access-control-allow-origin"] == "http://page.example"
+    answer = client.options(PATH, headers={**wanted, "Access-Control-Request-Method": "POST"})
+    assert answer.status_code == 204
+    assert "POST" in answer.headers["access-control-allow-methods"]
+
+
+def test_bodies_are_bounded(service: Service) -> None:
+    client = client_of(service, most_body=2000, most_values=200)
+    send = lambda data, kind="application/json": client.post(PATH, content=data, headers={"Content-Type": kind})  # noqa: E731
+    assert send(b" " * 2001).status_code == 413
+    assert send(iter([b" " * 1500] * 2)).status_code == 413
+    assert send(b"[" + b"0," * 300 + b"0]").status_code == 400
+    assert send(b'{"a":' * 90 + b"0" + b"}" * 90).status_code == 400
+    assert send(b"[" * 1000 + b"]" * 1000).status_code == 400
+    assert send(b"{").status_code == 400
+    assert send(b"\xff").status_code == 400
+    assert send(b"[]").status_code == 400
+    assert send(json.dumps(CHAT).encode(), "text/plain").status_code == 415
+
+
+def test_headers_are_bounded(client: TestClient) -> None:
+    assert client.get("/health", headers={f"x-{i}": "1" for i in range(120)}).status_code == 431
+
+
+def test_paths_and_verbs_that_are_not_there(client: TestClient) -> None:
+    assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
+    answer = client.get(PATH)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_server_that_loads_or_drains_says_so(service: Service) -> None:
+    loading = TestClient(application(Service(Settings("tiny"))), base_url=URL)
+    assert loading.get("/health").status_code == 503
+    assert loading.post(PATH, json=CHAT).json()["error"]["code"] == "loading"
+    service.draining = True
+    client = client_of(service)
+    assert client.get("/health").json() == {"status": "draining"}
+    assert client.post(PATH, json=CHAT).status_code == 503
+
+
+def test_a_full_queue_is_429(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lce.errors
+
+    def full(*_: object, **__: object) -> None:
+        raise lce.errors.BusyError("too many wait")
+
+    monkeypatch.setattr(service.batch, "stream", full)
+    answer = client_of(service).post(PATH, json=CHAT)
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def test_an_unexpected_failure_is_one_requests_own(
+    service: Service, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = client_of(service)
+    with monkeypatch.context() as patch:
+        patch.setattr(service.batch, "stream", lambda *_, **__: 1 / 0)
+        answer = client.post(PATH, json=CHAT)
+    assert answer.status_code == 500
+    assert "ZeroDivisionError" not in answer.text
+    assert answer.headers["x-request-id"] in answer.text
+    assert client.post(PATH, json=CHAT).status_code == 200
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert any("ZeroDivisionError" in line.get("traceback", "") for line in lines)
+    assert [line["status"] for line in lines if "status" in line] == [500, 200]
+
+
+def test_the_log_has_no_texts(client: TestClient, capfd: pytest.CaptureFixture[str]) -> None:
+    client.post(PATH, json={**CHAT, "messages": [{"role": "user", "content": "a secret"}]})
+    (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert line["endpoint"] == PATH
+    assert line["prompt_tokens"] > 0
+    assert line["generated_tokens"] == 1
+    assert "secret" not in str(line)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\x00", "a\ufdd0b", "<|end|>", "😀" * 50])
+def test_odd_texts_do_no_harm(client: TestClient, text: str) -> None:
+    body = json.dumps({**CHAT, "messages": [{"role": "user", "content": text}]}).encode()
+    for path in (PATH, "/v1/messages", "/tokenize", "/v1/responses"):
+        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code in (200, 400)
+    for field in ("model", "context", "method", "prompt_cache_key"):
+        assert (
+            client.post(
+                PATH, content=json.dumps({**CHAT, field: text}), headers={"Content-Type": "application/json"}
+            ).status_code
+            < 500
+        )
