@@ -75,9 +75,15 @@ cli.add_command(leaderboard)
 @options.divided_loading_options
 @options.output_options
 def generate(
-    model: str, prompt: str | list[Any], context_file: str | None, save: options.NewFile, method: MethodOption,
-    loading: dict[str, Any], output: Output, **how: Any,
-) -> None:  # fmt: skip
+    model: str,
+    prompt: str | list[Any],
+    context_file: str | None,
+    save: options.NewFile,
+    method: MethodOption,
+    loading: dict[str, Any],
+    output: Output,
+    **how: Any,
+) -> None:
     """Continue a prompt, or answer it with --chat.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
@@ -119,9 +125,16 @@ def generate(
 @options.loading_options
 @options.output_options
 def chat(
-    model: str, text: tuple[str, ...], system: str | None, context_file: str | None, sampling: dict[str, Any],
-    method: MethodOption, loading: dict[str, Any], output: Output, **answering: Any,
-) -> None:  # fmt: skip
+    model: str,
+    text: tuple[str, ...],
+    system: str | None,
+    context_file: str | None,
+    sampling: dict[str, Any],
+    method: MethodOption,
+    loading: dict[str, Any],
+    output: Output,
+    **answering: Any,
+) -> None:
     """Talk with a model that has a chat template. TEXT is the first message.
 
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
@@ -153,9 +166,15 @@ def chat(
 @options.divided_loading_options
 @options.output_options
 def prefill(
-    model: str, prompt: str, context_file: str | None, out: options.NewFile, method: MethodOption,
-    loading: dict[str, Any], output: Output, **how: Any,
-) -> None:  # fmt: skip
+    model: str,
+    prompt: str,
+    context_file: str | None,
+    out: options.NewFile,
+    method: MethodOption,
+    loading: dict[str, Any],
+    output: Output,
+    **how: Any,
+) -> None:
     """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
@@ -411,9 +430,11 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
 
 @cli.command()
 @flag(
-    "--level LEVEL", f"{', '.join(levels.NAMES)}, or all that a wheel has; repeatable.  [default: this processor's]",
-    type=click.Choice([*levels.NAMES, "all"]), multiple=True,
-)  # fmt: skip
+    "--level LEVEL",
+    f"{', '.join(levels.NAMES)}, or all that a wheel has; repeatable.  [default: this processor's]",
+    type=click.Choice([*levels.NAMES, "all"]),
+    multiple=True,
+)
 @options.output_options
 def warm(level: tuple[str, ...], output: Output) -> None:
     """Compile the CPU kernels that are missing, ahead of their first use: in a container's image, for example.

@@ -118,9 +118,13 @@ def _reason(failure: Exception) -> str:
 
 def _kind(mode: int) -> str:
     kinds = {
-        stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a symbolic link",
-        stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-    }  # fmt: skip
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 

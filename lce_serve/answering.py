@@ -128,9 +128,11 @@ def openai_usage(run: Run) -> dict[str, Any]:
     """Return the object `usage` of chat and completions."""
     prompt, cached, generated = run.usage()
     return {
-        "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
+    }
 
 
 def fingerprint(service: Service) -> str:

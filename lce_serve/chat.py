@@ -19,7 +19,7 @@ from lce_serve.answering import (
     new_id,
     openai_options,
     openai_usage,
-)  # fmt: skip
+)
 from lce_serve.conversation import openai_messages, openai_tools, rendered
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
@@ -42,9 +42,12 @@ async def chat(service: Service, request: Request, fields: Fields) -> Response:
     asked = Asked(
         prompts=[lambda: rendered(tokenizer, messages, shown, variables, following=how["context"] is not None)],
         max_tokens=fields.whole("max_tokens", 1, MOST_TOKENS) if given is None else given,
-        options=options, n=choices_of(fields), tools=tools,
-        grammar=grammar_of(fields.inner("response_format"), tools), **how,
-    )  # fmt: skip
+        options=options,
+        n=choices_of(fields),
+        tools=tools,
+        grammar=grammar_of(fields.inner("response_format"), tools),
+        **how,
+    )
     include = fields.inner("stream_options").flag("include_usage")
     return await answer(service, request, asked, _Form(service, include))
 
@@ -56,9 +59,11 @@ class _Form:
         self._tokenizer = service.batch.engine.tokenizer
         self._include_usage = include_usage
         self._common = {
-            "id": new_id("chatcmpl-"), "created": int(time.time()), "model": service.settings.model,
+            "id": new_id("chatcmpl-"),
+            "created": int(time.time()),
+            "model": service.settings.model,
             "system_fingerprint": fingerprint(service),
-        }  # fmt: skip
+        }
 
     def body(self, run: Run) -> dict[str, Any]:
         choices = []

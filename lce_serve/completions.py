@@ -22,7 +22,7 @@ from lce_serve.answering import (
     new_id,
     openai_options,
     openai_usage,
-)  # fmt: skip
+)
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run, engine_for
 from lce_serve.grammar import grammar_of
@@ -131,14 +131,20 @@ class _Form:
         self._n_top, self._include_usage = n_top, include_usage
         self.echoes: list[_Tokens] = []
         self._common = {
-            "id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()),
-            "model": service.settings.model, "system_fingerprint": fingerprint(service),
-        }  # fmt: skip
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.settings.model,
+            "system_fingerprint": fingerprint(service),
+        }
 
     def unanswered(self, lengths: list[int], n: int) -> dict[str, Any]:
         """Return the answer to a request for no tokens: the prompts alone, or nothing."""
-        choices = [self._choice(i * n + k, self._echo(i), _Tokens(), "", "length")
-                   for i in range(len(lengths)) for k in range(n)]  # fmt: skip
+        choices = [
+            self._choice(i * n + k, self._echo(i), _Tokens(), "", "length")
+            for i in range(len(lengths))
+            for k in range(n)
+        ]
         usage = {"prompt_tokens": sum(lengths), "completion_tokens": 0, "total_tokens": sum(lengths)}
         return {**self._common, "choices": choices, "usage": usage}
 
@@ -201,8 +207,10 @@ class _Form:
                 offsets.append(offset)
                 offset += len(name)
             logprobs = {
-                "tokens": names, "token_logprobs": [*echo.logprobs, *said.logprobs],
-                "top_logprobs": [*echo.top, *said.top] if self._n_top else None, "text_offset": offsets,
-            }  # fmt: skip
+                "tokens": names,
+                "token_logprobs": [*echo.logprobs, *said.logprobs],
+                "top_logprobs": [*echo.top, *said.top] if self._n_top else None,
+                "text_offset": offsets,
+            }
         written = self._tokenizer.decode(echo.ids) if echo.ids else ""
         return {"index": index, "text": written + text, "logprobs": logprobs, "finish_reason": reason}

@@ -88,9 +88,14 @@ def openai_tools(fields: Fields) -> Tools:
 
 
 def rendered(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: tuple[Tool, ...] = (),
-    variables: Mapping[str, Any] | None = None, *, following: bool = False, answer: bool = True,
-) -> Any:  # fmt: skip
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: tuple[Tool, ...] = (),
+    variables: Mapping[str, Any] | None = None,
+    *,
+    following: bool = False,
+    answer: bool = True,
+) -> Any:
     """Return a conversation as the chat template writes it. Blocks while a process renders the template.
 
     With `following`, the conversation continues a named context. Without `answer`, the text does not ask for one.

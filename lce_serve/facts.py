@@ -33,9 +33,13 @@ async def metrics(service: Service, request: Request) -> Response:
 def _model(service: Service, name: str) -> dict[str, Any]:
     engine = service.batch.engine
     return {
-        "id": name, "object": "model", "created": service.started, "owned_by": "lce",
-        "max_model_len": _longest(engine), "meta": {"n_vocab": engine.model.config.vocab_size, "window": engine.window},
-    }  # fmt: skip
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "lce",
+        "max_model_len": _longest(engine),
+        "meta": {"n_vocab": engine.model.config.vocab_size, "window": engine.window},
+    }
 
 
 def _longest(engine: Any) -> int | None:
@@ -67,12 +71,19 @@ async def props(service: Service, request: Request) -> Response:
     """Describe what is served, as llama-server's clients ask for it."""
     batch = service.batch
     engine = batch.engine
-    return Json({
-        "model_alias": service.settings.model, "total_slots": batch.max_lanes, "n_ctx": _longest(engine),
-        "chat_template": engine.tokenizer.chat_template or "", "method": repr(engine.method), "window": engine.window,
-        "methods": lce.methods.available(),
-        "default_generation_settings": {"n_ctx": _longest(engine)}, "modalities": {"vision": False, "audio": False},
-    })  # fmt: skip
+    return Json(
+        {
+            "model_alias": service.settings.model,
+            "total_slots": batch.max_lanes,
+            "n_ctx": _longest(engine),
+            "chat_template": engine.tokenizer.chat_template or "",
+            "method": repr(engine.method),
+            "window": engine.window,
+            "methods": lce.methods.available(),
+            "default_generation_settings": {"n_ctx": _longest(engine)},
+            "modalities": {"vision": False, "audio": False},
+        }
+    )
 
 
 async def tokenize(service: Service, request: Request, fields: Fields) -> Response:

@@ -123,11 +123,20 @@ class Guard:
         if endpoint in ("/health", "/metrics") and record.status == 200:
             return
         line = {
-            "id": record.id, "endpoint": endpoint, "method": scope["method"], "status": record.status,
-            "stream": record.stream, "prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens,
-            "generated_tokens": record.generated_tokens, "first_token_s": record.first_token_s, "total_s": took,
-            "finish": record.finish, "error": record.error, "replica": record.replica,
-        }  # fmt: skip
+            "id": record.id,
+            "endpoint": endpoint,
+            "method": scope["method"],
+            "status": record.status,
+            "stream": record.stream,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "generated_tokens": record.generated_tokens,
+            "first_token_s": record.first_token_s,
+            "total_s": took,
+            "finish": record.finish,
+            "error": record.error,
+            "replica": record.replica,
+        }
         log({name: round(x, 4) if isinstance(x, float) else x for name, x in line.items() if x is not None})
 
 

@@ -29,15 +29,20 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
     if (max_tokens := fields.whole("max_tokens", 1, MOST_TOKENS)) is None:
         raise wrong("max_tokens", None, "a whole number")
     options = {
-        "temperature": fields.number("temperature", 0, 2), "top_p": fields.number("top_p", 0, 1) or None,
-        "top_k": fields.whole("top_k", 0, 1 << 31), "stop": (stops := fields.stops("stop_sequences")) or None,
-    }  # fmt: skip
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 0, 1) or None,
+        "top_k": fields.whole("top_k", 0, 1 << 31),
+        "stop": (stops := fields.stops("stop_sequences")) or None,
+    }
     tools, how = _tools(fields), common(service, fields)
     asked = Asked(
-        prompts=[_rendering(service, fields, tools, how["context"] is not None)], max_tokens=max_tokens,
-        options={name: value for name, value in options.items() if value is not None}, tools=tools,
-        grammar=grammar_of(Fields({}), tools), **how,
-    )  # fmt: skip
+        prompts=[_rendering(service, fields, tools, how["context"] is not None)],
+        max_tokens=max_tokens,
+        options={name: value for name, value in options.items() if value is not None},
+        tools=tools,
+        grammar=grammar_of(Fields({}), tools),
+        **how,
+    )
     return await answer(service, request, asked, _Form(service, stops))
 
 
@@ -152,9 +157,11 @@ class _Form:
     def _message(self, run: Run) -> dict[str, Any]:
         prompt, cached, generated = run.usage()
         usage = {
-            "input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
+            "input_tokens": prompt - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
             "output_tokens": generated,
-        }  # fmt: skip
+        }
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "usage": usage}
 
     def _stop(self, choice: Choice) -> dict[str, Any]:

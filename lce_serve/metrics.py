@@ -28,8 +28,12 @@ class Metrics:
         self.between_tokens = histogram("inter_token_latency_seconds", "Time between pieces of text.", _SHORT)
         self.token = histogram("time_per_output_token_seconds", "Mean time of a token after the first.", _SHORT)
         self.whole = histogram("e2e_request_latency_seconds", "Time of a whole request.", _LONG)
-        finished = Counter("vllm:request_success", "Answers by why they ended.", ["model_name", "finished_reason"],
-                           registry=self._registry)  # fmt: skip
+        finished = Counter(
+            "vllm:request_success",
+            "Answers by why they ended.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
         self._finished = finished
         answered = Counter("lce:http_requests", "Answered requests.", ["endpoint", "status"], registry=self._registry)
         self._answered = answered

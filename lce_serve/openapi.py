@@ -27,43 +27,88 @@ def _whole(least: int, most: int) -> Schema:
 
 COUNT = _whole(1, 1 << 24)
 OWN: Schema = {
-    "model": TEXT, "stream": FLAG, "prompt_cache_key": TEXT, "method": TEXT, "method_options": OBJECT, "context": TEXT,
-}  # fmt: skip
+    "model": TEXT,
+    "stream": FLAG,
+    "prompt_cache_key": TEXT,
+    "method": TEXT,
+    "method_options": OBJECT,
+    "context": TEXT,
+}
 SAMPLING: Schema = {
-    "temperature": _number(0, 2), "top_p": _number(0, 1), "top_k": _whole(-1, 1 << 31), "min_p": _number(0, 1),
-    "seed": {"type": "integer"}, "presence_penalty": _number(-2, 2), "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0.01, 100), "stop": STOP, "logit_bias": OBJECT,
-}  # fmt: skip
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1),
+    "top_k": _whole(-1, 1 << 31),
+    "min_p": _number(0, 1),
+    "seed": {"type": "integer"},
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0.01, 100),
+    "stop": STOP,
+    "logit_bias": OBJECT,
+}
 MESSAGES: Schema = {
-    "type": "array", "minItems": 1, "maxItems": 4096,
+    "type": "array",
+    "minItems": 1,
+    "maxItems": 4096,
     "items": {"type": "object", "required": ["role"], "properties": {"role": TEXT, "content": CONTENT}},
-}  # fmt: skip
+}
 OPENAI: Schema = {**OWN, **SAMPLING, "n": _whole(1, 8), "stream_options": OBJECT, "response_format": OBJECT}
 CHAT: Schema = {
-    **OPENAI, "messages": MESSAGES, "max_tokens": COUNT, "max_completion_tokens": COUNT, "logprobs": FLAG,
-    "top_logprobs": _whole(0, 20), "tools": TOOLS, "tool_choice": CHOICE, "parallel_tool_calls": FLAG,
-    "reasoning_effort": TEXT, "chat_template_kwargs": OBJECT,
-}  # fmt: skip
-COMPLETIONS: Schema = {
-    **OPENAI, "prompt": {"oneOf": [TEXT, {"type": "array", "minItems": 1}]}, "max_tokens": _whole(0, 1 << 24),
-    "echo": FLAG, "logprobs": _whole(0, 20),
-}  # fmt: skip
-RESPONSES: Schema = {
-    **OWN, **SAMPLING, "input": CONTENT, "instructions": TEXT, "max_output_tokens": COUNT, "text": OBJECT,
-    "tools": TOOLS, "tool_choice": CHOICE, "parallel_tool_calls": FLAG, "chat_template_kwargs": OBJECT,
-}  # fmt: skip
-COUNTED: Schema = {
-    **OWN, "messages": MESSAGES, "system": CONTENT, "tools": TOOLS, "tool_choice": OBJECT,
+    **OPENAI,
+    "messages": MESSAGES,
+    "max_tokens": COUNT,
+    "max_completion_tokens": COUNT,
+    "logprobs": FLAG,
+    "top_logprobs": _whole(0, 20),
+    "tools": TOOLS,
+    "tool_choice": CHOICE,
+    "parallel_tool_calls": FLAG,
+    "reasoning_effort": TEXT,
     "chat_template_kwargs": OBJECT,
-}  # fmt: skip
+}
+COMPLETIONS: Schema = {
+    **OPENAI,
+    "prompt": {"oneOf": [TEXT, {"type": "array", "minItems": 1}]},
+    "max_tokens": _whole(0, 1 << 24),
+    "echo": FLAG,
+    "logprobs": _whole(0, 20),
+}
+RESPONSES: Schema = {
+    **OWN,
+    **SAMPLING,
+    "input": CONTENT,
+    "instructions": TEXT,
+    "max_output_tokens": COUNT,
+    "text": OBJECT,
+    "tools": TOOLS,
+    "tool_choice": CHOICE,
+    "parallel_tool_calls": FLAG,
+    "chat_template_kwargs": OBJECT,
+}
+COUNTED: Schema = {
+    **OWN,
+    "messages": MESSAGES,
+    "system": CONTENT,
+    "tools": TOOLS,
+    "tool_choice": OBJECT,
+    "chat_template_kwargs": OBJECT,
+}
 ANTHROPIC: Schema = {
-    **COUNTED, "max_tokens": COUNT, "temperature": _number(0, 2), "top_p": _number(0, 1), "top_k": _whole(0, 1 << 31),
+    **COUNTED,
+    "max_tokens": COUNT,
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1),
+    "top_k": _whole(0, 1 << 31),
     "stop_sequences": STOP,
-}  # fmt: skip
+}
 INSPECTED: Schema = {
-    **{name: schema for name, schema in OWN.items() if name != "stream"}, **SAMPLING, "prompt": TEXT,
-    "messages": MESSAGES, "max_tokens": _whole(1, 64), "chat_template_kwargs": OBJECT,
-}  # fmt: skip
+    **{name: schema for name, schema in OWN.items() if name != "stream"},
+    **SAMPLING,
+    "prompt": TEXT,
+    "messages": MESSAGES,
+    "max_tokens": _whole(1, 64),
+    "chat_template_kwargs": OBJECT,
+}
 CONTEXT: Schema = {"name": TEXT, "prompt": TEXT, "messages": MESSAGES, "method": TEXT, "method_options": OBJECT}
 
 _BODIES: dict[str, tuple[str, Schema, list[str], bool]] = {  # summary, fields, required ones, whether it streams
@@ -90,12 +135,19 @@ _READ = {
 }
 _KINDS = {"/": "text/html", "/inspect": "text/html", "/metrics": "text/plain"}
 _REFUSED = {
-    "400": "A field is wrong, or the text is too long", "401": "The key is missing or wrong",
-    "403": "The Host or the origin is not allowed", "404": "There is no such model, context or path",
-    "405": "Another verb is expected", "408": "The body came too slowly", "413": "The body is too large",
-    "415": "The body is not JSON", "429": "The queue is full", "431": "Too many headers",
-    "500": "The request failed", "503": "The server is loading or draining",
-}  # fmt: skip
+    "400": "A field is wrong, or the text is too long",
+    "401": "The key is missing or wrong",
+    "403": "The Host or the origin is not allowed",
+    "404": "There is no such model, context or path",
+    "405": "Another verb is expected",
+    "408": "The body came too slowly",
+    "413": "The body is too large",
+    "415": "The body is not JSON",
+    "429": "The queue is full",
+    "431": "Too many headers",
+    "500": "The request failed",
+    "503": "The server is loading or draining",
+}
 
 
 def document() -> Schema:
@@ -118,15 +170,20 @@ def document() -> Schema:
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     return {
-        "openapi": "3.1.0", "info": {"title": "lce", "version": lce.__version__}, "paths": paths,
-        "components": {"securitySchemes": schemes}, "security": [{}, {"bearer": []}, {"key": []}],
-    }  # fmt: skip
+        "openapi": "3.1.0",
+        "info": {"title": "lce", "version": lce.__version__},
+        "paths": paths,
+        "components": {"securitySchemes": schemes},
+        "security": [{}, {"bearer": []}, {"key": []}],
+    }
 
 
 def _operation(path: str, summary: str, answers: Schema) -> Schema:
     """Return the description of one operation."""
-    refused = {status: {"description": text, "content": {"application/json": {"schema": OBJECT}}}
-               for status, text in _REFUSED.items()}  # fmt: skip
+    refused = {
+        status: {"description": text, "content": {"application/json": {"schema": OBJECT}}}
+        for status, text in _REFUSED.items()
+    }
     made: Schema = {
         "summary": summary,
         "responses": {"200": {"description": "The answer", "content": answers}, **refused},

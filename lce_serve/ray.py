@@ -137,13 +137,17 @@ def deployment(load: Load, settings: Settings, n_replicas: int, target: float = 
     """Return the deployment of the replicas. `options` are those of `ray.serve.deployment`."""
     lanes, queue = load.batch.get("max_lanes", 8), load.batch.get("max_waiting", 256)
     made = serve.deployment(
-        Replica, name="Replica", max_ongoing_requests=lanes + queue + OTHERS, max_queued_requests=queue + OTHERS,
+        Replica,
+        name="Replica",
+        max_ongoing_requests=lanes + queue + OTHERS,
+        max_queued_requests=queue + OTHERS,
         request_router_config=RequestRouterConfig(
             request_router_class=Router, request_router_kwargs={"slack": int(min(lanes, target))}
         ),
         health_check_period_s=HEALTH_S,
-        graceful_shutdown_timeout_s=settings.drain_s + SAVING_S, **options,
-    )  # fmt: skip
+        graceful_shutdown_timeout_s=settings.drain_s + SAVING_S,
+        **options,
+    )
     return made.bind(load, settings, n_replicas)
 
 
@@ -184,14 +188,23 @@ def app(arguments: dict[str, Any]) -> Any:
     method = lce.methods.make(given.method, given.method_options)
     load = Load(
         {"model": given.model, "method": method, "threads": given.threads, **given.load},
-        {"max_lanes": given.lanes, "max_waiting": given.queue, "cache_dir": given.cache_dir,
-         "cache_budget": given.cache_budget},
+        {
+            "max_lanes": given.lanes,
+            "max_waiting": given.queue,
+            "cache_dir": given.cache_dir,
+            "cache_budget": given.cache_budget,
+        },
         given.contexts,
-    )  # fmt: skip
+    )
     settings = Settings(
-        given.name or served_name(given.model), given.api_key or os.environ.get("LCE_API_KEY"), given.cors, given.hosts,
-        given.open_metrics, ping_s=given.ping, drain_s=given.drain,
-    )  # fmt: skip
+        given.name or served_name(given.model),
+        given.api_key or os.environ.get("LCE_API_KEY"),
+        given.cors,
+        given.hosts,
+        given.open_metrics,
+        ping_s=given.ping,
+        drain_s=given.drain,
+    )
     how: dict[str, Any] = {"num_replicas": given.replicas}
     if given.max_replicas is not None:
         how = {

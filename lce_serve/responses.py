@@ -31,9 +31,12 @@ async def responses(service: Service, request: Request, fields: Fields) -> Respo
     variables = fields.object("chat_template_kwargs")
     asked = Asked(
         prompts=[lambda: rendered(tokenizer, messages, shown, variables, following=how["context"] is not None)],
-        max_tokens=fields.whole("max_output_tokens", 1, MOST_TOKENS), options=openai_options(fields), tools=tools,
-        grammar=grammar_of(fields.inner("text").inner("format"), tools), **how,
-    )  # fmt: skip
+        max_tokens=fields.whole("max_output_tokens", 1, MOST_TOKENS),
+        options=openai_options(fields),
+        tools=tools,
+        grammar=grammar_of(fields.inner("text").inner("format"), tools),
+        **how,
+    )
     return await answer(service, request, asked, _Form(service, fields))
 
 
@@ -86,14 +89,25 @@ class _Form:
         self._id, self._message_id = new_id("resp_"), new_id("msg_")
         self._number = 0
         self._common = {
-            "id": self._id, "object": "response", "created_at": int(time.time()), "model": service.settings.model,
-            "error": None, "instructions": fields.text("instructions"), "metadata": fields.object("metadata") or {},
-            "parallel_tool_calls": fields.flag("parallel_tool_calls", True), "previous_response_id": None,
-            "temperature": fields.body.get("temperature"), "top_p": fields.body.get("top_p"), "store": False,
-            "tool_choice": fields.body.get("tool_choice") or "auto", "tools": fields.body.get("tools") or [],
-            "max_output_tokens": fields.body.get("max_output_tokens"), "text": fields.object("text") or {},
-            "reasoning": {"effort": None, "summary": None}, "truncation": "disabled",
-        }  # fmt: skip
+            "id": self._id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": service.settings.model,
+            "error": None,
+            "instructions": fields.text("instructions"),
+            "metadata": fields.object("metadata") or {},
+            "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
+            "previous_response_id": None,
+            "temperature": fields.body.get("temperature"),
+            "top_p": fields.body.get("top_p"),
+            "store": False,
+            "tool_choice": fields.body.get("tool_choice") or "auto",
+            "tools": fields.body.get("tools") or [],
+            "max_output_tokens": fields.body.get("max_output_tokens"),
+            "text": fields.object("text") or {},
+            "reasoning": {"effort": None, "summary": None},
+            "truncation": "disabled",
+        }
 
     def body(self, run: Run) -> dict[str, Any]:
         return self._response(self._items(run), run)
@@ -134,12 +148,15 @@ class _Form:
         """Return the events of a call, which comes whole."""
         item, where = _call(call), {"output_index": index, "item_id": f"fc_{call.id}"}
         return [
-            self._event("response.output_item.added", output_index=index,
-                        item={**item, "arguments": "", "status": "in_progress"}),
+            self._event(
+                "response.output_item.added",
+                output_index=index,
+                item={**item, "arguments": "", "status": "in_progress"},
+            ),
             self._event("response.function_call_arguments.delta", **where, delta=call.arguments),
             self._event("response.function_call_arguments.done", **where, name=call.name, arguments=call.arguments),
             self._event("response.output_item.done", output_index=index, item=item),
-        ]  # fmt: skip
+        ]
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -167,13 +184,19 @@ class _Form:
         cut = run.choices[0].reason == "length"
         prompt, cached, generated = run.usage()
         usage = {
-            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated,
-        }  # fmt: skip
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + generated,
+        }
         return {
-            **self._common, "status": "incomplete" if cut else "completed", "output": items, "usage": usage,
+            **self._common,
+            "status": "incomplete" if cut else "completed",
+            "output": items,
+            "usage": usage,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        }  # fmt: skip
+        }
 
 
 def _text(text: str) -> dict[str, Any]:
@@ -182,6 +205,10 @@ def _text(text: str) -> dict[str, Any]:
 
 def _call(call: Call) -> dict[str, Any]:
     return {
-        "id": f"fc_{call.id}", "type": "function_call", "status": "completed", "call_id": call.id, "name": call.name,
+        "id": f"fc_{call.id}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call.id,
+        "name": call.name,
         "arguments": call.arguments,
-    }  # fmt: skip
+    }

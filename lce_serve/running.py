@@ -30,10 +30,17 @@ class Server(uvicorn.Server):
         """Make a server of an application, by default of the one that answers by the service's batch."""
         settings = service.settings
         config = uvicorn.Config(
-            app or application(service), http=_protocol(settings.head_s, settings.most_connections), ws="none",
-            lifespan="off", log_config=None, access_log=False, server_header=False, timeout_keep_alive=IDLE_S,
-            h11_max_incomplete_event_size=MOST_HEAD, timeout_graceful_shutdown=LAST_S,
-        )  # fmt: skip
+            app or application(service),
+            http=_protocol(settings.head_s, settings.most_connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=IDLE_S,
+            h11_max_incomplete_event_size=MOST_HEAD,
+            timeout_graceful_shutdown=LAST_S,
+        )
         super().__init__(config)
         self.signal: int | None = None
         self._service = service

@@ -27,11 +27,26 @@ def contexts_of(values: tuple[str, ...]) -> dict[str, str]:
 
 
 def serve(
-    model: str, methods: Mapping[str, Any], loading: Mapping[str, Any], output: Output, *, host: str, port: int,
-    api_key: str | None, cors: tuple[str, ...], lanes: int, queue: int, cache_dir: str | None, cache_budget: str,
-    context: tuple[str, ...], ping: float, name: str | None, drain: float, replicas: int,
+    model: str,
+    methods: Mapping[str, Any],
+    loading: Mapping[str, Any],
+    output: Output,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    cors: tuple[str, ...],
+    lanes: int,
+    queue: int,
+    cache_dir: str | None,
+    cache_budget: str,
+    context: tuple[str, ...],
+    ping: float,
+    name: str | None,
+    drain: float,
+    replicas: int,
     open_metrics: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a model until a signal comes. Raises KeyboardInterrupt after Ctrl-C, when all is closed."""
     with _extra("serve", "starlette", "uvicorn", "prometheus_client", "llguidance", "h11"):
         import llguidance  # noqa: F401

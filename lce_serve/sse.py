@@ -51,9 +51,13 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes], progress: Callable[[], tuple[int, int]], close: Callable[[], None],
-        ping_s: float, send_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        events: AsyncGenerator[bytes],
+        progress: Callable[[], tuple[int, int]],
+        close: Callable[[], None],
+        ping_s: float,
+        send_s: float,
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers=_HEADERS)
         del self.headers["content-length"]
         self._events, self._progress, self._close = events, progress, close

@@ -29,9 +29,14 @@ Q4_K_M = {
 }
 # Of types that the package cannot make: where `d` and `dmin` lie in a block, and the code in the middle if it is not 0.
 _MADE = {
-    "Q2_K": (80, 82, 1.5), "Q3_K": (108, None, 0), "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5), "Q6_K": (208, None, 0),
-    "IQ4_NL": (0, None, 0), "IQ4_XS": (0, None, 0),
-}  # fmt: skip
+    "Q2_K": (80, 82, 1.5),
+    "Q3_K": (108, None, 0),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+    "Q6_K": (208, None, 0),
+    "IQ4_NL": (0, None, 0),
+    "IQ4_XS": (0, None, 0),
+}
 
 
 def write_gguf(

@@ -36,9 +36,13 @@ class Late(Mover):
         return _spoil(torch.empty(shape, dtype=dtype))
 
     def put(
-        self, slabs: Slabs, slots: NDArray[np.int64], pages: Parts, after: object = None,
+        self,
+        slabs: Slabs,
+        slots: NDArray[np.int64],
+        pages: Parts,
+        after: object = None,
         unpack: Unpack = lambda pages: pages,
-    ) -> None:  # fmt: skip
+    ) -> None:
         pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
             here = range(part.start, part.stop)

@@ -95,12 +95,21 @@ def test_too_long_a_name_is_refused_by_all_that_take_a_path(tmp_path: Path, name
     path = tmp_path / name
     engine, options = lce.load("demo"), {"device": "cpu"}
     for call in (
-        lambda: engine.prefill([2]).save(path), lambda: engine.open_context(path), lambda: lce.info(path),
-        lambda: engine.prefill_file([2], path), lambda: lce.load(path, **options), lambda: lce.plan(path, tokens=5),
-        lambda: lce.quantize("demo", path), lambda: lce.load("demo", spill_dir=path), lambda: Record(path),
-        lambda: Report.read([path]), lambda: lce.load("demo", lce.methods.ESA(maps=str(path))),
-        lambda: calibrate("demo", "text", path), lambda: write_page({}, path), lambda: read_text(str(path)),
-    ):  # fmt: skip
+        lambda: engine.prefill([2]).save(path),
+        lambda: engine.open_context(path),
+        lambda: lce.info(path),
+        lambda: engine.prefill_file([2], path),
+        lambda: lce.load(path, **options),
+        lambda: lce.plan(path, tokens=5),
+        lambda: lce.quantize("demo", path),
+        lambda: lce.load("demo", spill_dir=path),
+        lambda: Record(path),
+        lambda: Report.read([path]),
+        lambda: lce.load("demo", lce.methods.ESA(maps=str(path))),
+        lambda: calibrate("demo", "text", path),
+        lambda: write_page({}, path),
+        lambda: read_text(str(path)),
+    ):
         with pytest.raises(UsageError, match="which is too long; expected names of 255 bytes at most"):
             call()
 

@@ -31,9 +31,34 @@ def test_sizes_in_bytes(size: int | str, n_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    ["", " ", "GiB", "8Gi", "8 gigabytes", "-1", "-1GiB", "+1", "1e9", "1.GiB", ".5GiB", "1,5GiB", "1_000",
-     "8GiB8", "8 GiB\n1", "٣GiB", "nan", "inf", "0x10", -1, True, False, 1.5, None, [8]],
-)  # fmt: skip
+    [
+        "",
+        " ",
+        "GiB",
+        "8Gi",
+        "8 gigabytes",
+        "-1",
+        "-1GiB",
+        "+1",
+        "1e9",
+        "1.GiB",
+        ".5GiB",
+        "1,5GiB",
+        "1_000",
+        "8GiB8",
+        "8 GiB\n1",
+        "٣GiB",
+        "nan",
+        "inf",
+        "0x10",
+        -1,
+        True,
+        False,
+        1.5,
+        None,
+        [8],
+    ],
+)
 def test_other_values_are_refused(size: object) -> None:
     with pytest.raises(UsageError, match=r"^budget is .*; expected a number of bytes, or a size such as 8GiB.*\Z"):
         in_bytes(size, "budget")

@@ -92,9 +92,13 @@ class Attention(ABC):
 
     @timed("attention", count_routed)
     def routed(
-        self, q: Tensor, turns: Turn | SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles],
+        self,
+        q: Tensor,
+        turns: Turn | SlotTurns,
+        chunk_ids: Tensor,
+        tiles: Iterable[Tiles],
         memory: Memory | None = None,
-    ) -> Attended:  # fmt: skip
+    ) -> Attended:
         """Compute attention where each query of each head sees its own list of whole chunks.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of the list,
@@ -108,9 +112,13 @@ class Attention(ABC):
         return self.attend_chosen(q, turns, chunk_ids, tiles, memory)
 
     def attend_chosen(
-        self, q: Tensor, turns: Turn | SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles],
+        self,
+        q: Tensor,
+        turns: Turn | SlotTurns,
+        chunk_ids: Tensor,
+        tiles: Iterable[Tiles],
         memory: Memory | None = None,
-    ) -> Attended:  # fmt: skip
+    ) -> Attended:
         """Compute what `routed` returns.
 
         As in a mixture-of-experts dispatch, with tiles as experts, all queries that chose a tile are gathered for one

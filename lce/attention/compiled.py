@@ -53,9 +53,13 @@ class Compiled(Torch):
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def attend_chosen(
-        self, q: Tensor, turns: Turn | SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles],
+        self,
+        q: Tensor,
+        turns: Turn | SlotTurns,
+        chunk_ids: Tensor,
+        tiles: Iterable[Tiles],
         memory: Memory | None = None,
-    ) -> Attended:  # fmt: skip
+    ) -> Attended:
         """Compute the attention with a kernel that sorts and rotates the queries, and needs no memory for slots."""
         table, rows = turns if isinstance(turns, SlotTurns) else SlotTurns.of(turns)
         if self.kernels(q, *table) is not attention:

@@ -79,9 +79,17 @@ class Torch(Attention):
         """
         left = -1 if window is None else window - 1
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(_dense_last(x) for x in (q, k, v)), None, None, q.shape[1], k.shape[1], 0.0, causal, False,
-            window_size_left=left, window_size_right=0 if causal else -1,
-        )  # fmt: skip
+            *(_dense_last(x) for x in (q, k, v)),
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+            False,
+            window_size_left=left,
+            window_size_right=0 if causal else -1,
+        )
         return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:

@@ -45,9 +45,14 @@ class Alone:
     tape: Callable[[torch.device], CudaTape] | None
 
     def lane(
-        self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, ahead: bool = False,
+        self,
+        context: Context,
+        ids: Sequence[int],
+        driver: Driver | None = None,
+        *,
+        ahead: bool = False,
         decoding: bool = False,
-    ) -> Lane:  # fmt: skip
+    ) -> Lane:
         """Return a `Lane` that appends `ids`. With a `driver`, or without a `tape`, no step is recorded."""
         if self.tape is not None and context._graph is None:
             context._graph = DecodeGraph(self.model, self.driver, self.device, self.tape(self.device))
@@ -55,9 +60,14 @@ class Alone:
         return Lane(driver or self.driver, context.cache, context._rope, ids, recorder, ahead=ahead, decoding=decoding)
 
     def append(
-        self, context: Context, ids: Sequence[int], driver: Driver | None = None, *, slices: Slices | None = None,
+        self,
+        context: Context,
+        ids: Sequence[int],
+        driver: Driver | None = None,
+        *,
+        slices: Slices | None = None,
         **how: bool,
-    ) -> Lane:  # fmt: skip
+    ) -> Lane:
         """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
 
         After an error or an interruption the cache has all tokens of the block or none.

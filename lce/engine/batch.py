@@ -54,10 +54,16 @@ class Batch(Unique):
     _instead = "make another batch"
 
     def __init__(
-        self, engine: Engine, max_lanes: int | str = SHARED_ROWS, max_waiting: int | str = 256,
-        cache_dir: str | Path | None = None, cache_budget: int | str = "50GiB", cache_memory: int | str | None = None,
-        *, keep: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        max_lanes: int | str = SHARED_ROWS,
+        max_waiting: int | str = 256,
+        cache_dir: str | Path | None = None,
+        cache_budget: int | str = "50GiB",
+        cache_memory: int | str | None = None,
+        *,
+        keep: bool = True,
+    ) -> None:
         """Begin a batch: see `Engine.batch`. Without `keep`, no context is kept for later requests."""
         self.engine = engine
         self.max_lanes = count(max_lanes, "max_lanes", most=MOST_LANES)
@@ -109,10 +115,15 @@ class Batch(Unique):
             return self._engines[method]
 
     def stream(
-        self, prompt: Prompt | ChatText, *, method: str | Method | None = None,
-        method_options: Mapping[str, Any] | None = None, context: str | Context | None = None,
-        keep_context: bool = False, **options: Any,
-    ) -> BatchStream:  # fmt: skip
+        self,
+        prompt: Prompt | ChatText,
+        *,
+        method: str | Method | None = None,
+        method_options: Mapping[str, Any] | None = None,
+        context: str | Context | None = None,
+        keep_context: bool = False,
+        **options: Any,
+    ) -> BatchStream:
         """Ask for the answer to a prompt: text, token ids, or a rendered chat. Returns at once.
 
         `method` and `method_options` are the request's own method and knobs. `context` is a context that the prompt
@@ -125,9 +136,13 @@ class Batch(Unique):
         return self._submit(engine, prompt, checked, start, hand_over=Request.hold if keep_context else None)
 
     def read(
-        self, prompt: Prompt | ChatText, *, method: str | Method | None = None,
-        method_options: Mapping[str, Any] | None = None, context: str | Context | None = None,
-    ) -> BatchStream:  # fmt: skip
+        self,
+        prompt: Prompt | ChatText,
+        *,
+        method: str | Method | None = None,
+        method_options: Mapping[str, Any] | None = None,
+        context: str | Context | None = None,
+    ) -> BatchStream:
         """Read a prompt. The stream ends, without pieces, when it is read; its `context` is then the caller's own.
 
         The context is one of the stream's `engine`. Arguments and errors are those of `stream`.

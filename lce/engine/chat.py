@@ -83,9 +83,14 @@ class Conversation(Unique):
     _instead = "save it, or make another one and give it the messages"
 
     def __init__(
-        self, engine: Engine, system: str | None = None, *, context: Context | None = None, length: int | str = 0,
+        self,
+        engine: Engine,
+        system: str | None = None,
+        *,
+        context: Context | None = None,
+        length: int | str = 0,
         keep: Keep = "blocks",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin a conversation: see `Engine.conversation`. `keep` says what a turn that fails leaves in the context."""
         self.engine = engine
         self.context = context  # None before the first turn

@@ -62,10 +62,19 @@ class Engine(Unique):
     _instead = "load the model again in the other process, and hand over contexts as files"
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, checkpoint: Checkpoint, layout: CacheLayout, method: Method,
-        attention: Attention, window: int, rope: RopeConfig, weights: str | None, again: Callable[..., Engine],
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        checkpoint: Checkpoint,
+        layout: CacheLayout,
+        method: Method,
+        attention: Attention,
+        window: int,
+        rope: RopeConfig,
+        weights: str | None,
+        again: Callable[..., Engine],
         division: Division,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.method = method
@@ -83,8 +92,14 @@ class Engine(Unique):
         config, whole = model.config, division.config
         self.identity = Identity(
             lambda: whole.identity(checkpoint.fingerprint()),
-            method, window, rope, self.dtype, config.vocab_size, layout.kv_dtype, weights,
-        )  # fmt: skip
+            method,
+            window,
+            rope,
+            self.dtype,
+            config.vocab_size,
+            layout.kv_dtype,
+            weights,
+        )
         divided = self.ranks.count > 1
         self.files = DividedFiles(layout, self.identity, division) if divided else ContextFiles(layout, self.identity)
         driver = Driver(method, attention, window, config.n_kv_heads, config.sliding_window, config.kinds)
@@ -183,9 +198,14 @@ class Engine(Unique):
         return AsyncStream(lambda flag: self._stream(self._ids(prompt, checked.context), checked, flag))
 
     def batch(
-        self, max_lanes: int | str = SHARED_ROWS, max_waiting: int | str = 256, *, cache_dir: str | Path | None = None,
-        cache_budget: int | str = "50GiB", cache_memory: int | str | None = None,
-    ) -> Batch:  # fmt: skip
+        self,
+        max_lanes: int | str = SHARED_ROWS,
+        max_waiting: int | str = 256,
+        *,
+        cache_dir: str | Path | None = None,
+        cache_budget: int | str = "50GiB",
+        cache_memory: int | str | None = None,
+    ) -> Batch:
         """Begin a batch, which runs many requests at once.
 
         Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
@@ -228,9 +248,13 @@ class Engine(Unique):
         return warn(self.beyond(n_tokens))
 
     def prefill(
-        self, document: Prompt, *, context: Context | None = None, length: int | str | None = None,
+        self,
+        document: Prompt,
+        *,
+        context: Context | None = None,
+        length: int | str | None = None,
         progress: Progress | bool | None = None,
-    ) -> Context:  # fmt: skip
+    ) -> Context:
         """Append a document to `context`, or to a new context, by prefilling the document; return the context.
 
         `length` announces how many tokens the context will have in the end. Raises `UsageError` for an unusable
@@ -273,9 +297,13 @@ class Engine(Unique):
 
     @torch.inference_mode()
     def score(
-        self, token_ids: Prompt, *, context: Context | None = None, first: int | None = None,
+        self,
+        token_ids: Prompt,
+        *,
+        context: Context | None = None,
+        first: int | None = None,
         progress: Progress | bool | None = None,
-    ) -> TokenScores:  # fmt: skip
+    ) -> TokenScores:
         """Return the log-probability of each token from `first` on, given all tokens before it.
 
         The tokens are appended to `context`, if given. By default `first` is 0 after a `context` that has tokens, and
@@ -325,10 +353,17 @@ class Engine(Unique):
         return observer.trace(self.method.choices)
 
     def prefill_file(
-        self, document: Prompt, path: str | Path, *, context: Context | None = None, length: int | str | None = None,
-        checkpoint_every: int | str | None = None, force: bool = False, progress: Progress | bool | None = None,
+        self,
+        document: Prompt,
+        path: str | Path,
+        *,
+        context: Context | None = None,
+        length: int | str | None = None,
+        checkpoint_every: int | str | None = None,
+        force: bool = False,
+        progress: Progress | bool | None = None,
         keep: float | None = None,
-    ) -> Stats:  # fmt: skip
+    ) -> Stats:
         """Prefill a document into the context file `path`, after a copy of `context` if given; return `Stats`.
 
         Keys and values beyond the memory budget go straight to the file and are written once. `checkpoint_every` is the
@@ -378,9 +413,14 @@ class Engine(Unique):
         return stats
 
     def _evicted_file(
-        self, ids: Sequence[int], target: Target, context: Context | None, length: int, keep: float | None,
+        self,
+        ids: Sequence[int],
+        target: Target,
+        context: Context | None,
+        length: int,
+        keep: float | None,
         progress: Progress | bool | None,
-    ) -> Stats:  # fmt: skip
+    ) -> Stats:
         """Prefill a document in memory, evict all keys but the share `keep`, if given, and write the context's file."""
         if keep is not None:
             checked_keep(keep)

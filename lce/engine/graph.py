@@ -197,8 +197,13 @@ class DecodeGraph:
         self._recording = None  # frees the memory of the graph
         # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
         model, driver, token, index, kept, numbers = (
-            self.model, self.driver, self.token, self.index, self.logits, self.numbers
-        )  # fmt: skip
+            self.model,
+            self.driver,
+            self.token,
+            self.index,
+            self.logits,
+            self.numbers,
+        )
 
         def work() -> None:
             """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""

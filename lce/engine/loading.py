@@ -45,15 +45,27 @@ Devices = str | torch.device | Sequence[str | torch.device] | None
 
 
 def load(
-    model: str | Path, method: str | Method = "full", *,
-    device: Devices = "auto", dtype: str | torch.dtype | None = "auto",
-    block: int | str | None = None, window: int | str | None = None, attention: str | None = "auto",
-    rope: str | None = None, rope_factor: float | None = None,
-    kv_device_budget: int | str | None = None, kv_host_budget: int | str | None = None,
-    spill_dir: str | Path | None = None, kv_dtype: str | torch.dtype | None = "auto", threads: int | None = None,
-    weights: str | None = "auto", sharing: Engine | None = None, length: int | str | None = None,
-    prefill_method: str | Method | None = None, ranks: object = None,
-) -> Engine:  # fmt: skip
+    model: str | Path,
+    method: str | Method = "full",
+    *,
+    device: Devices = "auto",
+    dtype: str | torch.dtype | None = "auto",
+    block: int | str | None = None,
+    window: int | str | None = None,
+    attention: str | None = "auto",
+    rope: str | None = None,
+    rope_factor: float | None = None,
+    kv_device_budget: int | str | None = None,
+    kv_host_budget: int | str | None = None,
+    spill_dir: str | Path | None = None,
+    kv_dtype: str | torch.dtype | None = "auto",
+    threads: int | None = None,
+    weights: str | None = "auto",
+    sharing: Engine | None = None,
+    length: int | str | None = None,
+    prefill_method: str | Method | None = None,
+    ranks: object = None,
+) -> Engine:
     """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
 
     - `method`: a method's name, or an instance with its knobs. "auto" is the method that was measured best for texts of
@@ -83,10 +95,20 @@ def load(
     Raises `ModelError` for what is no valid model or cannot be had, and `UsageError` for options that cannot be used.
     """
     loading: dict[str, Any] = {
-        "device": device, "dtype": dtype, "block": block, "window": window, "attention": attention, "rope": rope,
-        "rope_factor": rope_factor, "kv_device_budget": kv_device_budget, "kv_host_budget": kv_host_budget,
-        "spill_dir": spill_dir, "kv_dtype": kv_dtype, "weights": weights, "length": length,
-    }  # fmt: skip
+        "device": device,
+        "dtype": dtype,
+        "block": block,
+        "window": window,
+        "attention": attention,
+        "rope": rope,
+        "rope_factor": rope_factor,
+        "kv_device_budget": kv_device_budget,
+        "kv_host_budget": kv_host_budget,
+        "spill_dir": spill_dir,
+        "kv_dtype": kv_dtype,
+        "weights": weights,
+        "length": length,
+    }
     if threads is not None:
         torch.set_num_threads(_within_cores(count(threads, "threads", most=MOST_THREADS), usable_cores()))
     own, again = dividing.ranks_of(ranks), partial(load, model, **loading, ranks=ranks)
@@ -98,12 +120,27 @@ def load(
 
 
 def _loaded(
-    model: str | Path, method: str | Method, ranks: Ranks, sharing: Engine | None, prefill_method: str | Method | None,
-    again: Callable[..., Engine], *, device: Devices, dtype: str | torch.dtype | None, block: int | str | None,
-    window: int | str | None, attention: str | None, rope: str | None, rope_factor: float | None,
-    kv_device_budget: int | str | None, kv_host_budget: int | str | None, spill_dir: str | Path | None,
-    kv_dtype: str | torch.dtype | None, weights: str | None, length: int | str | None,
-) -> Engine:  # fmt: skip
+    model: str | Path,
+    method: str | Method,
+    ranks: Ranks,
+    sharing: Engine | None,
+    prefill_method: str | Method | None,
+    again: Callable[..., Engine],
+    *,
+    device: Devices,
+    dtype: str | torch.dtype | None,
+    block: int | str | None,
+    window: int | str | None,
+    attention: str | None,
+    rope: str | None,
+    rope_factor: float | None,
+    kv_device_budget: int | str | None,
+    kv_host_budget: int | str | None,
+    spill_dir: str | Path | None,
+    kv_dtype: str | torch.dtype | None,
+    weights: str | None,
+    length: int | str | None,
+) -> Engine:
     """Do what `load` does for one of several ranks; `again` is `load` with these options."""
     source, block, window = source_of(model), sized(block, "block", 1), sized(window, "window", 2)
     config = read_config(source)
@@ -133,10 +170,14 @@ def _loaded(
         uses_threads()  # converting weights may start threads
     wanted, ignore = dividing.weights_of(division, family, checkpoint.shapes), (*family.unused, *config.unused)
     loaded = dividing.part_of(division, family, checkpoint, ignore).load(
-        wanted, dtype=layout.dtype, device=lambda name: layout.part_of(family.layer_of(name, config)).device,
-        ignore=ignore, joined=family.joined(config), schemes=schemes or None,
+        wanted,
+        dtype=layout.dtype,
+        device=lambda name: layout.part_of(family.layer_of(name, config)).device,
+        ignore=ignore,
+        joined=family.joined(config),
+        schemes=schemes or None,
         wide=[name for name in wanted if family.is_wide(name)],
-    )  # fmt: skip
+    )
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
@@ -165,9 +206,13 @@ def fitted(
 
 
 def resolved(
-    model: str | Path, method: str | Method, *, window: int | str | None = None, rope: str | None = None,
+    model: str | Path,
+    method: str | Method,
+    *,
+    window: int | str | None = None,
+    rope: str | None = None,
     rope_factor: float | None = None,
-) -> Method:  # fmt: skip
+) -> Method:
     """Return the method of the engine that `load` makes, with all knobs. Raises `load`'s errors; loads no weights."""
     config = read_config(source := source_of(model))
     window = sized(window, "window", 2) or config.window
@@ -272,10 +317,18 @@ def planned(model: str | Path, method: str | Method, options: SizeOptions, lengt
 
 
 def _sizes(
-    facts: ModelFacts, division: Division, chosen: Method, dtype: torch.dtype, devices: Sequence[torch.device],
-    scheme: Scheme | None, checkpoint: Checkpoint | None, block: int | None, budgets: Budgets, kv_dtype: object,
+    facts: ModelFacts,
+    division: Division,
+    chosen: Method,
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
+    scheme: Scheme | None,
+    checkpoint: Checkpoint | None,
+    block: int | None,
+    budgets: Budgets,
+    kv_dtype: object,
     borders: Borders | None = None,
-) -> Planned:  # fmt: skip
+) -> Planned:
     """Return an engine's sizes with a fitted method, of what one rank has; matrices stored quantised stay as stored.
 
     If `borders` is None, see `borders_of`.
@@ -290,12 +343,21 @@ def _sizes(
         plain = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)
         sizes[name] = schemes[published].n_bytes(shape) if published in schemes else plain
     layout = CacheLayout(
-        config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, dtype, devices[0],
-        access_of(chosen, config.kinds), budgets,
-        block or chosen.block, chosen.state, chosen.could_keep, kv_dtype=kv_dtype_of(kv_dtype),
+        config.n_layers,
+        config.n_heads,
+        config.n_kv_heads,
+        config.head_dim,
+        dtype,
+        devices[0],
+        access_of(chosen, config.kinds),
+        budgets,
+        block or chosen.block,
+        chosen.state,
+        chosen.could_keep,
+        kv_dtype=kv_dtype_of(kv_dtype),
         borders=borders_of(devices, config.n_layers, sizes) if borders is None else borders,
         sliding_layers=config.sliding_layers,
-    )  # fmt: skip
+    )
     return Planned(config, facts.window, facts.rope, chosen, layout, sizes)
 
 

@@ -49,9 +49,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: Model, max_lanes: int, max_waiting: int, prefixes: PrefixCache | None,
+        self,
+        model: Model,
+        max_lanes: int,
+        max_waiting: int,
+        prefixes: PrefixCache | None,
         changed: threading.Condition,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.max_lanes, self.max_waiting, self.prefixes = model, max_lanes, max_waiting, prefixes
         self.totals: Counter[str] = Counter()
         self._changed = changed

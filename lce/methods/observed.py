@@ -47,15 +47,39 @@ class Wrapped(Method):
 
 
 for _name in (
-    "attend", "attend_chosen", "attend_spans", "choice_cost", "cost", "could_keep", "keep", "keep_queries",
-    "in_sliding_layer", "key_positions", "layer_kind", "limit", "paper_figures", "note_choice", "parts_of",
-    "query_scale", "sees_all", "state",
-):  # fmt: skip
+    "attend",
+    "attend_chosen",
+    "attend_spans",
+    "choice_cost",
+    "cost",
+    "could_keep",
+    "keep",
+    "keep_queries",
+    "in_sliding_layer",
+    "key_positions",
+    "layer_kind",
+    "limit",
+    "paper_figures",
+    "note_choice",
+    "parts_of",
+    "query_scale",
+    "sees_all",
+    "state",
+):
     setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
 for _name in (
-    "access", "block", "choices", "counted", "declares", "explained", "label", "n_recent", "notes_choices", "unrotated",
+    "access",
+    "block",
+    "choices",
+    "counted",
+    "declares",
+    "explained",
+    "label",
+    "n_recent",
+    "notes_choices",
+    "unrotated",
     "user_file",
-):  # fmt: skip
+):
     setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))
 
 

@@ -45,14 +45,26 @@ Place = Literal["side_by_side", "true", "constant", "grouped", "dual"]
 OTHERWISE = "-o compress=pca"
 # The knobs that mean something beside some values of another knob alone: the other knob, and these values.
 KNOBS_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "repr_tokens": ("select", ("representatives",)), "judge": ("select", ("oracle",)), "seed": ("select", ("random",)),
-    "compress": ("select", ("lowdim",)), "low_dim": ("select", ("lowdim",)), "maps": ("select", ("lowdim",)),
-    "group": ("place", ("grouped",)), "chunk_size": ("place", ("dual",)), "far": ("place", ("constant", "dual")),
-    "grows_from": ("growth", ("sqrt", "linear")), "grows_to": ("growth", ("sqrt", "linear")),
-}  # fmt: skip
+    "repr_tokens": ("select", ("representatives",)),
+    "judge": ("select", ("oracle",)),
+    "seed": ("select", ("random",)),
+    "compress": ("select", ("lowdim",)),
+    "low_dim": ("select", ("lowdim",)),
+    "maps": ("select", ("lowdim",)),
+    "group": ("place", ("grouped",)),
+    "chunk_size": ("place", ("dual",)),
+    "far": ("place", ("constant", "dual")),
+    "grows_from": ("growth", ("sqrt", "linear")),
+    "grows_to": ("growth", ("sqrt", "linear")),
+}
 DEFAULTS: Mapping[str, Any] = {
-    "repr_tokens": 4, "judge": "constant", "seed": 0, "compress": "calibrated", "low_dim": 128, "group": 8,
-}  # fmt: skip
+    "repr_tokens": 4,
+    "judge": "constant",
+    "seed": 0,
+    "compress": "calibrated",
+    "low_dim": 128,
+    "group": 8,
+}
 
 
 @register("pages")
@@ -112,7 +124,7 @@ class Pages(ChunkSelection):
     chunk_size: int | None = knob(None, "tokens of a large chunk, for dual; none is 3/4 of the window", least=1)
     far: int | None = knob(
         None, "distance of pages: constant, none is the least beyond local; dual, none is W - 1", least=1
-    )  # fmt: skip
+    )
     growth: Literal["sqrt", "linear"] | None = knob(None, "how the budget grows with the text; none is not at all")
     grows_from: int | None = knob(None, "with growth: index from which the budget grows; none is the window", least=1)
     grows_to: int | None = knob(None, "with growth: largest budget in tokens; none is the window", least=1)

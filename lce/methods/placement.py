@@ -144,5 +144,7 @@ class DualPositions(Placement):
 
 
 PLACEMENTS: dict[str, Placement] = {
-    "side_by_side": SideBySide(), "true": TruePositions(), "constant": ConstantDistance(),
-}  # fmt: skip
+    "side_by_side": SideBySide(),
+    "true": TruePositions(),
+    "constant": ConstantDistance(),
+}

@@ -94,9 +94,14 @@ class Driver:
         return attend
 
     def forward(
-        self, cache: KVCache, rope: Rope, n_tokens: int, call: Callable[[Attend], T], note: Note | None = None,
+        self,
+        cache: KVCache,
+        rope: Rope,
+        n_tokens: int,
+        call: Callable[[Attend], T],
+        note: Note | None = None,
         decoding: bool = False,
-    ) -> T:  # fmt: skip
+    ) -> T:
         """Append a block of `n_tokens` tokens to the cache; return what `call(attend)` returns.
 
         `call` acts as a model: it calls `attend` once for each layer, in order. If `call` raises, the block is dropped.
@@ -110,9 +115,15 @@ class Driver:
         return result
 
     def attend(
-        self, cache: KVCache, rope: Rope, q: Tensor, k: Tensor, v: Tensor, note: Note | None = None,
+        self,
+        cache: KVCache,
+        rope: Rope,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        note: Note | None = None,
         decoding: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Append a block of `q [H, T, D]`, `k v [G, T, D]` to a cache of one layer; return the output `[H, T, D]`."""
         return self.forward(cache, rope, q.shape[1], lambda attend: attend(0, q, k, v), note, decoding)
 
@@ -169,10 +180,19 @@ class Block:
 
 @torch.no_grad()
 def run(
-    method: str | Method, q: Tensor, k: Tensor, v: Tensor, *, window: int,
-    blocks: int | str | Sequence[int] | None = None, rope: Rope | None = None, attention: str = "auto",
-    sliding_window: int | None = None, note: Note | None = None, prompt: int | None = None,
-) -> Tensor:  # fmt: skip
+    method: str | Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    blocks: int | str | Sequence[int] | None = None,
+    rope: Rope | None = None,
+    attention: str = "auto",
+    sliding_window: int | None = None,
+    note: Note | None = None,
+    prompt: int | None = None,
+) -> Tensor:
     """Run a method as the first layer of a model does: unrotated `q [H, N, D]`, `k v [G, N, D]` to `[H, N, D]`.
 
     `window` is the number of positions that the model can be trusted on. `blocks` is the size of all blocks, or a

@@ -36,9 +36,16 @@ _thread = threading.local()  # `memory`: this thread's scratch memory for unpack
 
 @timed("products")
 def linear(
-    x: Tensor, weight: Matrix | Divided, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gate: Gate | None = None, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Matrix | Divided,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: Gate | None = None,
+    onto: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
     With `norm [in]`, `x` is first normalised by `rms_norm`. With `gate`, the result is that activation of the

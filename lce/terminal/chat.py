@@ -249,8 +249,10 @@ def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) 
 
 
 chat_prompt_options = options.packed(
-    "prompt", read_chat, *options.PROMPT,
+    "prompt",
+    read_chat,
+    *options.PROMPT,
     options.flag("--chat", "Ask in the model's chat format; the prompt is a user's message.", is_flag=True),
     options.flag("--system TEXT", "The system message of a chat."),
     options.flag("--messages FILE", "Messages of a chat: a JSON list of role and content; - is stdin."),
-)  # fmt: skip
+)

@@ -24,9 +24,14 @@ class MethodOption:
     prefill_method: str | None = None
 
     def load(
-        self, model: str, context_file: str | None, loading: Mapping[str, Any], text: str | None = None, more: int = 0,
+        self,
+        model: str,
+        context_file: str | None,
+        loading: Mapping[str, Any],
+        text: str | None = None,
+        more: int = 0,
         least: int = 0,
-    ) -> tuple[lce.Engine, lce.Context | None]:  # fmt: skip
+    ) -> tuple[lce.Engine, lce.Context | None]:
         """Return an engine, and the context opened from `context_file`; without a file, an engine and None.
 
         With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
@@ -109,9 +114,11 @@ def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str,
 
 
 def methods_of(
-    names: Sequence[str], knobs: Mapping[str, str], loading: Mapping[str, Any],
+    names: Sequence[str],
+    knobs: Mapping[str, str],
+    loading: Mapping[str, Any],
     suits: Callable[[lce.Method], bool] = lambda method: True,
-) -> list[lce.Method]:  # fmt: skip
+) -> list[lce.Method]:
     """Return the methods called `names`. `all` stands for the methods that serve the model and that `suits` accepts.
 
     `all` excludes methods for analysis, which can be named as well. A method of `all` that lacks something, such as

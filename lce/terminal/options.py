@@ -110,9 +110,14 @@ def parse_name(_ctx: click.Context, _param: click.Parameter, value: str | None) 
 
 
 def _suite(
-    tasks: list[str], task_knobs: dict[str, str], depths: str | None, mode: str, shard: str, contexts: str | None,
+    tasks: list[str],
+    task_knobs: dict[str, str],
+    depths: str | None,
+    mode: str,
+    shard: str,
+    contexts: str | None,
     **how: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the tasks of `lce eval run`, and their suite."""
     from lce_lab.eval.running import Asking, Shard
     from lce_lab.eval.suite import MadeSuite, make_tasks
@@ -229,18 +234,23 @@ _METHOD_OR_AUTO = flag(
     "--method NAME", "One of `lce methods`, a file FILE.py, or auto, by the text's length.", "full", callback=parse_name
 )
 _METHOD_OR_CONTEXT = flag(
-    "--method NAME", "One of `lce methods`, FILE.py, or auto, by the text's length.  [default: that of --context, else "
-    "full]",
+    "--method NAME",
+    "One of `lce methods`, FILE.py, or auto, by the text's length.  [default: that of --context, else full]",
     callback=parse_name,
-)  # fmt: skip
+)
 _PREFILL_METHOD = flag(
-    "--prefill-method NAME", "Read prompts by this method, such as full, and generate by --method. "
-    "-o prefill_method.KEY=VALUE is a knob of it.", callback=parse_name,
-)  # fmt: skip
+    "--prefill-method NAME",
+    "Read prompts by this method, such as full, and generate by --method. -o prefill_method.KEY=VALUE is a knob of it.",
+    callback=parse_name,
+)
 _METHODS = flag(
-    "--method NAME", "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas.",
-    dest="names", multiple=True, default=["full"], callback=parse_names,
-)  # fmt: skip
+    "--method NAME",
+    "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas.",
+    dest="names",
+    multiple=True,
+    default=["full"],
+    callback=parse_names,
+)
 _KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
 knobs_option = flag("-o KEY=VALUE", "A knob of the method; repeatable.", dest="knobs", **_KNOBS)
 _COMPUTING = (
@@ -262,10 +272,12 @@ _BUDGETS = (
     flag("--kv-host-budget SIZE", "Limit of keys and values in host memory."),
     flag("--spill-dir DIR", "Folder for keys and values beyond the limits."),
     flag(
-        "--kv-dtype auto|int8|int8-device", "Keys and values as computed; or in 8 bits: old ones in host memory beside "
-        "a GPU, in that folder and in context files (int8), or all of them everywhere (int8-device).", default="auto",
+        "--kv-dtype auto|int8|int8-device",
+        "Keys and values as computed; or in 8 bits: old ones in host memory beside "
+        "a GPU, in that folder and in context files (int8), or all of them everywhere (int8-device).",
+        default="auto",
     ),
-)  # fmt: skip
+)
 
 
 def _sampling_flags(default: Callable[[float], float | None]) -> list[Decorator]:

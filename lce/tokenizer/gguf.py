@@ -37,9 +37,22 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # special ids of the kind "llama", if the metadata has none
 # Control and user-defined tokens that end a text or a turn, whichever ids the metadata names.
 _ENDS = {
-    "</s>", "<EOT>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|end|>",
-    "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", "[EOT]", "_<EOT>",
-}  # fmt: skip
+    "</s>",
+    "<EOT>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "[EOT]",
+    "_<EOT>",
+}
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,13 @@ class Tokenizer:
         return self.encode_parts(self.render_chat(messages, add_generation_prompt))
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
-        variables: Mapping[str, Any] | None = None, following: bool = False,
-    ) -> ChatText:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        following: bool = False,
+    ) -> ChatText:
         """Return the chat's text, and where it is split to encode control tokens in messages as plain text.
 
         `variables` has what else the template may read, such as `tools`. With `following`, the messages are formatted

@@ -142,11 +142,16 @@ class Checkpoint:
         return max(sizes, key=sizes.__getitem__, default=None)
 
     def load(
-        self, wanted: Mapping[str, tuple[str, tuple[int, ...]]], *, dtype: torch.dtype | None,
+        self,
+        wanted: Mapping[str, tuple[str, tuple[int, ...]]],
+        *,
+        dtype: torch.dtype | None,
         device: torch.device | Callable[[str], torch.device],
-        ignore: Sequence[str] = (), joined: Mapping[str, Sequence[str]] | None = None,
-        schemes: Mapping[str, Scheme] | None = None, wide: Collection[str] = (),
-    ) -> dict[str, Any]:  # fmt: skip
+        ignore: Sequence[str] = (),
+        joined: Mapping[str, Sequence[str]] | None = None,
+        schemes: Mapping[str, Scheme] | None = None,
+        wide: Collection[str] = (),
+    ) -> dict[str, Any]:
         """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`.
 
         An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. `device` may

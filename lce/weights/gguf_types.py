@@ -243,7 +243,7 @@ _QUANTISED: tuple[tuple[str, int, int, tuple[int, int], Callable[[Any], Exploded
     ("IQ4_NL", 20, 32, (-127, 113), _iq4_nl, [_D, _QS]),
     ("IQ4_XS", 23, 256, (-127, 113), _iq4_xs, [_D, ("scales_h", "<u2"), ("scales_l", "<u4"), ("qs", "u1", (8, 16))]),
     ("MXFP4", 39, 32, (-12, 12), _mxfp4, [("e", "u1"), _QS]),
-)  # fmt: skip
+)
 _PLAIN = GgufType("F32", 0, 1, 4), GgufType("F16", 1, 1, 2), GgufType("BF16", 30, 1, 2)
 TYPES = {kind.number: kind for kind in _PLAIN} | {
     number: GgufType(name, number, size, np.dtype(layout).itemsize, codes, explode, np.dtype(layout))
@@ -251,8 +251,31 @@ TYPES = {kind.number: kind for kind in _PLAIN} | {
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 UNREAD = {
-    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
-    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8",
-    33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4",
-    41: "Q1_0", 42: "Q2_0",
-}  # fmt: skip
+    4: "Q4_2",
+    5: "Q4_3",
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+    40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+}

@@ -18,9 +18,14 @@ from lce.weights.safetensors_file import NAMES, PIECE, STORED, checksums
 
 
 def save_quantised(
-    checkpoint: Checkpoint, path: Path, shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, Scheme],
-    weights: str, files: Mapping[str, bytes], progress: Callable[[int, int], None],
-) -> None:  # fmt: skip
+    checkpoint: Checkpoint,
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    schemes: Mapping[str, Scheme],
+    weights: str,
+    files: Mapping[str, bytes],
+    progress: Callable[[int, int], None],
+) -> None:
     """Write a checkpoint's tensors to `path`: matrices in `schemes` are quantised, others copied.
 
     `shapes` has the shape of each tensor to write. `weights` is the name of the scheme that the user chose. `files` has

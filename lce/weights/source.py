@@ -23,9 +23,14 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model")
 # The small files beside config.json and the weights, which `Source.read` gives.
 BESIDE = (
-    GENERATION, *VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    GENERATION,
+    *VOCABULARIES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True)

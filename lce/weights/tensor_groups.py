@@ -9,11 +9,21 @@ from lce.weights.checkpoint import Checkpoint
 
 # What the modules of the published names are for, in the order of a listing.
 _KINDS = {
-    "embed_tokens": "embedding", "q_proj": "attention q", "k_proj": "attention k", "v_proj": "attention v",
-    "qkv_proj": "attention qkv", "o_proj": "attention o", "gate_proj": "mlp gate", "up_proj": "mlp up",
-    "gate_up_proj": "mlp gate and up", "down_proj": "mlp down", "lm_head": "head", "norm": "norms", "bias": "biases",
+    "embed_tokens": "embedding",
+    "q_proj": "attention q",
+    "k_proj": "attention k",
+    "v_proj": "attention v",
+    "qkv_proj": "attention qkv",
+    "o_proj": "attention o",
+    "gate_proj": "mlp gate",
+    "up_proj": "mlp up",
+    "gate_up_proj": "mlp gate and up",
+    "down_proj": "mlp down",
+    "lm_head": "head",
+    "norm": "norms",
+    "bias": "biases",
     "": "other",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

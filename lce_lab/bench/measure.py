@@ -161,10 +161,17 @@ class Bench:
     """A benchmark of some methods at some lengths. `run` measures, and `report` has the measurements so far."""
 
     def __init__(
-        self, model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
-        lengths: int | str | Sequence[int | str] = (512, 2048, 8192), repeats: int | str = 3,
-        new_tokens: int | str = 32, seed: int = 0, profile: bool = False, **loading: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: str | Path,
+        methods: str | lce.Method | Sequence[str | lce.Method] = "full",
+        *,
+        lengths: int | str | Sequence[int | str] = (512, 2048, 8192),
+        repeats: int | str = 3,
+        new_tokens: int | str = 32,
+        seed: int = 0,
+        profile: bool = False,
+        **loading: Any,
+    ) -> None:
         """Load the model once for all methods. `loading` are options of `lce.load`.
 
         Raises `UsageError` for invalid options, and `CapacityError` for a length that cannot fit.
@@ -275,17 +282,29 @@ class Bench:
             counts, warning = (weights, cache, flops), self.subjects[name].engine.beyond(length)
             rows.append(Row(name, length, prefill, decode, first, *counts, *shares, warning))
         return Report(
-            self.model, machine(), lce.__version__, str(engine.dtype).removeprefix("torch."),
-            engine.layout.devices_text, engine.window, self.repeats, self.new_tokens, self.seed,
+            self.model,
+            machine(),
+            lce.__version__,
+            str(engine.dtype).removeprefix("torch."),
+            engine.layout.devices_text,
+            engine.window,
+            self.repeats,
+            self.new_tokens,
+            self.seed,
             {name: repr(subject.engine.method) for name, subject in self.subjects.items()},
-            best, rows, list(self._profile),
-        )  # fmt: skip
+            best,
+            rows,
+            list(self._profile),
+        )
 
 
 def bench(
-    model: str | Path, methods: str | lce.Method | Sequence[str | lce.Method] = "full", *,
-    progress: Progress | bool | None = None, **options: Any,
-) -> Report:  # fmt: skip
+    model: str | Path,
+    methods: str | lce.Method | Sequence[str | lce.Method] = "full",
+    *,
+    progress: Progress | bool | None = None,
+    **options: Any,
+) -> Report:
     """Measure a model with some methods at some lengths, and return the report. Takes the options of `Bench`."""
     return Bench(model, methods, **options).run(progress)
 

@@ -98,10 +98,16 @@ class Collecting(Wrapped):
 
 
 def calibrate(
-    model: str | Path, text: str, out: str | Path, options: Calibration | None = None, *,
-    force: bool = False, progress: StageProgress | bool | None = None, note: Callable[[str], None] = warnings.warn,
+    model: str | Path,
+    text: str,
+    out: str | Path,
+    options: Calibration | None = None,
+    *,
+    force: bool = False,
+    progress: StageProgress | bool | None = None,
+    note: Callable[[str], None] = warnings.warn,
     **loading: Any,
-) -> list[Recall]:  # fmt: skip
+) -> list[Recall]:
     """Learn a model's low-dimensional maps from `text`, write them to `out`, and return each layer's held-out recall.
 
     `loading` are options of `lce.load`. Maps fit only the window and the RoPE scaling that they were learned with.
@@ -121,9 +127,15 @@ class Calibrator:
     """One calibration: its engine, its work folder, and `seen`, the queries and keys of the current prefill."""
 
     def __init__(
-        self, model: str | Path, text: str, out: Path, options: Calibration, progress: StageProgress,
-        note: Callable[[str], None], loading: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        model: str | Path,
+        text: str,
+        out: Path,
+        options: Calibration,
+        progress: StageProgress,
+        note: Callable[[str], None],
+        loading: dict[str, Any],
+    ) -> None:
         self.out, self.options, self.progress = out, options, progress
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
         engine = load(model, **loading)

@@ -86,10 +86,18 @@ def student(freedom: int) -> float:
 
 
 def windows(
-    engine: lce.Engine, texts: Sequence[Text], *, length: int, longest: int = 0, stride: int = STRIDE,
-    scored: str = "last", most: int | None = None, record: Record | None = None,
-    about: Mapping[str, Any] | None = None, progress: Callable[[int, int], None] | None = None,
-) -> Perplexity:  # fmt: skip
+    engine: lce.Engine,
+    texts: Sequence[Text],
+    *,
+    length: int,
+    longest: int = 0,
+    stride: int = STRIDE,
+    scored: str = "last",
+    most: int | None = None,
+    record: Record | None = None,
+    about: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
     """Return the perplexity in windows of `length` tokens that end where windows of `longest` tokens end.
 
     At most `most` windows of all texts together are read, spread evenly. Windows in `record` are not read again.
@@ -115,10 +123,15 @@ def windows(
 
 
 def stream(
-    engine: lce.Engine, texts: Sequence[Text], *, lengths: Sequence[int], stride: int = STRIDE,
-    record: Record | None = None, about: Mapping[str, Any] | None = None,
+    engine: lce.Engine,
+    texts: Sequence[Text],
+    *,
+    lengths: Sequence[int],
+    stride: int = STRIDE,
+    record: Record | None = None,
+    about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Perplexity]:  # fmt: skip
+) -> list[Perplexity]:
     """Return perplexities by position, from one pass over the first `max(lengths)` tokens of each text.
 
     The perplexity for one of `lengths` is that of the tokens between the next smaller length and this length. Lengths

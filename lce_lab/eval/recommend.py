@@ -92,10 +92,17 @@ class _Turns:
 
 
 def recommend(
-    model: str, *, length: int | None = None, seconds: float = 120.0, task: str = "several_facts",
-    filler: str = "noise", seed: int = 0, candidates: Sequence[Choice] = CANDIDATES, progress: Advance | None = None,
+    model: str,
+    *,
+    length: int | None = None,
+    seconds: float = 120.0,
+    task: str = "several_facts",
+    filler: str = "noise",
+    seed: int = 0,
+    candidates: Sequence[Choice] = CANDIDATES,
+    progress: Advance | None = None,
     **loading: Any,
-) -> Recommendation:  # fmt: skip
+) -> Recommendation:
     """Ask a model about facts in texts of `length` tokens, with each method in turn, for about `seconds`.
 
     `length` is by default what the time affords for a text of each method, by the speed of the ceiling: see `LENGTHS`.

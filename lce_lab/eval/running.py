@@ -91,9 +91,15 @@ def evaluate(engine: lce.Engine, samples: Iterable[Sample], **how: Any) -> Score
 
 
 def answers(
-    engine: lce.Engine, samples: Iterable[Sample], *, setting: Mapping[str, Any], asking: Asking = ALONE,
-    record: Record | None = None, about: Mapping[str, Any] | None = None, progress: Progress | None = None,
-) -> list[tuple[Sample, Answer]]:  # fmt: skip
+    engine: lce.Engine,
+    samples: Iterable[Sample],
+    *,
+    setting: Mapping[str, Any],
+    asking: Asking = ALONE,
+    record: Record | None = None,
+    about: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[tuple[Sample, Answer]]:
     """Ask the samples of a shard and return each with its answer. Samples of one document must be adjacent.
 
     In `record`, a sample is identified by `setting`, the engine, the mode and the sample's number. `setting` has JSON
@@ -264,11 +270,20 @@ class _Run:
     def _answer(self, index: int, sample: Sample, said: lce.Generation, n_prompt: int, n_bytes: int | None) -> Answer:
         score = METRICS[sample.metric](said.text, sample.answers)
         return Answer(
-            right=score == 1, prompt=text_hash(sample.prompt), expected=sample.answer or list(sample.answers),
-            answer=said.text, score=score, metric=sample.metric, depth=sample.depth, chance=self.chances[index],
-            kind=sample.kind or None, prompt_tokens=n_prompt, prefill_s=self.prefill_s, read_bytes=n_bytes,
+            right=score == 1,
+            prompt=text_hash(sample.prompt),
+            expected=sample.answer or list(sample.answers),
+            answer=said.text,
+            score=score,
+            metric=sample.metric,
+            depth=sample.depth,
+            chance=self.chances[index],
+            kind=sample.kind or None,
+            prompt_tokens=n_prompt,
+            prefill_s=self.prefill_s,
+            read_bytes=n_bytes,
             **self.about,
-        )  # fmt: skip
+        )
 
 
 def decode_bytes(engine: lce.Engine, context: lce.Context) -> int:

@@ -28,9 +28,15 @@ from lce_lab.eval.scores import by_document, interval, mean_of
 AttendedLine = tuple[Mapping[str, Any], Attended]  # a sample, and its measurement
 BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # the knobs that set how much is chosen
 SHARES = {
-    "recall": "recall", "hit@1": "hit1", "hit@5": "hit5", "fact": "fact", "cover": "cover", "Gini": "gini",
-    "found": "found", "score": "score",
-}  # fields of `Attended` that lie between 0 and 1, by their names in tables  # fmt: skip
+    "recall": "recall",
+    "hit@1": "hit1",
+    "hit@5": "hit5",
+    "fact": "fact",
+    "cover": "cover",
+    "Gini": "gini",
+    "found": "found",
+    "score": "score",
+}  # fields of `Attended` that lie between 0 and 1, by their names in tables
 USUAL = {"judge": "constant", "states": "own"}
 Samples = Callable[["lce.Engine"], Sequence[Sample]]  # makes samples for an engine's tokenizer
 
@@ -120,10 +126,18 @@ def _mean_table(tables: Sequence[PerHead]) -> PerHead:
 
 
 def measure(
-    model: str, method: lce.Method, samples: Samples, *, length: int, judge: Judge = "constant", states: States = "own",
-    setting: Mapping[str, Any] | None = None, record: Record | None = None,
-    progress: Callable[[int, int], None] | None = None, **loading: Any,
-) -> Selection:  # fmt: skip
+    model: str,
+    method: lce.Method,
+    samples: Samples,
+    *,
+    length: int,
+    judge: Judge = "constant",
+    states: States = "own",
+    setting: Mapping[str, Any] | None = None,
+    record: Record | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **loading: Any,
+) -> Selection:
     """Ask the questions of samples with a method, and watch the queries that write the answers.
 
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. `judge` names the full attention
@@ -168,9 +182,17 @@ def fact_spans(engine: lce.Engine, sample: Sample) -> list[tuple[int, int]]:
 
 
 def measure_text(
-    model: str, method: lce.Method, text: str, *, length: int, queries: int = 32, judge: Judge = "constant",
-    states: States = "own", record: Record | None = None, **loading: Any,
-) -> Selection:  # fmt: skip
+    model: str,
+    method: lce.Method,
+    text: str,
+    *,
+    length: int,
+    queries: int = 32,
+    judge: Judge = "constant",
+    states: States = "own",
+    record: Record | None = None,
+    **loading: Any,
+) -> Selection:
     """Read the first `length` tokens of a text, and watch `queries` queries spread evenly over the second half."""
     meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)

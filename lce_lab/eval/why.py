@@ -91,10 +91,18 @@ class Causes:
 
 
 def explain(
-    model: str, method: Method, samples: Samples, *, length: int, setting: Mapping[str, Any] | None = None,
-    asking: Asking = ALONE, kind: str = "", record: Record | None = None,
-    progress: Callable[[str, int, int], None] | None = None, **loading: Any,
-) -> Causes:  # fmt: skip
+    model: str,
+    method: Method,
+    samples: Samples,
+    *,
+    length: int,
+    setting: Mapping[str, Any] | None = None,
+    asking: Asking = ALONE,
+    kind: str = "",
+    record: Record | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    **loading: Any,
+) -> Causes:
     """Ask samples with a method, then repeat missed samples under one change after the other until an answer is right.
 
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. In the mode `shared` of `asking` a

@@ -78,9 +78,15 @@ class Explanation:
 
 
 def explain(
-    method: str | Method, *, knobs: Mapping[str, Any] | None = None, tokens: int = 24, window: int | None = None,
-    block: int | None = None, head: int = 0, seed: int = 0,
-) -> Explanation:  # fmt: skip
+    method: str | Method,
+    *,
+    knobs: Mapping[str, Any] | None = None,
+    tokens: int = 24,
+    window: int | None = None,
+    block: int | None = None,
+    head: int = 0,
+    seed: int = 0,
+) -> Explanation:
     """Measure which keys a method attends, and at which distances, on `tokens` random tokens.
 
     The method, a name or an instance, runs as in the first layer of a model with a window of `window` positions and 4

@@ -186,10 +186,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, "application/json", json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n")
 
     _HEADERS: ClassVar = {
-        "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer",
-        "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Frame-Options": "DENY",
+        "Cross-Origin-Resource-Policy": "same-origin",
         "Cross-Origin-Opener-Policy": "same-origin",
-    }  # fmt: skip
+    }
 
     def _send(self, status: int, kind: str, data: bytes) -> None:
         own = f"'nonce-{self.nonce}' " if self.nonce else ""

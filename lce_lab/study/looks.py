@@ -34,9 +34,12 @@ Look = dict[str, Any]  # The results for one query; docs/inspect.md describes th
 
 @torch.inference_mode()
 def looks_of(
-    run: RunObserver, choices: tuple[int, int], marks: Sequence[Mark] = (), judge: Judge = "constant",
+    run: RunObserver,
+    choices: tuple[int, int],
+    marks: Sequence[Mark] = (),
+    judge: Judge = "constant",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[int, Look]:  # fmt: skip
+) -> dict[int, Look]:
     """Return the results for each query whose data the observer kept, by the query's index in the text.
 
     `choices` is `Method.choices`: the first token of chunk 0, and the tokens per chunk (1 if tokens are chosen).

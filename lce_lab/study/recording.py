@@ -94,10 +94,14 @@ class Recorder:
         return lce.load(self.model, method, sharing=self.engine, **self.loading)
 
     def record(
-        self, request: RecordingRequest, methods: Sequence[Method | str], *,
+        self,
+        request: RecordingRequest,
+        methods: Sequence[Method | str],
+        *,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-        check: Callable[[], None] = lambda: None, expect: Callable[[int], None] = lambda n_bytes: None,
-    ) -> Recording:  # fmt: skip
+        check: Callable[[], None] = lambda: None,
+        expect: Callable[[int], None] = lambda n_bytes: None,
+    ) -> Recording:
         """Record the request's prompt under each method. `check` is called often and can end the call by an error.
 
         Before all work `expect` is called with the recording's estimated bytes. Raises `UsageError` for an invalid
@@ -133,9 +137,14 @@ def record(
 
 
 def record_after(
-    context: Context | None, engine: Engine, request: RecordingRequest, name: str, *, most_bytes: int = MOST_BYTES,
+    context: Context | None,
+    engine: Engine,
+    request: RecordingRequest,
+    name: str,
+    *,
+    most_bytes: int = MOST_BYTES,
     check: Callable[[], None] = lambda: None,
-) -> Recording:  # fmt: skip
+) -> Recording:
     """Record a prompt that continues a context, under the method of its engine; `name` is the model's.
 
     The recording has the text of the context, and no query of it. `context` gets the prompt and the answer. See
@@ -156,10 +165,14 @@ def _recording(
 ) -> Recording:
     """Return the recording of runs over a text."""
     return {
-        "format": FORMAT, "lce": lce.__version__, "model": facts(engine, name),
-        "judge": request.judge, "tokens": text.texts,
-        "marks": [{"start": a, "stop": b, "label": label} for a, b, label in text.marks], "runs": runs,
-    }  # fmt: skip
+        "format": FORMAT,
+        "lce": lce.__version__,
+        "model": facts(engine, name),
+        "judge": request.judge,
+        "tokens": text.texts,
+        "marks": [{"start": a, "stop": b, "label": label} for a, b, label in text.marks],
+        "runs": runs,
+    }
 
 
 def _checked_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, most: int, n_before: int = 0) -> int:
@@ -197,9 +210,13 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, n
 
 
 def _run(
-    engine: Engine, observer: RunObserver, request: RecordingRequest, text: _Text,
-    progress: Callable[[str, int, int], None], context: Context | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    engine: Engine,
+    observer: RunObserver,
+    request: RecordingRequest,
+    text: _Text,
+    progress: Callable[[str, int, int], None],
+    context: Context | None = None,
+) -> dict[str, Any]:
     """Run the tokens of a text that `context` does not have, and return the recorded data of the run."""
     assert isinstance(engine.method, Observed)
     started, method = time.perf_counter(), engine.method.inner
@@ -215,29 +232,39 @@ def _run(
     places = [(start, stop) for start, stop, _ in text.marks]
     looks = looks_of(observer, unit, places, request.judge, partial(progress, "true attention"))
     return {
-        "label": label_of(method), "method": method.label,
+        "label": label_of(method),
+        "method": method.label,
         "knobs": {each.name: _plain(getattr(method, each.name)) for each in fields(method)},
-        "window": engine.window, "chunk_size": size, "first": first,
+        "window": engine.window,
+        "chunk_size": size,
+        "first": first,
         "placement": getattr(method, "placement", getattr(method, "place", None)),
         "blocks": [[block.start, block.stop] for block in choices.blocks],
         "generated": _generated(engine, text.ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
-        "choosing": choices.layers, **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True)),
-        "warning": result.warning, "off": [list(pair) for pair in request.off], "looked": sorted(looks),
+        "choosing": choices.layers,
+        **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True)),
+        "warning": result.warning,
+        "off": [list(pair) for pair in request.off],
+        "looked": sorted(looks),
         "always": choices.always(),
         "segments": [
             {
-                "start": start, "stop": stop, "rows": len(rows),
+                "start": start,
+                "stop": stop,
+                "rows": len(rows),
                 "data": base64.b64encode(rows.tobytes()).decode("ascii"),
                 "looks": {str(query): looks[query] for query in range(start, stop) if query in looks},
             }
             for start, stop, rows in choices.segments()
         ],
         "stats": {
-            "prompt_tokens": len(text.ids), "prefill_s": round(result.stats.prefill_s, 4),
-            "decode_s": round(result.stats.decode_s, 4), "recorded_s": round(time.perf_counter() - started, 4),
+            "prompt_tokens": len(text.ids),
+            "prefill_s": round(result.stats.prefill_s, 4),
+            "decode_s": round(result.stats.decode_s, 4),
+            "recorded_s": round(time.perf_counter() - started, 4),
         },
-    }  # fmt: skip
+    }
 
 
 def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[str, Any]]:

@@ -50,9 +50,13 @@ class RunObserver:
     """
 
     def __init__(
-        self, n_prompt: int, looked: Iterable[int] = (), off: Sequence[tuple[int, int]] = (),
-        check: Callable[[], None] = lambda: None, most_bytes: int = MOST_BYTES,
-    ) -> None:  # fmt: skip
+        self,
+        n_prompt: int,
+        looked: Iterable[int] = (),
+        off: Sequence[tuple[int, int]] = (),
+        check: Callable[[], None] = lambda: None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self.n_prompt, self.looked, self.off, self.check = n_prompt, sorted(looked), tuple(off), check
         self.choices = RunChoices(most_bytes)
         self.layers: dict[int, SeenLayer] = {}
@@ -96,9 +100,14 @@ class RunObserver:
             if key not in self._pieces:
                 self._pieces[key] = [piece for span in own or () for piece in _pieces(seen, query, *span)]
             found[query] = SeenQuery(
-                query, queries[:, n], picked[:, n], None if scores is None else scores[:, 0 if seen.together else n],
-                own, self._pieces[key], None if distances is None else distances[:, n],
-            )  # fmt: skip
+                query,
+                queries[:, n],
+                picked[:, n],
+                None if scores is None else scores[:, 0 if seen.together else n],
+                own,
+                self._pieces[key],
+                None if distances is None else distances[:, n],
+            )
         return found
 
 

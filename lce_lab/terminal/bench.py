@@ -72,9 +72,15 @@ def report_lines(report: Report) -> list[str]:
 
 def _row(row: Row) -> list[str]:
     return [
-        f"`{row.method}`", f"{row.length:,}", _spread(row.prefill), f"{row.prefill_share:.2f}", _spread(row.decode),
-        f"{row.decode_share:.2f}", size_text(row.weight_bytes + row.cache_bytes), _spread(row.first_token),
-    ]  # fmt: skip
+        f"`{row.method}`",
+        f"{row.length:,}",
+        _spread(row.prefill),
+        f"{row.prefill_share:.2f}",
+        _spread(row.decode),
+        f"{row.decode_share:.2f}",
+        size_text(row.weight_bytes + row.cache_bytes),
+        _spread(row.first_token),
+    ]
 
 
 def _spread(spread: Spread) -> str:

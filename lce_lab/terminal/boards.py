@@ -22,9 +22,14 @@ from lce_lab.terminal.suites import SuiteRun
 
 
 def add(
-    folder: str, model: str, methods: Sequence[lce.Method], lengths: Sequence[int] | None, suite: dict[str, Any],
-    loading: dict[str, Any], output: Output,
-) -> None:  # fmt: skip
+    folder: str,
+    model: str,
+    methods: Sequence[lce.Method],
+    lengths: Sequence[int] | None,
+    suite: dict[str, Any],
+    loading: dict[str, Any],
+    output: Output,
+) -> None:
     """Ask a model the standard questions with some methods, and keep the answers in the model's record of a folder."""
     records(folder)  # raises an error before the model is loaded
     questions = StandardSuite(**suite)
@@ -82,10 +87,15 @@ def board_object(board: Board) -> dict[str, Any]:
     """Return a board as a JSON object."""
     cells = [
         {
-            "task": table.title, "length": length, "method": method, "score": cell.score.mean,
-            "samples": cell.score.samples, "counts": table in board.counted(length),
+            "task": table.title,
+            "length": length,
+            "method": method,
+            "score": cell.score.mean,
+            "samples": cell.score.samples,
+            "counts": table in board.counted(length),
         }
-        for table in board.tables for (method, length), cell in table.cells.items()
-    ]  # fmt: skip
+        for table in board.tables
+        for (method, length), cell in table.cells.items()
+    ]
     ranking = [dataclasses.asdict(each) for each in board.standings]
     return {"model": board.model, "length": board.length, "ranking": ranking, "cells": cells}

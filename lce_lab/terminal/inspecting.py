@@ -27,9 +27,15 @@ NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judg
 
 
 def write_recording(
-    model: str, methods: Sequence[lce.Method], prompt: dict[str, str | None], out: NewFile, json_file: str | None,
-    loading: dict[str, Any], output: Output, **what: Any,
-) -> None:  # fmt: skip
+    model: str,
+    methods: Sequence[lce.Method],
+    prompt: dict[str, str | None],
+    out: NewFile,
+    json_file: str | None,
+    loading: dict[str, Any],
+    output: Output,
+    **what: Any,
+) -> None:
     """Record a prompt under some methods, and write a page, JSON, or both. A `json_file` of "-" is stdout."""
     from lce_lab.study.recording import Recorder, RecordingRequest
     from lce_lab.study.web_page import store_of, write_page
@@ -72,9 +78,14 @@ def _note_size(n_bytes: int) -> None:
 
 
 def serve_live(
-    model: str, prompt: dict[str, str | None], port: int, most_prompt: int, loading: dict[str, Any], output: Output,
+    model: str,
+    prompt: dict[str, str | None],
+    port: int,
+    most_prompt: int,
+    loading: dict[str, Any],
+    output: Output,
     **_not_live: Any,
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Serve the page of `lce inspect --live`, for which an engine runs. Only its URL goes to stdout.
 
     Ctrl-C ends the server and the process.
@@ -134,10 +145,13 @@ def _rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 lists = [found[name][own] if found["chosen"] else [] for name in ("chosen", "ranks", "scores")]
                 distances = [] if each["distances"] is None else looks[query]["distances"][each["distances"]]
                 yield {
-                    "token": query, "layer": layer, "head": head,
-                    **dict(zip(("choices", "ranks", "scores"), lists, strict=True)), "distances": distances,
+                    "token": query,
+                    "layer": layer,
+                    "head": head,
+                    **dict(zip(("choices", "ranks", "scores"), lists, strict=True)),
+                    "distances": distances,
                     **{name: each[name] for name in ("mass", "best", "marked", "recall", "reachable", "why")},
-                }  # fmt: skip
+                }
 
 
 def _hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,13 +167,18 @@ def _hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[s
             some = [each for row in found if row["layer"] == layer for each in row["marked"] if each[0] == number]
             ranks = [rank for _, _, rank, _ in some if rank >= 0]
             if some:
-                lines.append({
-                    "mark": number, "label": mark["label"], "layer": layer, "queries_and_heads": len(some),
-                    "attended": sum(share > 0 for *_, share in some) / len(some),
-                    "hit1": sum(rank < 1 for rank in ranks) / len(ranks) if ranks else None,
-                    "hit5": sum(rank < 5 for rank in ranks) / len(ranks) if ranks else None,
-                    "mass": sum(mass for _, mass, _, _ in some) / len(some),
-                })  # fmt: skip
+                lines.append(
+                    {
+                        "mark": number,
+                        "label": mark["label"],
+                        "layer": layer,
+                        "queries_and_heads": len(some),
+                        "attended": sum(share > 0 for *_, share in some) / len(some),
+                        "hit1": sum(rank < 1 for rank in ranks) / len(ranks) if ranks else None,
+                        "hit5": sum(rank < 5 for rank in ranks) / len(ranks) if ranks else None,
+                        "mass": sum(mass for _, mass, _, _ in some) / len(some),
+                    }
+                )
     return lines
 
 

@@ -69,10 +69,13 @@ def _job(run: SuiteRun, ray: Any, workers: int | None) -> None:
     ray.data.DataContext.get_current().enable_progress_bars = False
     parts = [{"task": task, "shard": shard} for task in range(len(run.tasks)) for shard in range(shards)]
     done = ray.data.from_items(parts, override_num_blocks=len(parts)).map_batches(
-        Worker, batch_size=1, concurrency=workers, num_cpus=threads,
+        Worker,
+        batch_size=1,
+        concurrency=workers,
+        num_cpus=threads,
         num_gpus=1 if gpus and run.loading.get("device") != "cpu" else 0,
         fn_constructor_args=(replace(quiet, answers=Record()), known, shards),
-    )  # fmt: skip
+    )
     with run.output.bar("shards", "") as advance:
         for number, row in enumerate(done.iter_rows(), 1):
             run.answers.add_all([parse_line(line) for line in row["lines"].splitlines()])
@@ -99,9 +102,13 @@ class Worker:
         own = suite.asking.shard
         shard = Shard(own.index + own.count * int(number), own.count * self._shards)
         part = replace(
-            self._run, suite=replace(suite, asking=replace(suite.asking, shard=shard)), tasks=[self._run.tasks[task]],
-            answers=answers, objects=[], scores={},
-        )  # fmt: skip
+            self._run,
+            suite=replace(suite, asking=replace(suite.asking, shard=shard)),
+            tasks=[self._run.tasks[task]],
+            answers=answers,
+            objects=[],
+            scores={},
+        )
         part.ask(self._engines)
         return [(sample, measured) for key, sample, measured in answers.items() if key not in before]
 

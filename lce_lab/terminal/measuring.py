@@ -31,10 +31,19 @@ LOSS_HEADER = f"{'method':<14}{'tokens':>16}{'samples':>9}{'scored':>10}{'perple
 
 
 def show_selection(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], asked: tuple[MadeTask, MadeSuite],
-    text: str | None, queries: int, judge: Judge, states: States, by_layer: bool, record: str | None,
-    loading: dict[str, Any], output: Output,
-) -> None:  # fmt: skip
+    model: str,
+    methods: Sequence[lce.Method],
+    lengths: Sequence[int],
+    asked: tuple[MadeTask, MadeSuite],
+    text: str | None,
+    queries: int,
+    judge: Judge,
+    states: States,
+    by_layer: bool,
+    record: str | None,
+    loading: dict[str, Any],
+    output: Output,
+) -> None:
     """Measure what each method selects at each length. Print each line of the table as soon as it is measured."""
     check_capacity(model, methods, max(lengths), loading)
     found: list[Selection] = []
@@ -75,9 +84,16 @@ def layer_rows(one: Selection) -> list[str]:
 
 
 def show_causes(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], suite: dict[str, Any], kind: str, each: bool,
-    record: str | None, loading: dict[str, Any], output: Output,
-) -> None:  # fmt: skip
+    model: str,
+    methods: Sequence[lce.Method],
+    lengths: Sequence[int],
+    suite: dict[str, Any],
+    kind: str,
+    each: bool,
+    record: str | None,
+    loading: dict[str, Any],
+    output: Output,
+) -> None:
     """Find why each method misses answers of each task and length. Print each line of the table as soon as known."""
     found: list[dict[str, Any]] = []
     known, made = Record(record), suite["suite"]
@@ -104,9 +120,19 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def show_perplexities(
-    model: str, methods: Sequence[lce.Method], lengths: Sequence[int], files: Sequence[str], streams: bool, stride: int,
-    scored: str, most: int | None, longest: int | None, record: str | None, loading: Mapping[str, Any], output: Output,
-) -> None:  # fmt: skip
+    model: str,
+    methods: Sequence[lce.Method],
+    lengths: Sequence[int],
+    files: Sequence[str],
+    streams: bool,
+    stride: int,
+    scored: str,
+    most: int | None,
+    longest: int | None,
+    record: str | None,
+    loading: Mapping[str, Any],
+    output: Output,
+) -> None:
     """Measure each method's perplexity at each length over the texts of some files. Errors come before any output.
 
     Windows of all lengths end at the same tokens: where windows of the largest length, or of `longest` tokens, end.

@@ -110,11 +110,20 @@ def _prose(setting: Setting, tokens: int) -> str:
 def described(entry: Entry, setting: Setting) -> dict[str, Any]:
     """Return an entry (a paper's table or figure) and the setting of its measurement as a JSON object."""
     return {
-        "id": entry.id, "title": entry.title, "paper": entry.paper, "claim": entry.claim, "note": entry.note,
-        "same_measurement": entry.is_same(setting), "model": setting.model, "window": setting.window,
-        "seed": setting.seed, "samples": setting.samples, "commands": entry.commands(setting),
-        "baseline": entry.baseline, "printed": [dataclasses.asdict(table) for table in entry.printed],
-    }  # fmt: skip
+        "id": entry.id,
+        "title": entry.title,
+        "paper": entry.paper,
+        "claim": entry.claim,
+        "note": entry.note,
+        "same_measurement": entry.is_same(setting),
+        "model": setting.model,
+        "window": setting.window,
+        "seed": setting.seed,
+        "samples": setting.samples,
+        "commands": entry.commands(setting),
+        "baseline": entry.baseline,
+        "printed": [dataclasses.asdict(table) for table in entry.printed],
+    }
 
 
 def about(entry: Entry, setting: Setting) -> Iterable[str]:

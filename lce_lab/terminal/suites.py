@@ -155,9 +155,13 @@ class SuiteRun:
             raise
 
     def _task(
-        self, task: Any, engines: Sequence[lce.Engine], made: Mapping[int, list[Sample]],
-        ceiling: tuple[lce.Engine, list[int]] | None, left: TokensLeft,
-    ) -> None:  # fmt: skip
+        self,
+        task: Any,
+        engines: Sequence[lce.Engine],
+        made: Mapping[int, list[Sample]],
+        ceiling: tuple[lce.Engine, list[int]] | None,
+        left: TokensLeft,
+    ) -> None:
         """Measure the cells of a task. With `ceiling`, full attention within the window is measured first."""
         full, within = ceiling or (engines[0], [])
         tops = {length: self.suite.make(full, task, length) for length in within}
@@ -190,9 +194,14 @@ class SuiteRun:
         return sum(texts.values()) / self.suite.asking.shard.count
 
     def _cell(
-        self, task: Any, engine: lce.Engine, length: int, made: Sequence[Sample], left: TokensLeft,
+        self,
+        task: Any,
+        engine: lce.Engine,
+        length: int,
+        made: Sequence[Sample],
+        left: TokensLeft,
         ceiling: bool = False,
-    ) -> Score | None:  # fmt: skip
+    ) -> Score | None:
         """Measure and print one method's cell. Return its score, or None if the shard has no document of the task."""
         about = {"checkpoint": self.model} | ({"ceiling": True} if ceiling else {})
         label, where = engine.method.label, f" at {length:,}" if length else ""
@@ -277,11 +286,15 @@ def detail_lines(found: TaskScore) -> list[str]:
 def benchmark_object(benchmark: Benchmark) -> dict[str, Any]:
     """Return a benchmark's description as a JSON object."""
     return {
-        "name": benchmark.name, "title": benchmark.title, "summary": " ".join((type(benchmark).__doc__ or "").split()),
-        "files": benchmark.layout, "published": benchmark.data, "prompts_and_metrics": benchmark.source,
+        "name": benchmark.name,
+        "title": benchmark.title,
+        "summary": " ".join((type(benchmark).__doc__ or "").split()),
+        "files": benchmark.layout,
+        "published": benchmark.data,
+        "prompts_and_metrics": benchmark.source,
         "prompts": [name for name in benchmark.variants if name],
         "tasks": [asdict(task) for task in benchmark.tasks],
-    }  # fmt: skip
+    }
 
 
 def benchmark_lines(benchmark: Benchmark) -> list[str]:

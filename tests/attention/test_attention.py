@@ -44,9 +44,15 @@ SEEN = starmap(pytest.param, [(False, None), (True, None), (True, 1), (True, 7),
 )
 @pytest.mark.covering
 def test_dense(
-    name: str, device: str, dtype: torch.dtype, heads: tuple[int, int], n_queries: int, n_keys: int, causal: bool,
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    n_queries: int,
+    n_keys: int,
+    causal: bool,
     window: int | None,
-) -> None:  # fmt: skip
+) -> None:
     q, k, v = (x.to(dtype) for x in vectors(*heads, n_queries, n_keys, 16 if device == "cpu" else 64))
     part = Attention.choose(name).dense(*(x.to(device) for x in (q, k, v)), causal, window)
     assert_same(part, dense_truth(q, k, v, causal, window), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))

@@ -75,9 +75,15 @@ def test_dense_over_more_heads_than_a_grid_has(calls: Calls, monkeypatch: pytest
 )
 @pytest.mark.covering
 def test_routed_never_waits(
-    calls: Calls, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, most_blocks: int, n_queries: int, n_chunks: int,
-    kind: str, heads: tuple[int, int],
-) -> None:  # fmt: skip
+    calls: Calls,
+    gpus: Gpus,
+    monkeypatch: pytest.MonkeyPatch,
+    most_blocks: int,
+    n_queries: int,
+    n_chunks: int,
+    kind: str,
+    heads: tuple[int, int],
+) -> None:
     """More tiles than rows, and fewer."""
     q, k, v = (x.half() for x in routed_vectors(*heads, n_queries, n_chunks, 5))
     turns, chosen = turns_of(n_queries, 3, torch.float16), choices(kind, heads[0], n_queries, 3, n_chunks)

@@ -90,9 +90,12 @@ def test_bars_are_read_off_the_figures(gpu: ModuleType) -> None:
     results = {
         0: {"status": "ran", "copy": {"bytes_per_s": 4.3e12}},
         4: {"status": "ran", "full at 32768": cell, "longheads at 32768": fast},
-        5: {"status": "ran", "longheads resident": {"decode ms": 4.0, "decoded at": 9},
-            "longheads offloaded": {"decode ms": 9.0, "decoded at": 9}},
-    }  # fmt: skip
+        5: {
+            "status": "ran",
+            "longheads resident": {"decode ms": 4.0, "decoded at": 9},
+            "longheads offloaded": {"decode ms": 9.0, "decoded at": 9},
+        },
+    }
     lines = {line.split("  ")[0]: line.split()[-1] for line in gpu.summary(results).splitlines() if "=" in line}
     assert lines["full decode, of copying, 32k"] == "held"  # 30 GB in 8 ms are 87% of 4.3 TB/s
     assert lines["longheads over full, decode, 32k"] == "MISSED"  # 1.6

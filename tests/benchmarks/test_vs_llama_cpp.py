@@ -13,8 +13,12 @@ import lce
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 SHAPE = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32000,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 32000,
+}
 
 
 @pytest.fixture

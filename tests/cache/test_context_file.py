@@ -297,9 +297,13 @@ def file(tmp_path: Path) -> Path:
 
 def test_rows_of_another_shape_are_refused(file: Path) -> None:
     others = (
-        replace(LAYOUT, n_layers=2), replace(LAYOUT, n_kv_heads=4), replace(LAYOUT, head_dim=8), APART,
-        replace(LAYOUT, dtype=torch.float16), replace(LAYOUT, access=replace(LAYOUT.access, chunk_size=4)),
-    )  # fmt: skip
+        replace(LAYOUT, n_layers=2),
+        replace(LAYOUT, n_kv_heads=4),
+        replace(LAYOUT, head_dim=8),
+        APART,
+        replace(LAYOUT, dtype=torch.float16),
+        replace(LAYOUT, access=replace(LAYOUT.access, chunk_size=4)),
+    )
     for layout in others:
         with pytest.raises(DataError, match="its header contradicts its contents; prefill the text again"):
             opened(file, layout)

@@ -31,9 +31,16 @@ from lce.cache.method_state import FileTensor, MethodState, OpenChunk, RecentRow
 from lce.errors import CapacityError, DataError
 
 GOOD: dict[str, Any] = {
-    "format": FORMAT, "lce": "1", "file_id": "0123456789abcdef", "identity": {}, "pages": {}, "text": "", "capacity": 9,
-    "read": 5, "announced": 7,
-}  # fmt: skip
+    "format": FORMAT,
+    "lce": "1",
+    "file_id": "0123456789abcdef",
+    "identity": {},
+    "pages": {},
+    "text": "",
+    "capacity": 9,
+    "read": 5,
+    "announced": 7,
+}
 PATH = Path("document.lce")
 
 
@@ -58,12 +65,21 @@ def test_a_header_is_read(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "nesting": "[" * 5000, "closed nesting": '{"a":' * 3000 + "1" + "}" * 3000, "NaN": '{"a": NaN}',
+    "nesting": "[" * 5000,
+    "closed nesting": '{"a":' * 3000 + "1" + "}" * 3000,
+    "NaN": '{"a": NaN}',
     "inf": '{"a": 1e999}',
-    "-inf": '{"a": -Infinity}', "huge": '{"a": 1' + "0" * 5000 + "}",
-    "twice": '{"a": 1, "a": 2}', "list": "[1]",
-    "text": '"a"', "number": "3", "nothing": "", "lone quote": '{"', "surrogate": '{"\\ud800": 1}', "NUL": "\0",
-}  # fmt: skip
+    "-inf": '{"a": -Infinity}',
+    "huge": '{"a": 1' + "0" * 5000 + "}",
+    "twice": '{"a": 1, "a": 2}',
+    "list": "[1]",
+    "text": '"a"',
+    "number": "3",
+    "nothing": "",
+    "lone quote": '{"',
+    "surrogate": '{"\\ud800": 1}',
+    "NUL": "\0",
+}
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
@@ -144,9 +160,12 @@ N = 21  # tokens; a chunk has 8
 
 def states(layout: CacheLayout) -> Mapping[str, MethodState]:
     return {
-        "rows": TokenRows(4 * 4), "summaries": Summaries(2 * 4 * 4, 8), "recent": RecentRows(6, 2 * 4 * 4),
-        "open": OpenChunk(8, 2 * 4 * 4), "staged": Staged(lambda n_tokens, block: 12),
-    }  # fmt: skip
+        "rows": TokenRows(4 * 4),
+        "summaries": Summaries(2 * 4 * 4, 8),
+        "recent": RecentRows(6, 2 * 4 * 4),
+        "open": OpenChunk(8, 2 * 4 * 4),
+        "staged": Staged(lambda n_tokens, block: 12),
+    }
 
 
 LAYOUT = CacheLayout(2, 2, 2, 4, torch.float32, torch.device("cpu"), AccessPattern(8), make_state=states)
@@ -154,10 +173,13 @@ KEPT = {
     f"layers/{layer}/{name}": tensor
     for layer in range(2)
     for name, tensor in (
-        (f"rows/{N}", torch.rand(N, 4)), ("summaries/2", torch.rand(2, 2, 4)), (f"recent/{N - 6}", torch.rand(2, 6, 4)),
-        ("open/2", torch.rand(2, 8, 4)), ("staged/0", torch.rand(3)),
+        (f"rows/{N}", torch.rand(N, 4)),
+        ("summaries/2", torch.rand(2, 2, 4)),
+        (f"recent/{N - 6}", torch.rand(2, 6, 4)),
+        ("open/2", torch.rand(2, 8, 4)),
+        ("staged/0", torch.rand(3)),
     )
-}  # fmt: skip
+}
 
 
 def check(tensors: Mapping[str, Tensor], layout: CacheLayout = LAYOUT, n: int = N) -> None:

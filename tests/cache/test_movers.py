@@ -112,9 +112,17 @@ def layout_for(method: Method, text: tuple[Tensor, ...], block: int) -> CacheLay
     if access.chunk_size == AccessPattern().chunk_size:
         access = replace(access, chunk_size=4)
     return CacheLayout(
-        n_layers, n_heads, text[1].shape[1], dim, torch.float32, CPU, access, block=block, make_state=method.state,
+        n_layers,
+        n_heads,
+        text[1].shape[1],
+        dim,
+        torch.float32,
+        CPU,
+        access,
+        block=block,
+        make_state=method.state,
         read_size=24,
-    )  # fmt: skip
+    )
 
 
 def beside_a_gpu(layout: CacheLayout, folder: Path, below: int | None, spare: int) -> LateDevice:
@@ -142,10 +150,13 @@ def read_text(
     for size in blocks:
         here = slice(start, start + size)
         found = driver.forward(
-            cache, rope, size, lambda attend, here=here: [  # type: ignore[misc]
+            cache,
+            rope,
+            size,
+            lambda attend, here=here: [  # type: ignore[misc]
                 attend(layer, *(x[layer][:, here] for x in text)) for layer in range(n_layers)
             ],
-        )  # fmt: skip
+        )
         out[:, :, here] = torch.stack(found)
         start += size
     return out, cache

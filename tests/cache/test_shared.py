@@ -21,11 +21,20 @@ from tests.command import within
 from tests.interrupts import interrupted, places
 
 LAYOUT = CacheLayout(
-    2, 4, 2, 8, torch.float32, torch.device("cpu"), AccessPattern(4, local=5), block=64,
+    2,
+    4,
+    2,
+    8,
+    torch.float32,
+    torch.device("cpu"),
+    AccessPattern(4, local=5),
+    block=64,
     make_state=lambda layout: {
-        "rows": TokenRows(12), "summaries": Summaries(32, layout.chunk_size), "staged": Staged(lambda n, block: 4)
+        "rows": TokenRows(12),
+        "summaries": Summaries(32, layout.chunk_size),
+        "staged": Staged(lambda n, block: 4),
     },
-)  # fmt: skip
+)
 
 
 def read(cache: KVCache, ids: list[int]) -> None:

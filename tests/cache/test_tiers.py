@@ -44,9 +44,14 @@ def layout_of(heads: int = 1, *, pinned: int = 0) -> CacheLayout:
 
 
 def tiers_of(
-    tiers: str, *, heads: int = 1, limit: int = UNBOUNDED, below: int = UNBOUNDED, pinned: int = 0,
+    tiers: str,
+    *,
+    heads: int = 1,
+    limit: int = UNBOUNDED,
+    below: int = UNBOUNDED,
+    pinned: int = 0,
     kv_dtype: str = "auto",
-) -> CacheLayout:  # fmt: skip
+) -> CacheLayout:
     """A layout with these tiers: `limit` pages in the first, `below` in the host's."""
     plain = replace(layout_of(heads, pinned=pinned), kv_dtype=kv_dtype)
     budget = None
@@ -187,14 +192,27 @@ class AnyOrder(RuleBasedStateMachine):
     branches = Bundle("branches")
 
     @initialize(
-        target=branches, tiers=st.sampled_from(TIERS), heads=st.sampled_from([1, N_HEADS]), spare=st.integers(1, 3),
-        below=st.integers(1, 9), pinned=st.integers(0, 1), order=st.sampled_from(ORDERS),
-        kv_dtype=st.sampled_from(["auto", "int8"]), slab=st.sampled_from([1, 512]),
-    )  # fmt: skip
+        target=branches,
+        tiers=st.sampled_from(TIERS),
+        heads=st.sampled_from([1, N_HEADS]),
+        spare=st.integers(1, 3),
+        below=st.integers(1, 9),
+        pinned=st.integers(0, 1),
+        order=st.sampled_from(ORDERS),
+        kv_dtype=st.sampled_from(["auto", "int8"]),
+        slab=st.sampled_from([1, 512]),
+    )
     def start(
-        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: str,
+        self,
+        tiers: str,
+        heads: int,
+        spare: int,
+        below: int,
+        pinned: int,
+        order: str,
+        kv_dtype: str,
         slab: int,
-    ) -> Branch:  # fmt: skip
+    ) -> Branch:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(os, "pwrite", self.write)
         no_gpu(self.patch, order, slab)

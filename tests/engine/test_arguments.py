@@ -21,10 +21,42 @@ from lce_lab.study.explain import explain
 from tests.checkpoints import save_chat, tokens
 
 WRONG: list[Any] = [
-    "", None, -1, 0, 1.5, "x", "4k", [], {}, (), object(), b"x", float("nan"), float("inf"), True, 2**59, 10**30,
-    -(10**30), int, LongHeads, lambda *_: 1, {"x": 1}, [None], ["x", 3], [b"x"], "\0", "a" * 5000, np.float32(2),
-    np.zeros((2, 2)), torch.ones(2), torch.tensor(3), Path("absent/absent"), set(), 3 + 4j, "\ud800",
-]  # fmt: skip
+    "",
+    None,
+    -1,
+    0,
+    1.5,
+    "x",
+    "4k",
+    [],
+    {},
+    (),
+    object(),
+    b"x",
+    float("nan"),
+    float("inf"),
+    True,
+    2**59,
+    10**30,
+    -(10**30),
+    int,
+    LongHeads,
+    lambda *_: 1,
+    {"x": 1},
+    [None],
+    ["x", 3],
+    [b"x"],
+    "\0",
+    "a" * 5000,
+    np.float32(2),
+    np.zeros((2, 2)),
+    torch.ones(2),
+    torch.tensor(3),
+    Path("absent/absent"),
+    set(),
+    3 + 4j,
+    "\ud800",
+]
 FOR_ENGINES = {"hold", "keep", "mark", "go_back"}  # methods of Context that engines call
 Q = torch.ones(2, 3, 4)
 
@@ -65,7 +97,8 @@ class Face:
             "Engine.conversation": (self.chatty.conversation, {}),
             "Engine.chat": (self.chatty.chat, {"messages": "x", "max_tokens": 1}),
             "Engine.chat_stream": (
-                lambda **o: self.chatty.chat_stream(**o).finish(), {"messages": "x", "max_tokens": 1},
+                lambda **o: self.chatty.chat_stream(**o).finish(),
+                {"messages": "x", "max_tokens": 1},
             ),
             "Engine.logits": (self.engine.logits, {"token_ids": [5]}),
             "Engine.score": (self.engine.score, {"token_ids": [5, 6]}),
@@ -85,7 +118,7 @@ class Face:
             "methods.find": (lce.methods.find, {"name": "full"}),
             "methods.available": (lce.methods.available, {}),
             "explain": (explain, {"method": "full", "tokens": 2, "window": 4}),
-        }  # fmt: skip
+        }
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +139,25 @@ def parameters(name: str) -> Iterator[str]:
 
 
 NAMES = [
-    "load", "info", "plan", "operations", "profiled", "quantize", "Sampling", "explain",
-    "methods.run", "methods.make", "methods.find", "methods.available",
-    *(f"{cls.__name__}.{name}" for cls in (lce.Engine, lce.Context) for name, _ in inspect.getmembers(cls, callable)
-      if not name.startswith("_") and name not in FOR_ENGINES),
-]  # fmt: skip
+    "load",
+    "info",
+    "plan",
+    "operations",
+    "profiled",
+    "quantize",
+    "Sampling",
+    "explain",
+    "methods.run",
+    "methods.make",
+    "methods.find",
+    "methods.available",
+    *(
+        f"{cls.__name__}.{name}"
+        for cls in (lce.Engine, lce.Context)
+        for name, _ in inspect.getmembers(cls, callable)
+        if not name.startswith("_") and name not in FOR_ENGINES
+    ),
+]
 
 
 def test_every_public_function_is_in_the_table(face: Face) -> None:
@@ -163,9 +210,15 @@ def test_sampling_comes_as_an_object_a_mapping_or_keywords(face: Face) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [tuple, torch.tensor, np.array, lambda ids: np.array(ids, np.int16), lambda ids: torch.tensor(ids).int(),
-     lambda ids: list(np.array(ids))],
-)  # fmt: skip
+    [
+        tuple,
+        torch.tensor,
+        np.array,
+        lambda ids: np.array(ids, np.int16),
+        lambda ids: torch.tensor(ids).int(),
+        lambda ids: list(np.array(ids)),
+    ],
+)
 def test_token_ids_come_in_any_sequence(face: Face, kind: Callable[[list[int]], Any]) -> None:
     ids = tokens(40)
     assert torch.equal(face.engine.logits(kind(ids)), face.engine.logits(ids))

@@ -36,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [  # a method, it
     ("streaming", {}, 64, {"max_tokens": 28, "presence_penalty": 0.5, "frequency_penalty": 0.3}),
     ("rerope", {}, 1, {"max_tokens": 18, "min_p": 0.05, "temperature": 0.7, "seed": 5}),
     ("quest", {}, 120, {"max_tokens": 16, "stop": lambda text: len(text) > 12}),
-]  # fmt: skip
+]
 
 
 def facts(result: lce.Generation) -> tuple[Any, ...]:
@@ -67,11 +67,16 @@ def test_every_request_has_the_bits_that_it_has_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "bfloat16"}, {"kv_dtype": "int8-device"}, {"weights": "int8"}, {"weights": "int4"},
-        {"dtype": "bfloat16", "weights": "int8"}, {"budget": "auto"}, {"kv_dtype": "int8", "budget": "auto"},
+        {"dtype": "bfloat16"},
+        {"kv_dtype": "int8-device"},
+        {"weights": "int8"},
+        {"weights": "int4"},
+        {"dtype": "bfloat16", "weights": "int8"},
+        {"budget": "auto"},
+        {"kv_dtype": "int8", "budget": "auto"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_request_has_the_bits_that_it_has_alone_in_any_storage(
     options: dict[str, Any], threads: int, tmp_path: Path
 ) -> None:

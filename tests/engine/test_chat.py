@@ -29,7 +29,7 @@ TEMPLATES = {
         "{{ bos_token }}{% for message in messages[-1:] %}" + TURN % "message.content" + "{% endfor %}"
         "{{ '<|turn|>assistant\n' }}"
     ),
-}  # fmt: skip
+}
 METHODS: dict[str, lce.Method] = {
     "longheads": lce.methods.LongHeads(chunk_size=8, chunks=4),
     "infllm": lce.methods.InfLLM(block_size=8, top_k=2, sinks=4, local=16),

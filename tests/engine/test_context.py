@@ -328,9 +328,13 @@ def test_a_truncated_context_of_8_bits_is_the_same_in_any_budget(tiny_model: Pat
     """What was rounded stays so: near to a context that read no more, and to the bit alike whatever the budget."""
     roomy = lce.load(tiny_model, EVERY[name], block=BLOCK, kv_dtype="int8")
     tight = lce.load(
-        tiny_model, EVERY[name], block=BLOCK, kv_dtype="int8", kv_host_budget=roomy.layout.least_budget,
+        tiny_model,
+        EVERY[name],
+        block=BLOCK,
+        kv_dtype="int8",
+        kv_host_budget=roomy.layout.least_budget,
         spill_dir=tmp_path,
-    )  # fmt: skip
+    )
     contexts = [engine.prefill(tokens(150)) for engine in (roomy, tight)]
     for n in (149, 97, 33):
         logits = []

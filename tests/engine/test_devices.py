@@ -20,17 +20,26 @@ BOTH = "cuda:0,cuda:1"
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3},
     "qwen3, tied": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 3,
         "tie_word_embeddings": True,
     },
     "ministral3": {
-        "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "num_hidden_layers": 2,
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "num_hidden_layers": 2,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32,
-            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
         },
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

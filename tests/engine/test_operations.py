@@ -103,10 +103,18 @@ def test_bytes_read_are_those_of_a_profiled_step(tmp_path: Path, name: str) -> N
 def llama(folder: Path, **changes: Any) -> Path:
     """The config of Llama 3 8B, or of another model; no weights."""
     sizes = {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001,
-    }  # fmt: skip
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
     (folder / "config.json").write_text(json.dumps(TINY | sizes | changes))
     return folder
 

@@ -135,9 +135,12 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str)
 
 IDS = tokens(150)
 PENALTIES: list[dict[str, float]] = [
-    {"repetition_penalty": 1.3}, {"repetition_penalty": 0.8}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.7},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.7},
     {"repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.4},
-]  # fmt: skip
+]
 
 
 def slowly_penalised(logits: Tensor, prompt: list[int], answer: list[int], knobs: dict[str, float]) -> Tensor:

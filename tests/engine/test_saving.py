@@ -693,9 +693,11 @@ def test_what_is_no_file_is_refused(suffix: str, kind: str, document: Path, engi
     path, beside, victim = tmp_path / "c.lce", tmp_path / f"c.lce{suffix}", tmp_path / "victim"
     victim.write_text("mine")
     make: dict[str, Callable[[], None]] = {
-        "folder": beside.mkdir, "FIFO": lambda: os.mkfifo(beside), "link": lambda: beside.symlink_to(victim),
+        "folder": beside.mkdir,
+        "FIFO": lambda: os.mkfifo(beside),
+        "link": lambda: beside.symlink_to(victim),
         "loop": lambda: beside.symlink_to(beside),
-    }  # fmt: skip
+    }
     make[kind]()
     said = "a folder" if kind == "folder" else "a FIFO" if kind == "FIFO" else "a symbolic link"
     with pytest.raises(UsageError, match=f"is {said}; expected a regular file, or a name that is free"):

@@ -104,9 +104,12 @@ def time_s(call: Callable[[], object]) -> float:
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::lce.errors.WindowWarning")
 def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
-    name: str, what: str, tiny_model: Path, tmp_path: Path,
+    name: str,
+    what: str,
+    tiny_model: Path,
+    tmp_path: Path,
     alarm: Callable[[float, Callable[[], object]], KeyboardInterrupt | None],
-) -> None:  # fmt: skip
+) -> None:
     method, options = ENGINES[name]
     spill = {"spill_dir": tmp_path} if options else {}
     calls = Calls(lce.load(tiny_model, method, block=BLOCK, **options, **spill), tmp_path)

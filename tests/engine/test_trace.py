@@ -99,12 +99,13 @@ def test_choices_have_their_scores_and_ranks() -> None:
     ("name", "knobs"),
     [
         ("longheads", {"chunk_size": 8, "chunks": 5, "keep_first": False, "keep_last": False}),
-        ("quest", {"dense_layers": 1, "page": 4, "budget": 16}), ("oracle", {"chunk_size": 8, "keep_first": False}),
+        ("quest", {"dense_layers": 1, "page": 4, "budget": 16}),
+        ("oracle", {"chunk_size": 8, "keep_first": False}),
         ("esa", {"compress": "none", "sinks": 4, "top_k": 6, "eps": 0}),
         ("infllm", {"block_size": 4, "sinks": 4, "top_k": 5}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_best_are_chosen(tiny_model: Path, name: str, knobs: dict[str, object]) -> None:
     """The ranks of what a query is free to choose are the first ones, and scores fall with them."""
     engine = lce.load(tiny_model, lce.methods.make(name, knobs))

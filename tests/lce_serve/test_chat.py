@@ -90,9 +90,11 @@ def test_parts_tools_and_calls_are_accepted(client: TestClient) -> None:
 
 def test_a_schema_is_followed(client: TestClient) -> None:
     schema = {
-        "type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}}, "required": ["ok", "n"],
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+        "required": ["ok", "n"],
         "additionalProperties": False,
-    }  # fmt: skip
+    }
     form = {
         "type": "json_schema",
         "json_schema": {"name": "x", "schema": {**schema, "x-guidance": {"whitespace_flexible": False}}},
@@ -104,8 +106,13 @@ def test_a_schema_is_followed(client: TestClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_is_made(client: TestClient, stream: bool) -> None:
-    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"],
-              "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}},
+        "required": ["yes"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
     tool = {"type": "function", "function": {"name": "vote", "parameters": schema}}
     how: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 90}
     answer = ask(client, stream=stream, **how)

@@ -96,9 +96,14 @@ def test_the_evaluation_harness_scores_as_in_process(engine: lce.Engine, address
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     model = LocalCompletionsAPI(
-        base_url=f"{address}/v1/completions", model="tiny", tokenizer=str(chat_model), tokenizer_backend="huggingface",
-        num_concurrent=2, max_length=512, max_retries=1,
-    )  # fmt: skip
+        base_url=f"{address}/v1/completions",
+        model="tiny",
+        tokenizer=str(chat_model),
+        tokenizer_backend="huggingface",
+        num_concurrent=2,
+        max_length=512,
+        max_retries=1,
+    )
     pairs = [("one two three", " four"), ("a b", " c d"), ("hello", " world")]
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     for (before, after), (logprob, greedy) in zip(pairs, model.loglikelihood(asked), strict=True):
@@ -128,9 +133,21 @@ def test_schemathesis_finds_no_failure_of_the_server(address: str, tmp_path: Pat
     """Whatever the OpenAPI document allows, and what it does not, is answered below 500."""
     pytest.importorskip("schemathesis")
     command = [
-        sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json", "--checks", "not_a_server_error",
-        "--max-examples", "25", "--request-timeout", "30", "--seed", "1", "--no-color",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{address}/openapi.json",
+        "--checks",
+        "not_a_server_error",
+        "--max-examples",
+        "25",
+        "--request-timeout",
+        "30",
+        "--seed",
+        "1",
+        "--no-color",
+    ]
     with Process(command, cwd=tmp_path) as process:
         out, err = process.communicate(timeout=500)
     assert process.returncode == 0, out[-4000:] + err[-2000:]

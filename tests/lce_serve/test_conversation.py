@@ -32,9 +32,13 @@ class Talk:
     def say(self, address: str, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
         body = {
-            "model": self.model, "messages": self.messages, "max_tokens": 7, "temperature": 1,
-            "seed": len(self.messages), "logit_bias": self.bias,
-        }  # fmt: skip
+            "model": self.model,
+            "messages": self.messages,
+            "max_tokens": 7,
+            "temperature": 1,
+            "seed": len(self.messages),
+            "logit_bias": self.bias,
+        }
         request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=60) as answer:

@@ -9,21 +9,62 @@ from starlette.testclient import TestClient
 from lce_serve.openapi import document
 
 ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 3.5, 1e308, -0.0, 2**70, "", "x", "\x00", "auto", "tiny", "user", "text", "é\u2028",
-    [], [1], [[1]], [[]], ["x"], [None], {}, {"type": "text", "text": "x"}, {"a": {"b": [1]}},
-    [{"role": "user", "content": "x"}], {"type": "json_object"}, {"type": "json_schema", "schema": {"type": 5}},
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3.5,
+    1e308,
+    -0.0,
+    2**70,
+    "",
+    "x",
+    "\x00",
+    "auto",
+    "tiny",
+    "user",
+    "text",
+    "é\u2028",
+    [],
+    [1],
+    [[1]],
+    [[]],
+    ["x"],
+    [None],
+    {},
+    {"type": "text", "text": "x"},
+    {"a": {"b": [1]}},
+    [{"role": "user", "content": "x"}],
+    {"type": "json_object"},
+    {"type": "json_schema", "schema": {"type": 5}},
     [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, [{"name": "f", "input_schema": {}}],
-    {"type": "any"}, {"type": "tool", "name": "f"}, "streaming", "esa", "required", {"include_usage": True},
-    {"5": 3}, {"10000000": 3}, [{"type": "function_call"}], {"format": {"type": "json_object"}},
-]  # fmt: skip
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+    [{"name": "f", "input_schema": {}}],
+    {"type": "any"},
+    {"type": "tool", "name": "f"},
+    "streaming",
+    "esa",
+    "required",
+    {"include_usage": True},
+    {"5": 3},
+    {"10000000": 3},
+    [{"type": "function_call"}],
+    {"format": {"type": "json_object"}},
+]
 
 
 def body_of(properties: dict[str, Any], required: list[str], chance: random.Random) -> dict[str, Any]:
     good = {
-        "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "max_tokens": 3, "name": "a",
-        "max_output_tokens": 3, "max_completion_tokens": 3,
-    }  # fmt: skip
+        "messages": [{"role": "user", "content": "x"}],
+        "prompt": "x",
+        "input": "x",
+        "max_tokens": 3,
+        "name": "a",
+        "max_output_tokens": 3,
+        "max_completion_tokens": 3,
+    }
     body: dict[str, Any] = {name: value for name, value in good.items() if name in properties}
     for name in chance.sample(sorted(properties), min(len(properties), chance.randint(1, 3))):
         body[name] = chance.choice(ODD)

@@ -22,9 +22,12 @@ from tests.lce_serve.conftest import serving
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
 HEAD = "{} {} HTTP/1.1\r\nHost: localhost\r\n"
 PATHS = [
-    ("POST", "/" + "a" * 80_000), ("GET", "/%00%ff/../../etc/passwd"), ("TRACE", "/health"),
-    ("DELETE", "/contexts/..%2f.."), ("GET", "http://evil.example/"),
-]  # fmt: skip
+    ("POST", "/" + "a" * 80_000),
+    ("GET", "/%00%ff/../../etc/passwd"),
+    ("TRACE", "/health"),
+    ("DELETE", "/contexts/..%2f.."),
+    ("GET", "http://evil.example/"),
+]
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "the quick fox"}], "temperature": 0, "max_tokens": 6}
 
 
@@ -36,10 +39,23 @@ def post(body: bytes, path: str, *headers: str, length: int | None = None) -> by
 def broken_json(chance: random.Random) -> bytes:
     good = json.dumps(GOOD).encode()
     cut = chance.randrange(len(good) - 1)
-    found: bytes = chance.choice([
-        good[:cut], good[:cut] + b"\x00" + good[cut + 1 :], good + b"}", b"", b"NaN", b"[Infinity]", b'"\\ud800"',
-        b"nul", b'{"a":' * 20, b"\xef\xbb\xbf{}", b"1e999999", b"[" + b"9" * 10_000 + b"]", b"{'a': 1}",
-    ])  # fmt: skip
+    found: bytes = chance.choice(
+        [
+            good[:cut],
+            good[:cut] + b"\x00" + good[cut + 1 :],
+            good + b"}",
+            b"",
+            b"NaN",
+            b"[Infinity]",
+            b'"\\ud800"',
+            b"nul",
+            b'{"a":' * 20,
+            b"\xef\xbb\xbf{}",
+            b"1e999999",
+            b"[" + b"9" * 10_000 + b"]",
+            b"{'a': 1}",
+        ]
+    )
     return post(found, chance.choice(POSTS))
 
 
@@ -74,15 +90,24 @@ def wrong_origin(chance: random.Random) -> bytes:
 
 
 def wrong_head(chance: random.Random) -> bytes:
-    return chance.choice([
-        b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\n",
-        post(b"{}", POSTS[0], "Content-Length: 7"), post(b"{}", POSTS[0], "Transfer-Encoding: chunked"),
-        post(b"zz\r\nx\r\n0\r\n\r\n", POSTS[0], "Transfer-Encoding: chunked"), post(b"{}", POSTS[0], "X: a\x00b"),
-        post(b"{}", POSTS[0], "Content-Encoding: gzip"), post(b"{}", POSTS[0], "X" * 70_000 + ": 1"),
-        post(b"{}", POSTS[0], *(f"X-{i}: 1" for i in range(200))), post(b"{}", POSTS[0], length=-1),
-        *((HEAD.format(verb, path) + "\r\n").encode() for verb, path in PATHS),
-    ])  # fmt: skip
+    return chance.choice(
+        [
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"\r\n\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\n",
+            post(b"{}", POSTS[0], "Content-Length: 7"),
+            post(b"{}", POSTS[0], "Transfer-Encoding: chunked"),
+            post(b"zz\r\nx\r\n0\r\n\r\n", POSTS[0], "Transfer-Encoding: chunked"),
+            post(b"{}", POSTS[0], "X: a\x00b"),
+            post(b"{}", POSTS[0], "Content-Encoding: gzip"),
+            post(b"{}", POSTS[0], "X" * 70_000 + ": 1"),
+            post(b"{}", POSTS[0], *(f"X-{i}: 1" for i in range(200))),
+            post(b"{}", POSTS[0], length=-1),
+            *((HEAD.format(verb, path) + "\r\n").encode() for verb, path in PATHS),
+        ]
+    )
 
 
 def wrong_values(chance: random.Random) -> bytes:
@@ -103,8 +128,17 @@ def bomb(chance: random.Random) -> bytes:
 
 
 KINDS: list[Callable[[random.Random], bytes]] = [
-    broken_json, deep, wide, huge, bad_text, wrong_host, wrong_origin, wrong_head, wrong_values, bomb,
-]  # fmt: skip
+    broken_json,
+    deep,
+    wide,
+    huge,
+    bad_text,
+    wrong_host,
+    wrong_origin,
+    wrong_head,
+    wrong_values,
+    bomb,
+]
 
 
 def status_of(address: tuple[str, int], raw: bytes, chance: random.Random) -> int:

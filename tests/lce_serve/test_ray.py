@@ -264,9 +264,13 @@ def test_the_example_of_a_cluster_answers_behind_rays_proxy(
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     changes = {
-        "smollm2": chat_model, "self_extend": "full", "/shared/lce": tmp_path / "kept", "8000": port,
-        "threads: 4": "threads: 1", "max_replicas: 8": "max_replicas: 2",
-    }  # fmt: skip
+        "smollm2": chat_model,
+        "self_extend": "full",
+        "/shared/lce": tmp_path / "kept",
+        "8000": port,
+        "threads: 4": "threads: 1",
+        "max_replicas: 8": "max_replicas: 2",
+    }
     text = (ROOT / "examples" / "routing" / "serve.yaml").read_text()
     for before, after in changes.items():
         assert before in text

@@ -246,8 +246,26 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(lce.UsageError, match=r"pip install 'lce\[serve\]'"):
-        command.serve("demo", {}, {}, None, host="", port=0, api_key=None, cors=(), lanes=1, queue=1, cache_dir=None,
-                      cache_budget="1GiB", context=(), ping=1, name=None, drain=1, replicas=1, open_metrics=False)  # type: ignore[arg-type]  # fmt: skip
+        command.serve(
+            "demo",
+            {},
+            {},
+            None,
+            host="",
+            port=0,
+            api_key=None,
+            cors=(),
+            lanes=1,
+            queue=1,
+            cache_dir=None,
+            cache_budget="1GiB",
+            context=(),
+            ping=1,
+            name=None,
+            drain=1,
+            replicas=1,
+            open_metrics=False,
+        )  # type: ignore[arg-type]
 
 
 def test_the_command_line_imports_neither_torch_nor_starlette() -> None:

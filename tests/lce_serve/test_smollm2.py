@@ -28,17 +28,23 @@ def ask(client: TestClient, text: str, **how: Any) -> Any:
 
 def test_a_schema_is_filled_in(client: TestClient) -> None:
     schema = {
-        "type": "object", "required": ["city", "country"], "additionalProperties": False,
+        "type": "object",
+        "required": ["city", "country"],
+        "additionalProperties": False,
         "properties": {"city": {"type": "string", "maxLength": 20}, "country": {"enum": ["France", "Norway"]}},
-    }  # fmt: skip
+    }
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
     found = ask(client, "Where is the Eiffel Tower? Answer in JSON.", response_format=form, max_tokens=60)
     assert json.loads(found["message"]["content"])["country"] == "France"
 
 
 def test_a_tool_is_called_by_a_template_that_knows_none(client: TestClient) -> None:
-    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
     tool = {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": schema}}
     how: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "parallel_tool_calls": False}
     found = ask(client, "What is the weather in Oslo?", **how)

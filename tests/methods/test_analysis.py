@@ -29,11 +29,14 @@ from tests.running import cut, run, vectors
 
 WINDOW, N = 32, 120
 METHODS = {
-    "longheads": {"chunk_size": 4, "chunks": 5}, "longheads by group": {"chunk_size": 4, "chunks": 5, "share": "group"},
+    "longheads": {"chunk_size": 4, "chunks": 5},
+    "longheads by group": {"chunk_size": 4, "chunks": 5, "share": "group"},
     "longheads by layer": {"chunk_size": 4, "chunks": 5, "share": "layer", "placement": "true"},
-    "quest": {"dense_layers": 0, "page": 4, "budget": 20}, "infllm": {"block_size": 4, "sinks": 4, "top_k": 3},
-    "esa": {"compress": "none", "sinks": 4, "top_k": 8}, "pages": {"page": 4, "budget": 20, "share": "group"},
-}  # fmt: skip
+    "quest": {"dense_layers": 0, "page": 4, "budget": 20},
+    "infllm": {"block_size": 4, "sinks": 4, "top_k": 3},
+    "esa": {"compress": "none", "sinks": 4, "top_k": 8},
+    "pages": {"page": 4, "budget": 20, "share": "group"},
+}
 
 
 def mass_chosen(method: lce.Method, judge: Judge) -> float:
@@ -87,8 +90,15 @@ def test_a_selector_of_ones_own_is_replaced() -> None:
 
 def test_what_selects_nothing_is_refused() -> None:
     assert [name for name in lce.methods.available() if selects(make(name))] == [
-        "esa", "infllm", "longheads", "oracle", "pages", "quest", "random", "reattention"
-    ]  # fmt: skip
+        "esa",
+        "infllm",
+        "longheads",
+        "oracle",
+        "pages",
+        "quest",
+        "random",
+        "reattention",
+    ]
     with pytest.raises(UsageError, match="dca selects nothing"):
         cheating(make("dca"))
 
@@ -102,8 +112,10 @@ def test_an_oracle_takes_another_judge() -> None:
 SHORT, LENGTH = 16, 45
 # Keys at offsets, at their index, unrotated.
 CACHED: list[tuple[str, dict[str, Any]]] = [
-    ("longheads", {"chunk_size": 4}), ("full", {}), ("esa", {"compress": "none", "sinks": 2}),
-]  # fmt: skip
+    ("longheads", {"chunk_size": 4}),
+    ("full", {}),
+    ("esa", {"compress": "none", "sinks": 2}),
+]
 
 
 def found(name: str, knobs: dict[str, Any], judge: Judge, monkeypatch: pytest.MonkeyPatch, **setting: Any) -> list[Any]:
@@ -169,9 +181,11 @@ def test_spans_of_queries() -> None:
 # A method inside another one does what it does alone
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("longheads", {"chunk_size": 4, "chunks": 5, "share": "layer"}), ("dca", {}),
-    ("esa", {"compress": "pca", "sinks": 4, "top_k": 8}), ("quest", {"page": 4, "budget": 20}),
-]  # fmt: skip
+    ("longheads", {"chunk_size": 4, "chunks": 5, "share": "layer"}),
+    ("dca", {}),
+    ("esa", {"compress": "pca", "sinks": 4, "top_k": 8}),
+    ("quest", {"page": 4, "budget": 20}),
+]
 
 
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)

@@ -83,10 +83,13 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     for module in ("scores", "choices"):
         monkeypatch.setattr(f"lce.attention.{module}.compiled_for", lambda x: False)
     for owner, name, kind in (
-        (lce.methods.LongHeads, "summarise", SUMMARIES), (lce.methods.InfLLM, "votes", SUMMARIES),
+        (lce.methods.LongHeads, "summarise", SUMMARIES),
+        (lce.methods.InfLLM, "votes", SUMMARIES),
         (lce.methods.Pages, "summarise", SUMMARIES),
-        (LowDimMap, "low_keys", LOW_DIM), (LowDimMap, "low_queries", LOW_DIM), (lce.methods.ESA, "find_basis", BASIS),
-    ):  # fmt: skip
+        (LowDimMap, "low_keys", LOW_DIM),
+        (LowDimMap, "low_queries", LOW_DIM),
+        (lce.methods.ESA, "find_basis", BASIS),
+    ):
         monkeypatch.setattr(owner, name, made.under(kind, getattr(owner, name)))
     return made
 

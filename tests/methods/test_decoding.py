@@ -45,9 +45,14 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 def differences(
-    method: Method, n_prefilled: int, n: int, *, sliding_window: int | None = None, scaling: RopeConfig | None = None,
+    method: Method,
+    n_prefilled: int,
+    n: int,
+    *,
+    sliding_window: int | None = None,
+    scaling: RopeConfig | None = None,
     heads: tuple[int, int] = (4, 2),
-) -> tuple[list[float], list[int]]:  # fmt: skip
+) -> tuple[list[float], list[int]]:
     """The largest difference of each decode step from the same step as it is run one by one; the steps recorded."""
     method = method.resolve(WINDOW)
     q, k, v = vectors(7, *heads, n, 16)

@@ -71,11 +71,18 @@ def test_the_ends_of_the_knobs_are_the_two_methods(knobs: dict[str, object]) -> 
 
 def test_the_default_pair_is_one_that_caches_keys_alike() -> None:
     for text, dense in (
-        ("streaming", "full"), ("quest", "full"), ("pages:place=true", "full"), ("lm_infinite", "rerope"),
-        ("infllm", "rerope"), ("longheads:placement=constant", "rerope"), ("esa:compress=pca", "rerope"),
-        ("longheads", "dca:chunk_size=16:"), ("pages:place=dual:chunk_size=64", "dca:chunk_size=64:"),
-        ("pages:place=grouped:group=5", "self_extend:local=128:group=5"), ("dca:parts=intra", "dca:"),
-    ):  # fmt: skip
+        ("streaming", "full"),
+        ("quest", "full"),
+        ("pages:place=true", "full"),
+        ("lm_infinite", "rerope"),
+        ("infllm", "rerope"),
+        ("longheads:placement=constant", "rerope"),
+        ("esa:compress=pca", "rerope"),
+        ("longheads", "dca:chunk_size=16:"),
+        ("pages:place=dual:chunk_size=64", "dca:chunk_size=64:"),
+        ("pages:place=grouped:group=5", "self_extend:local=128:group=5"),
+        ("dca:parts=intra", "dca:"),
+    ):
         assert str(Delta(method=text).resolve(512).dense).startswith(dense), text
 
 

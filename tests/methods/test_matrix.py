@@ -29,12 +29,22 @@ HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
 NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
 # Every selector at every placement, with several pages of sinks and local tokens.
 SELECTS: dict[str, dict[str, object]] = {
-    "summary": {}, "bounds": {}, "mean": {}, "representatives": {"repr_tokens": 2},
-    "lowdim": {"compress": "pca", "low_dim": 12}, "best_key": {}, "oracle": {"judge": "true"}, "random": {"seed": 1},
-}  # fmt: skip
+    "summary": {},
+    "bounds": {},
+    "mean": {},
+    "representatives": {"repr_tokens": 2},
+    "lowdim": {"compress": "pca", "low_dim": 12},
+    "best_key": {},
+    "oracle": {"judge": "true"},
+    "random": {"seed": 1},
+}
 PLACES: dict[str, dict[str, object]] = {
-    "side_by_side": {}, "true": {}, "constant": {}, "grouped": {"group": 3}, "dual": {"chunk_size": 20},
-}  # fmt: skip
+    "side_by_side": {},
+    "true": {},
+    "constant": {},
+    "grouped": {"group": 3},
+    "dual": {"chunk_size": 20},
+}
 PLANE = [
     {"select": select, "place": place, "page": 4, "budget": 32, "sinks": 5, "local": 7, **of_select, **of_place}
     for select, of_select in SELECTS.items()
@@ -508,9 +518,13 @@ def check_the_smallest_budget(
 
 
 def in_small_pieces(
-    method: Method, heads: tuple[int, int], kv_dtype: str = "auto", budgets: Budgets | None = None, disturb: int = 0,
+    method: Method,
+    heads: tuple[int, int],
+    kv_dtype: str = "auto",
+    budgets: Budgets | None = None,
+    disturb: int = 0,
     windows: int = 4,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Chunks of 4 tokens where the method has no size of its own, and reads of 24.
 
     Fewer tokens where each is a chunk: the smallest budget holds one of them, and is filled again for every other.

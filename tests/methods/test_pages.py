@@ -24,25 +24,40 @@ SAME = {"page": L, "budget": 6 * L, "sinks": L, "local": L}
     ("name", "theirs", "ours"),
     [
         ("longheads", {"chunks": 6}, {"select": "summary", "place": "side_by_side"}),
-        ("longheads", {"chunks": 6, "share": "group", "top_p": 0.5}, {"select": "summary", "share": "group",
-                                                                      "top_p": 0.5}),
-        ("longheads", {"chunks": 6, "placement": "true", "share": "layer"}, {"select": "summary", "place": "true",
-                                                                             "share": "layer"}),
-        ("longheads", {"chunks": 6, "placement": "constant", "keep_last": False}, {"select": "summary", "local": 0,
-                                                                                   "place": "constant"}),
+        (
+            "longheads",
+            {"chunks": 6, "share": "group", "top_p": 0.5},
+            {"select": "summary", "share": "group", "top_p": 0.5},
+        ),
+        (
+            "longheads",
+            {"chunks": 6, "placement": "true", "share": "layer"},
+            {"select": "summary", "place": "true", "share": "layer"},
+        ),
+        (
+            "longheads",
+            {"chunks": 6, "placement": "constant", "keep_last": False},
+            {"select": "summary", "local": 0, "place": "constant"},
+        ),
         ("longheads", {"chunks": 3}, {"select": "summary", "budget": 3 * L}),
         ("oracle", {"chunks": 6, "judge": "true"}, {"select": "oracle", "judge": "true"}),
-        ("oracle", {"chunks": 6, "placement": "true", "keep_first": False}, {"select": "oracle", "place": "true",
-                                                                             "sinks": 0}),
+        (
+            "oracle",
+            {"chunks": 6, "placement": "true", "keep_first": False},
+            {"select": "oracle", "place": "true", "sinks": 0},
+        ),
         ("random", {"chunks": 6, "seed": 3}, {"select": "random", "seed": 3}),
         ("quest", {}, {"select": "bounds", "place": "true", "sinks": 0, "local": 0}),
         ("reattention", {"span": L, "top_k": 3, "local": 2 * L}, {"select": "best_key"}),
-        ("reattention", {"span": L, "top_k": 3, "local": 2 * L, "share": "group"}, {"select": "best_key",
-                                                                                    "share": "group"}),
+        (
+            "reattention",
+            {"span": L, "top_k": 3, "local": 2 * L, "share": "group"},
+            {"select": "best_key", "share": "group"},
+        ),
         ("quest", {"top_p": 0.6}, {"select": "bounds", "place": "true", "sinks": 0, "local": 0, "top_p": 0.6}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_published_method_is_a_point_of_the_plane(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """To the bit."""
     q, k, v = vectors(3, 8, 2, N, 16)

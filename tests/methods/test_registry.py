@@ -114,9 +114,10 @@ def test_an_unknown_preset_gets_the_nearest() -> None:
 def test_names_that_are_wrong_or_taken_are_refused(offered: Any) -> None:
     offered(wrong="pytest", gone="Nothing")
     for name, message in (
-        ("longhead", "did you mean 'longheads'"), ("wrong", r"expected a subclass of lce\.Method"),
+        ("longhead", "did you mean 'longheads'"),
+        ("wrong", r"expected a subclass of lce\.Method"),
         ("gone", "cannot be imported"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(lce.UsageError, match=message):
             find(name)
     with pytest.raises(lce.UsageError, match="two methods are called 'full'"):

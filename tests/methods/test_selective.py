@@ -66,11 +66,18 @@ class Fewest(ByMeanKey):
         return found.masked_fill(torch.arange(found.shape[-1]) > 0, -1)
 
 
-@pytest.mark.parametrize("knobs", [
-    {"name": "longheads", "chunk_size": 16}, {"name": "longheads", "chunk_size": 16, "share": "group"},
-    {"name": "longheads", "chunk_size": 16, "placement": "true"}, {"name": "reattention"},
-    {"name": "pages", "page": 16, "budget": 320}, {"name": "pages", "page": 16, "budget": 320, "place": "true"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"name": "longheads", "chunk_size": 16},
+        {"name": "longheads", "chunk_size": 16, "share": "group"},
+        {"name": "longheads", "chunk_size": 16, "placement": "true"},
+        {"name": "reattention"},
+        {"name": "pages", "page": 16, "budget": 320},
+        {"name": "pages", "page": 16, "budget": 320, "place": "true"},
+    ],
+    ids=str,
+)
 def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
     knobs: dict[str, str | int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,9 +58,18 @@ def test_half_precision_is_as_close_as_with_a_fixed_group() -> None:
 def reader(budgets: Budgets | None = None, kv_dtype: str = "auto", block: int = 40) -> tuple[Driver, KVCache, Rope]:
     method = AUTO.resolve(WINDOW)
     layout = CacheLayout(
-        1, 4, 2, 16, torch.float32, torch.device("cpu"), method.access, budgets or Budgets(), block,
-        make_state=method.state, kv_dtype=kv_dtype,
-    )  # fmt: skip
+        1,
+        4,
+        2,
+        16,
+        torch.float32,
+        torch.device("cpu"),
+        method.access,
+        budgets or Budgets(),
+        block,
+        make_state=method.state,
+        kv_dtype=kv_dtype,
+    )
     driver = Driver(method, Attention.choose("torch"), WINDOW, 2)
     return driver, KVCache.empty(layout), Rope(RopeConfig(), 16, WINDOW, 1000)
 

@@ -60,9 +60,12 @@ def test_the_best_of_a_choice_are_kept() -> None:
 
 
 SELECTORS = {
-    "longheads": {"chunk_size": 4}, "oracle": {"chunk_size": 4}, "quest": {"dense_layers": 0, "page": 4, "budget": 100},
-    "infllm": {"block_size": 4, "sinks": 4, "top_k": 9}, "esa": {"compress": "none", "sinks": 4, "top_k": 39},
-}  # fmt: skip
+    "longheads": {"chunk_size": 4},
+    "oracle": {"chunk_size": 4},
+    "quest": {"dense_layers": 0, "page": 4, "budget": 100},
+    "infllm": {"block_size": 4, "sinks": 4, "top_k": 9},
+    "esa": {"compress": "none", "sinks": 4, "top_k": 39},
+}
 
 
 @pytest.mark.parametrize(("name", "knobs"), SELECTORS.items(), ids=SELECTORS)

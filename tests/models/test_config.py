@@ -253,9 +253,15 @@ def test_the_identity_covers_what_changes_results(tmp_path: Path) -> None:
     base = read(tmp_path, NEMO)
     rope = {"rope_scaling": {"type": "linear", "factor": 2}}
     changes: list[dict[str, Any]] = [
-        {"rms_norm_eps": 1e-6}, {"rope_theta": 5e5}, {"sliding_window": 4096}, {"head_dim": 64, "vocab_size": 131073},
-        {"num_attention_heads": 64}, {"num_key_value_heads": 16}, {"max_position_embeddings": 4096}, rope,
-    ]  # fmt: skip
+        {"rms_norm_eps": 1e-6},
+        {"rope_theta": 5e5},
+        {"sliding_window": 4096},
+        {"head_dim": 64, "vocab_size": 131073},
+        {"num_attention_heads": 64},
+        {"num_key_value_heads": 16},
+        {"max_position_embeddings": 4096},
+        rope,
+    ]
     others = [read(tmp_path, NEMO | change).identity("w") for change in changes]
     assert len({base.identity("w"), base.identity("v"), *others}) == len(changes) + 2
     same = read(tmp_path, NEMO | {"eos_token_id": 7, "bos_token_id": 9, "torch_dtype": "float16", "comment": 1})

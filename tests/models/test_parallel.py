@@ -154,15 +154,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64},
     "gemma3_text": {
-        "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True, "sliding_window": 24,
-        "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "sliding_window_pattern": 2,
+        "architectures": ["Gemma3ForCausalLM"],
+        "tie_word_embeddings": True,
+        "sliding_window": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window_pattern": 2,
     },
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"]},
-}  # fmt: skip
+}
 METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("full", {}), ("longheads", CHUNKS), ("longheads", CHUNKS | {"share": "group"}), ("dca", {"chunk_size": 24}),
-    ("pages", {"page": 4}), ("quest", {"page": 4}), ("lm_infinite", {"local": 24, "top_k": 4}), ("delta", {}),
-]  # fmt: skip
+    ("full", {}),
+    ("longheads", CHUNKS),
+    ("longheads", CHUNKS | {"share": "group"}),
+    ("dca", {"chunk_size": 24}),
+    ("pages", {"page": 4}),
+    ("quest", {"page": 4}),
+    ("lm_infinite", {"local": 24, "top_k": 4}),
+    ("delta", {}),
+]
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}  # of which 3 ranks have 2, 1 and 1 KV heads
 
 

@@ -136,9 +136,12 @@ def test_a_new_family_is_one_file(tiny_model: Path, tmp_path: Path) -> None:
 
 
 YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.1,
     "rope_theta": 1e6,
-}  # fmt: skip
+}
 KINDS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
 OWN: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": YARN},

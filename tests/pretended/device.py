@@ -20,8 +20,10 @@ from tests.pretended.tensor import Memory, Mode, Owner, Pinned, PretendedTensor,
 
 META = torch.device("meta")
 STAND_INS = {  # operators that a CPU has not: `check` and `compute`
-    "aten::_flash_attention_forward": flash, "aten::mm.dtype": products, "aten::bmm.dtype": products,
-}  # fmt: skip
+    "aten::_flash_attention_forward": flash,
+    "aten::mm.dtype": products,
+    "aten::bmm.dtype": products,
+}
 
 
 @dataclass

@@ -19,11 +19,23 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def check(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None,
-    max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
-    seqused_k: Tensor | None = None, alibi_slopes: Tensor | None = None, block_table: object = None,
-    num_splits: object = None, **_: Any,
-) -> None:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: object = None,
+    num_splits: object = None,
+    **_: Any,
+) -> None:
     """What the operator checks, and what a GPU would not survive, save for the numbers in the bounds."""
     _expect(block_table is None and num_splits is None, "no argument of PyTorch 2.11: block_table, num_splits")
     _expect(alibi_slopes is None and dropout_p == 0 and not return_debug_mask, "the stand-in has no such argument")
@@ -49,11 +61,23 @@ def check(
 
 
 def compute(
-    q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
     **_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """`q [B, T, H, D]`, `k v [B, N, G, D]` without bounds, lse `[B, H, T]`; with them `[A, H, D]`, lse `[H, A]`."""
     out = torch.empty(q.shape, dtype=q.dtype)
     if cum_seq_q is None or cum_seq_k is None:

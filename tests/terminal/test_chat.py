@@ -150,11 +150,13 @@ def test_a_bad_line_of_a_pipe_ends_it(chatty: Path, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("taken").write_text("text")
     for line, code, words in (
-        ("/nothing", 2, "/nothing is no command"), ("/fil a.txt", 2, "did you mean '/file'?"),
-        ("/file no such file", 3, "no such file"), ("/save", 2, "/save takes a path"),
+        ("/nothing", 2, "/nothing is no command"),
+        ("/fil a.txt", 2, "did you mean '/file'?"),
+        ("/file no such file", 3, "no such file"),
+        ("/save", 2, "/save takes a path"),
         ("/save chat.lce", 2, "the conversation is empty"),
         (b"\xff\n", 3, "not UTF-8"),
-    ):  # fmt: skip
+    ):
         assert_error(run("chat", "--model", chatty, *GREEDY, stdin=line), code, words)
     taken = run("chat", "--model", chatty, "--max-tokens", "5", *GREEDY, stdin="Hi\n/save taken\nnever\n")
     assert (taken.exit_code, "taken exists; name another file, or give --force" in taken.stderr) == (2, True)

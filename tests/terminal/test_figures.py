@@ -64,9 +64,12 @@ def test_a_plan_of_unknown_sizes() -> None:
 
 def test_types_as_a_user_writes_them() -> None:
     for hint, text in (
-        (int, "int"), (int | None, "int or none"), (Literal["all"], "all"), (Literal["a", "b", "c"], "a, b or c"),
+        (int, "int"),
+        (int | None, "int or none"),
+        (Literal["all"], "all"),
+        (Literal["a", "b", "c"], "a, b or c"),
         (Literal["a", "b"] | None, "a or b or none"),
-    ):  # fmt: skip
+    ):
         assert figures.type_text(hint) == text
 
 

@@ -104,8 +104,10 @@ def test_long_work_writes_a_line_now_and_then() -> None:
     line = "prefill 10,100 of 20,000, 20 tok/s, 495 s left"
     assert told("prefill", " tok", [(1, 10_000), (6, 10_100)], 20_000) == [(6, line)], "from the first call on"
     assert told("samples", " a", [(7.0, 1), (18.0, 1), (28.0, 2)], 50) == [
-        (7.0, "samples 1 of 50"), (18.0, "samples 1 of 50"), (28.0, "samples 2 of 50, 0.048 a/s, 1,008 s left"),
-    ]  # fmt: skip
+        (7.0, "samples 1 of 50"),
+        (18.0, "samples 1 of 50"),
+        (28.0, "samples 2 of 50, 0.048 a/s, 1,008 s left"),
+    ]
     assert told("reading", "", [(1.0, 1), (6.0, 2), (7.0, 3)], 3) == [(6.0, "reading 2 of 3, 5 s left")]
 
 

@@ -239,9 +239,7 @@ def gemma() -> sentencepiece.SentencePieceProcessor:
 def scored(model: sentencepiece.SentencePieceProcessor, runs: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
     """Return the metadata of a sentencepiece model. The tokens `runs`, user-defined, have plain spaces and no score."""
     ids = list(range(len(model)))
-    kinds = [
-        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in ids
-    ]  # fmt: skip
+    kinds = [2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in ids]
     tokens, scores = model.id_to_piece(ids), list(model.get_score(ids))
     for i, token in enumerate(tokens):
         if token in runs or token.endswith("_of_turn>"):

@@ -45,8 +45,19 @@ def test_every_answer_stands_before_it_is_asked_for(tokenizer: Tokenizer) -> Non
 def test_every_format_comes_up_and_is_asked_about(tokenizer: Tokenizer) -> None:
     corpus = Corpus(tokenizer, 2, formats=1.0)
     texts = [tokenizer.decode(row.tolist()) for row in corpus.batch(60, 512, 0.0)[0]]
-    for words in ("split key", "codes of", "words of", "penguin", "Key ", "common words", "frequent", "Repeat the",
-                  "Which names", "Walk ", "Where is the"):  # fmt: skip
+    for words in (
+        "split key",
+        "codes of",
+        "words of",
+        "penguin",
+        "Key ",
+        "common words",
+        "frequent",
+        "Repeat the",
+        "Which names",
+        "Walk ",
+        "Where is the",
+    ):
         assert any(words in text for text in texts), words
 
 

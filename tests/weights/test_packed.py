@@ -77,14 +77,27 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"format": 1}, {"weights": "int3"}, {"weights": None}, {"dtype": "int8"}, {"source": 3}, {"matrices": 3},
-        {"matrices": {"a": ["int4", [32, 65]]}}, {"matrices": {"a": ["int8", [32, 64]]}},
-        {"matrices": {"a": ["int4", [32, -64]]}}, {"matrices": {"b": ["int4", [32, 64]]}},
-        {"matrices": {"a": [["int4"], [32, 64]]}}, {"matrices": {"a": ["int4", [True, 64]]}}, {"source": ""},
-        {"checks": {}}, {"checks": 3}, {"checks": {"a.codes": ["0"], "a.scales": ["0"], "a.zeros": []}},
-        {"files": {"config.json": 3}}, {"files": {"": "0"}}, {"files": 3},
+        {"format": 1},
+        {"weights": "int3"},
+        {"weights": None},
+        {"dtype": "int8"},
+        {"source": 3},
+        {"matrices": 3},
+        {"matrices": {"a": ["int4", [32, 65]]}},
+        {"matrices": {"a": ["int8", [32, 64]]}},
+        {"matrices": {"a": ["int4", [32, -64]]}},
+        {"matrices": {"b": ["int4", [32, 64]]}},
+        {"matrices": {"a": [["int4"], [32, 64]]}},
+        {"matrices": {"a": ["int4", [True, 64]]}},
+        {"source": ""},
+        {"checks": {}},
+        {"checks": 3},
+        {"checks": {"a.codes": ["0"], "a.scales": ["0"], "a.zeros": []}},
+        {"files": {"config.json": 3}},
+        {"files": {"": "0"}},
+        {"files": 3},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_manifest_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="quantize the checkpoint again"):
         Manifest.read(manifest(**changed), FILE, tensors())

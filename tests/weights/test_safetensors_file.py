@@ -159,8 +159,11 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_number_comes_to_its_place(
     tmp_path_factory: pytest.TempPathFactory,
-    shapes: list[list[int]], kinds: list[tuple[str, str]], gap: int, piece: int,
-) -> None:  # fmt: skip
+    shapes: list[list[int]],
+    kinds: list[tuple[str, str]],
+    gap: int,
+    piece: int,
+) -> None:
     draw, path = torch.Generator().manual_seed(0), tmp_path_factory.getbasetemp() / "stored"
     tensors = [
         (a, torch.randn(shape, generator=draw).to(DTYPES[a])) for shape, (a, _) in zip(shapes, kinds, strict=False)

@@ -64,25 +64,37 @@ end:
 }}
 """
     for name, given, body in (
-        ("memset", "i32 %value", """
+        (
+            "memset",
+            "i32 %value",
+            """
   %byte = trunc i32 %value to i8
   %at = getelementptr i8, ptr %to, i64 %i
-  store i8 %byte, ptr %at"""),
-        ("memcpy", "ptr %from", """
+  store i8 %byte, ptr %at""",
+        ),
+        (
+            "memcpy",
+            "ptr %from",
+            """
   %byte_at = getelementptr i8, ptr %from, i64 %i
   %byte = load i8, ptr %byte_at
   %at = getelementptr i8, ptr %to, i64 %i
-  store i8 %byte, ptr %at"""),
-        ("memmove", "ptr %from", """
+  store i8 %byte, ptr %at""",
+        ),
+        (
+            "memmove",
+            "ptr %from",
+            """
   %down = icmp ult ptr %from, %to
   %last = sub i64 %n, %next
   %j = select i1 %down, i64 %last, i64 %i
   %byte_at = getelementptr i8, ptr %from, i64 %j
   %byte = load i8, ptr %byte_at
   %at = getelementptr i8, ptr %to, i64 %j
-  store i8 %byte, ptr %at"""),
+  store i8 %byte, ptr %at""",
+        ),
     )
-)  # fmt: skip
+)
 
 
 class _Library(codegen.AOTCodeLibrary):

@@ -31,9 +31,14 @@ _attend_rows8 = Kernels("int8_rows.attend_rows")
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, cos: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None = None,
+    cos: Tensor | None = None,
     sin: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Compute attention of queries `q [H, T, D]` to keys and values `k v [G, N, D]`.
 
     Returns the output `[H, T, D]` and each query's log-sum-exp `[H, T]` (float32). H / G query heads share a KV head.

@@ -69,9 +69,13 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def product(
-    x: Tensor, weight: Tensor | Packed, bias: Tensor | None, gate: Gate | None, onto: Tensor | None,
+    x: Tensor,
+    weight: Tensor | Packed,
+    bias: Tensor | None,
+    gate: Gate | None,
+    onto: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return `x @ weight.T + bias` of `dtype`, `[T, out]`, for contiguous `x [T, in]` and `weight [out, in]`.
 
     x is float32, or bfloat16 where `arithmetic` says so. `gate` and `onto` are those of
@@ -121,9 +125,20 @@ def _multiply(
             narrow = out.dtype if bias is None else bias.dtype
         options = GATES[gate], adds, out.dtype is not narrow
         _product[stored.dtype, narrow](
-            -(-n_here // PANEL_ROWS) * n_blocks, packed_at, stored.data_ptr(), half, bias_at, out.data_ptr(),
-            n, n_out, first, n_here, size, *options, memory=_MEMORY,
-        )  # fmt: skip
+            -(-n_here // PANEL_ROWS) * n_blocks,
+            packed_at,
+            stored.data_ptr(),
+            half,
+            bias_at,
+            out.data_ptr(),
+            n,
+            n_out,
+            first,
+            n_here,
+            size,
+            *options,
+            memory=_MEMORY,
+        )
 
 
 def pack(x: Tensor) -> int:

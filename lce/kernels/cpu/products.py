@@ -17,9 +17,16 @@ _APART = 80  # the most numbers of padding behind a row of x
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
-    gate: Gate | None = None, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: Gate | None = None,
+    onto: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return `x @ weight.T + bias`, `[T, out]`, for `x [T, in]`, T ≤ `MOST_ROWS`, `weight [out, in]`, `bias [out]`.
 
     With `norm [in]`, each row of x is first divided by its root mean square and multiplied by `norm`. With `gate`, the
@@ -40,9 +47,16 @@ def product(
 
 
 def around_product(
-    x: Tensor, n_rows: int, width: int, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
-    gate: Gate | None = None, onto: Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> tuple[torch.dtype, Tensor, int, tuple[int, ...]]:  # fmt: skip
+    x: Tensor,
+    n_rows: int,
+    width: int,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: Gate | None = None,
+    onto: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.dtype, Tensor, int, tuple[int, ...]]:
     """Check the arguments of `product` other than the matrix, whose shape is `[n_rows, width]`.
 
     Returns the model's dtype, which is that of `norm` if given, else of x; the output; its number of columns; and the

@@ -80,9 +80,12 @@ def weight_sums(q: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int)
     addresses = panels.pack(q), keys.data_ptr(), lse.data_ptr(), into.data_ptr()
     sizes = n_heads // groups, n, n_keys, dim, group, row, n_keys - n, window
     _weight_sums[q.dtype](
-        n_heads * -(-n_keys // SCORED_TOKENS), *addresses, *sizes, argument_of(scale),
+        n_heads * -(-n_keys // SCORED_TOKENS),
+        *addresses,
+        *sizes,
+        argument_of(scale),
         memory=4 * (SCORED_TOKENS * dim + 6 * -(-n // LANES) * LANES),  # 6 rows of scores: `_TALL` of the kernel
-    )  # fmt: skip
+    )
     return into
 
 

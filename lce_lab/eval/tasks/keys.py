@@ -246,6 +246,16 @@ class CountingStars(MadeTask):
 
 
 TASKS: tuple[type[MadeTask], ...] = (
-    PassKey, PublishedPassKey, SplitPassKey, Code, Secret, HidingPlace, Favourite, SeveralKeys, SeveralFacts,
-    SeveralQueries, SeveralValues, CountingStars,
-)  # fmt: skip
+    PassKey,
+    PublishedPassKey,
+    SplitPassKey,
+    Code,
+    Secret,
+    HidingPlace,
+    Favourite,
+    SeveralKeys,
+    SeveralFacts,
+    SeveralQueries,
+    SeveralValues,
+    CountingStars,
+)

@@ -62,9 +62,16 @@ def _essays(folder: Path) -> Filler:
 
 
 def samples(
-    task: MadeTask, *, length: int, n: int, seed: int, count: Callable[[str], int], filler: str = "prose",
-    depths: Sequence[float] = (), questions: int = 1,
-) -> Iterator[Sample]:  # fmt: skip
+    task: MadeTask,
+    *,
+    length: int,
+    n: int,
+    seed: int,
+    count: Callable[[str], int],
+    filler: str = "prose",
+    depths: Sequence[float] = (),
+    questions: int = 1,
+) -> Iterator[Sample]:
     """Make `n` documents of at most `length` tokens (counted by `count`); yield a sample for each question.
 
     The same seed gives the same samples, but `n` changes the depths of facts. The facts of documents with a single fact
@@ -114,9 +121,15 @@ def _document(
         where = depth if len(puzzle.statements) == 1 else (places[first] + first) / max(1, len(body))
         facts = tuple(puzzle.statements[i] for i in question.facts)
         yield Sample(
-            document, " " + question.text, question.answers, question.metric or task.metrics[0], question.answer,
-            depth=where, facts=facts, kind=question.kind,
-        )  # fmt: skip
+            document,
+            " " + question.text,
+            question.answers,
+            question.metric or task.metrics[0],
+            question.answer,
+            depth=where,
+            facts=facts,
+            kind=question.kind,
+        )
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:

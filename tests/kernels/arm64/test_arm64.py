@@ -37,8 +37,13 @@ def test_kernels_for_arm64_pass_their_tests_in_an_emulator() -> None:
     options = ["-p", "tests.kernels.arm64.emulator", "-p", "no:cacheprovider", "-q", "-m", "not cuda", "-k", NOT]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *TESTS],
-        cwd=ROOT, env={**os.environ, "LCE_CPU": "arm64"}, capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "LCE_CPU": "arm64"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
     (said,) = (line for line in done.stdout.splitlines() if line.startswith(RAN))
     ran = {without_dtype(file) for file in said.removeprefix(RAN).split()}

@@ -22,9 +22,15 @@ def chosen_by_sorting(scores: Tensor, forced: Tensor, n: int, start: int, size: 
 
 @pytest.mark.parametrize(
     ("shape", "n", "size", "start"),
-    [((1, 3, 1), 4, 4, 4), ((3, 20, 9), 4, 4, 20), ((2, 50, 70), 15, 4, 200), ((4, 1, 512), 15, 256, 131072),
-     ((2, 9, 600), 63, 3, 1790), ((1, 40, 20), 30, 2, 0)],
-)  # fmt: skip
+    [
+        ((1, 3, 1), 4, 4, 4),
+        ((3, 20, 9), 4, 4, 20),
+        ((2, 50, 70), 15, 4, 200),
+        ((4, 1, 512), 15, 256, 131072),
+        ((2, 9, 600), 63, 3, 1790),
+        ((1, 40, 20), 30, 2, 0),
+    ],
+)
 def test_the_best_chunks_are_those_of_a_stable_sort(
     dtype: torch.dtype, shape: tuple[int, int, int], n: int, size: int, start: int
 ) -> None:

@@ -9,9 +9,15 @@ from lce.attention import widened as of_rows
 from tests.attention.truth import dense_truth, random
 
 SHAPES = [  # H, G, T, N, D, window
-    (9, 3, 1, 1100, 64, None), (4, 4, 1, 5, 64, None), (16, 2, 1, 529, 128, None), (4, 2, 3, 300, 96, 100),
-    (5, 1, 1, 271, 80, None), (8, 2, 40, 513, 64, 200), (3, 3, 2, 40, 10, None), (3, 1, 1, 785, 16, 530),
-]  # fmt: skip
+    (9, 3, 1, 1100, 64, None),
+    (4, 4, 1, 5, 64, None),
+    (16, 2, 1, 529, 128, None),
+    (4, 2, 3, 300, 96, 100),
+    (5, 1, 1, 271, 80, None),
+    (8, 2, 40, 513, 64, 200),
+    (3, 3, 2, 40, 10, None),
+    (3, 1, 1, 785, 16, 530),
+]
 MOST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 

@@ -73,20 +73,26 @@ def test_a_replayed_step_has_the_same_bits(
 
 
 ALIKE: dict[str, list[dict[str, object]]] = {
-    "full": [{}], "dca": [{}], "streaming": [{}], "rerope": [{}], "self_extend": [{}], "lm_infinite": [{}],
+    "full": [{}],
+    "dca": [{}],
+    "streaming": [{}],
+    "rerope": [{}],
+    "self_extend": [{}],
+    "lm_infinite": [{}],
     "xattention": [{}],
     "longheads": [{"chunk_size": 8}, {"chunk_size": 8, "placement": "true"}],
     "quest": [{"dense_layers": 0, "page": 4, "budget": 24}],
     "pages": [
-        {"page": 4, "budget": 24, **knobs}
-        for knobs in ({}, {"share": "group"}, {"select": "mean", "place": "true"})
+        {"page": 4, "budget": 24, **knobs} for knobs in ({}, {"share": "group"}, {"select": "mean", "place": "true"})
     ],
-}  # fmt: skip
+}
 NOT_ALIKE: dict[str, list[dict[str, object]]] = {
     "quest": [{}],  # layers of two kinds
     "longheads": [{"chunk_size": 8, "top_p": 0.5}],  # operators choose fewer
-    "esa": [{"compress": "none", "sinks": 4}], "infllm": [{}], "reattention": [{}],
-}  # fmt: skip
+    "esa": [{"compress": "none", "sinks": 4}],
+    "infllm": [{}],
+    "reattention": [{}],
+}
 
 
 OTHERS: dict[str, list[dict[str, object]]] = {
@@ -107,9 +113,14 @@ OTHERS: dict[str, list[dict[str, object]]] = {
 )
 @pytest.mark.covering("method", "serves")
 def test_one_layers_attention_serves_layers_alike(
-    method: str, knobs: dict[str, object], serves: bool | None, kv_dtype: str, alike: list[LayerJobs], tmp_path: Path,
+    method: str,
+    knobs: dict[str, object],
+    serves: bool | None,
+    kv_dtype: str,
+    alike: list[LayerJobs],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Also where forks write beside what they share, where chunks are completed, and in the first step behind a cut."""
     save_tiny(tmp_path, num_hidden_layers=4)
 
@@ -232,9 +243,14 @@ MIXES: dict[str, list[str]] = {
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.covering("mix", "options", "n_threads")
 def test_replayed_passes_of_several_lanes_have_the_same_bits(
-    mix: str, options: dict[str, Any], n_threads: int, replayed: list[Jobs], alike: list[LayerJobs], tmp_path: Path,
+    mix: str,
+    options: dict[str, Any],
+    n_threads: int,
+    replayed: list[Jobs],
+    alike: list[LayerJobs],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Lanes come, go and change places, so that recordings of each number of lanes serve others than they were made of.
 
     Chains of kernels, one for each lane, run on several threads.

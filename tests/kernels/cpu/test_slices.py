@@ -18,11 +18,18 @@ from tests.checkpoints import save_tiny, tokens
 SLOW = pytest.mark.slow
 KNOBS: dict[str, dict[str, Any]] = {"esa": {"compress": "pca", "low_dim": 4}, "longheads": {"chunk_size": 8}}
 OPTIONS = [
-    {}, *(pytest.param(each, marks=SLOW) for each in (
-        {"dtype": "bfloat16"}, {"weights": "int8"}, {"weights": "int4"}, {"kv_dtype": "int8-device"},
-        {"dtype": "bfloat16", "weights": "int4"},
-    )),
-]  # fmt: skip
+    {},
+    *(
+        pytest.param(each, marks=SLOW)
+        for each in (
+            {"dtype": "bfloat16"},
+            {"weights": "int8"},
+            {"weights": "int4"},
+            {"kv_dtype": "int8-device"},
+            {"dtype": "bfloat16", "weights": "int4"},
+        )
+    ),
+]
 
 
 def read(engine: lce.Engine, context: lce.Context, ids: Sequence[int], slices: Slices | None) -> list[Tensor]:

@@ -66,10 +66,12 @@ def decoded(q: Tensor, kept: Tensor, position: int, size: int, n: int, choosers:
 @pytest.mark.parametrize(
     ("choosers", "bounds", "least", "dtype"),
     [
-        (4, False, False, torch.float32), (2, False, True, torch.bfloat16), (1, False, False, torch.float32),
+        (4, False, False, torch.float32),
+        (2, False, True, torch.bfloat16),
+        (1, False, False, torch.float32),
         pytest.param(4, True, False, torch.float32, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_query_chooses_at_any_position_with_the_same_tensors(
     choosers: int, bounds: bool, least: bool, dtype: torch.dtype
 ) -> None:
@@ -85,10 +87,18 @@ def test_a_query_chooses_at_any_position_with_the_same_tensors(
             first, count = (
                 x.cpu()
                 for x in choices.best_runs(
-                    q.to(DEVICE), kept.to(DEVICE), at, size, n, choosers=choosers, keep_first=True, keep_last=True,
-                    least=least, own=own,
+                    q.to(DEVICE),
+                    kept.to(DEVICE),
+                    at,
+                    size,
+                    n,
+                    choosers=choosers,
+                    keep_first=True,
+                    keep_last=True,
+                    least=least,
+                    own=own,
                 )
-            )  # fmt: skip
+            )
             assert first.shape == count.shape == (choosers, n + own)
             expected = decoded(q, kept, position, size, n, choosers, least)
             chosen = expected.shape[1]

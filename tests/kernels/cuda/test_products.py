@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
         (torch.bfloat16, 3, 80, 10, True, True, True, True),
         (torch.float16, 4, 96, 9, True, False, False, True),
     ],
-)  # fmt: skip
+)
 def test_a_product_is_that_of_float64(
     dtype: torch.dtype, n: int, size: int, rows: int, biased: bool, normed: bool, gated: bool, adds: bool
 ) -> None:

@@ -85,9 +85,17 @@ def test_what_cannot_be_measured(tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="nothing to measure"):
         Bench(tiny_model, [])
     for options in (
-        {"lengths": [0]}, {"lengths": "8,16"}, {"lengths": None}, {"lengths": {8}}, {"repeats": 0},
-        {"new_tokens": "many"}, {"seed": -1}, {"seed": "x"}, {"methods": 5}, {"methods": [None]},
-    ):  # fmt: skip
+        {"lengths": [0]},
+        {"lengths": "8,16"},
+        {"lengths": None},
+        {"lengths": {8}},
+        {"repeats": 0},
+        {"new_tokens": "many"},
+        {"seed": -1},
+        {"seed": "x"},
+        {"methods": 5},
+        {"methods": [None]},
+    ):
         with pytest.raises(UsageError, match="expected"):
             Bench(tiny_model, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="progress is 3"):

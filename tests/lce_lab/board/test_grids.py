@@ -20,9 +20,10 @@ def test_cells_that_do_not_count_are_grey(tmp_path: Path) -> None:
 
 def test_questions_of_one_text_share_a_title(tmp_path: Path) -> None:
     kinds = [
-        each for kind in ("keys", "pairs")
+        each
+        for kind in ("keys", "pairs")
         for each in answers("quest", 1024, 1, task="medley", kind=kind, mode="shared", filler="essays")
-    ]  # fmt: skip
+    ]
     (grid,) = tasks(board(tmp_path, *({**each, "index": i} for i, each in enumerate(kinds))))
     assert (grid.title, grid.head) == ("1,024 tokens, medley, essays, mode shared", ["method", "keys", "pairs"])
 

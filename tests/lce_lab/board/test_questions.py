@@ -16,9 +16,15 @@ PRINT = "0123456789abcdef"
 
 def test_a_record_has_a_safe_name_of_its_own(tmp_path: Path) -> None:
     for model, name in (
-        ("demo", "demo"), ("ORG/NAME@rev:FILE.gguf", "NAME-rev-FILE.gguf"), ("a/../..", "model"), ("/", "model"),
-        ("x/.hidden", "hidden"), ("x/-rf \n$(y)", "rf-y"), ("é" * 300, "model"), ("n" * 300, "n" * 80),
-    ):  # fmt: skip
+        ("demo", "demo"),
+        ("ORG/NAME@rev:FILE.gguf", "NAME-rev-FILE.gguf"),
+        ("a/../..", "model"),
+        ("/", "model"),
+        ("x/.hidden", "hidden"),
+        ("x/-rf \n$(y)", "rf-y"),
+        ("é" * 300, "model"),
+        ("n" * 300, "n" * 80),
+    ):
         assert record_of(tmp_path / "new", model, PRINT) == tmp_path / "new" / f"{name}-01234567.jsonl"
     file(tmp_path / "new" / "first-01234567.jsonl", line(0))
     assert record_of(tmp_path / "new", "other/path", PRINT).name == "first-01234567.jsonl", "the same model"
@@ -51,8 +57,9 @@ def test_scaling_without_a_factor_fits_each_length_beyond_the_window() -> None:
     engine: Any = SimpleNamespace(window=512, rope=SimpleNamespace(kind="none"))
     how = {"rope": "yarn", "rope_factor": None, "dtype": "float32"}
     assert rounds(engine, how, [480, 1024, 2048]) == [
-        ({**how, "rope_factor": 2.0}, [1024]), ({**how, "rope_factor": 4.0}, [2048]),
-    ]  # fmt: skip
+        ({**how, "rope_factor": 2.0}, [1024]),
+        ({**how, "rope_factor": 4.0}, [2048]),
+    ]
     for same in ({**how, "rope_factor": 3.0}, {**how, "rope": None}, {**how, "rope": "none"}):
         assert rounds(engine, same, [480, 1024]) == [(same, [480, 1024])]
     with pytest.raises(LceError, match=r"--rope yarn stretches the window, 512 tokens, and no length is beyond it"):

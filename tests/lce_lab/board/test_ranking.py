@@ -42,27 +42,38 @@ def board(folder: Path, *lines: dict[str, Any]) -> Board:
 
 def test_methods_are_ranked_by_reach_then_by_quality(tmp_path: Path) -> None:
     found = board(
-        tmp_path, *CEILING,
-        *answers("dca", 1024, *at(0.95)), *answers("dca", 2048, *at(0.5)),
-        *answers("quest", 1024, *at(0.6)), *answers("quest", 2048, *at(0.1)),
-        *answers("full", 1024, *at(0.2)), *answers("full", 2048, *at(0)),
-    )  # fmt: skip
+        tmp_path,
+        *CEILING,
+        *answers("dca", 1024, *at(0.95)),
+        *answers("dca", 2048, *at(0.5)),
+        *answers("quest", 1024, *at(0.6)),
+        *answers("quest", 2048, *at(0.1)),
+        *answers("full", 1024, *at(0.2)),
+        *answers("full", 2048, *at(0)),
+    )
     assert found.length == 2048
     assert [(x.method, x.rank, x.tied, x.reach, x.first) for x in found.standings] == [
-        ("dca", 1, False, 1024, 1024), ("quest", 2, False, 0, 1024), ("full", 3, False, 0, 1024),
-    ]  # fmt: skip
+        ("dca", 1, False, 1024, 1024),
+        ("quest", 2, False, 0, 1024),
+        ("full", 3, False, 0, 1024),
+    ]
     assert found.standings[0].quality[1024][0] == pytest.approx(0.95)
 
 
 def test_methods_that_may_be_equal_are_tied(tmp_path: Path) -> None:
     """19 of 20 and 18 of 20: one question tells too little; but full attention answers none."""
     found = board(
-        tmp_path, *CEILING, *answers("dca", 1024, *at(0.95)), *answers("quest", 1024, *at(0.9)),
+        tmp_path,
+        *CEILING,
+        *answers("dca", 1024, *at(0.95)),
+        *answers("quest", 1024, *at(0.9)),
         *answers("full", 1024, *at(0)),
-    )  # fmt: skip
+    )
     assert [(x.method, x.rank, x.tied) for x in found.standings] == [
-        ("dca", 1, True), ("quest", 1, True), ("full", 3, False),
-    ]  # fmt: skip
+        ("dca", 1, True),
+        ("quest", 1, True),
+        ("full", 3, False),
+    ]
 
 
 def test_one_question_ranks_no_method_above_another(tmp_path: Path) -> None:
@@ -76,10 +87,11 @@ def test_methods_are_not_tied_where_all_of_them_fail(tmp_path: Path) -> None:
     """At 4096 the best fails as `full` does. `quest` is better than `full` at each length."""
     scores = {"dca": (0.9, 0.9, 0.05), "quest": (1, 0.5, 0.5), "full": (0.1, 0, 0)}
     made = [
-        each for method, shares in scores.items()
+        each
+        for method, shares in scores.items()
         for length, share in zip((1024, 2048, 4096), shares, strict=True)
         for each in answers(method, length, *at(share))
-    ]  # fmt: skip
+    ]
     found = board(tmp_path, *CEILING, *made)
     assert [(x.method, x.rank, x.reach) for x in found.standings] == [
         ("dca", 1, 2048),
@@ -90,10 +102,13 @@ def test_methods_are_not_tied_where_all_of_them_fail(tmp_path: Path) -> None:
 
 def test_the_order_of_files_and_lines_changes_nothing(tmp_path: Path) -> None:
     lines = [
-        *CEILING, *answers("full", 1024, *at(0.1), prefill_s=2.0), *answers("dca", 1024, *at(0.9), prefill_s=3.0),
-        *answers("quest", 1024, *at(0.3), checkpoint="other/name", read_bytes=7), *answers("dca", 1024, 0.5, task="b"),
+        *CEILING,
+        *answers("full", 1024, *at(0.1), prefill_s=2.0),
+        *answers("dca", 1024, *at(0.9), prefill_s=3.0),
+        *answers("quest", 1024, *at(0.3), checkpoint="other/name", read_bytes=7),
+        *answers("dca", 1024, 0.5, task="b"),
         *answers("full", 2048, *at(0.4), rope=YARN),
-    ]  # fmt: skip
+    ]
     whole = board(tmp_path / "whole", *lines)
     for seed in range(5):
         folder = tmp_path / str(seed)
@@ -131,9 +146,10 @@ def test_a_task_that_few_were_asked_does_not_count(tmp_path: Path) -> None:
 
 def test_rope_scaling_is_a_row_by_kind_whatever_the_factor(tmp_path: Path) -> None:
     scaled = [
-        each for factor, length in ((2, 1024), (4, 2048))
+        each
+        for factor, length in ((2, 1024), (4, 2048))
         for each in answers("full", length, *at(1), rope=YARN.replace("1.0)", f"{factor}.0)"))
-    ]  # fmt: skip
+    ]
     odd = {"engine": FULL.replace("512", "700"), "rope": YARN.replace("1.0)", f"{1700 / 700})")}
     assert fitted(answers("full", 1700, 1, **odd)[0])["rope"] != odd["rope"], "a quotient with a rounding error"
     plain = [each for length in (1024, 2048) for each in answers("full", length, *at(0))]
@@ -142,16 +158,23 @@ def test_rope_scaling_is_a_row_by_kind_whatever_the_factor(tmp_path: Path) -> No
     other = answers("full", 1024, *at(0.5), rope=YARN.replace("1.0)", "8.0)"))
     found = board(tmp_path / "b", *CEILING, *scaled, *plain, *other)
     assert [(x.method, x.reach) for x in found.standings] == [
-        ("full rope=yarn", 2048), ("full rope=yarn rope_factor=8", 0), ("full", 0),
-    ]  # fmt: skip
+        ("full rope=yarn", 2048),
+        ("full rope=yarn rope_factor=8", 0),
+        ("full", 0),
+    ]
 
 
 def test_failing_at_the_first_length_asked_is_no_less_than_failing_later(tmp_path: Path) -> None:
     """Yarn is not asked within the window, where it would be full attention."""
     found = board(
-        tmp_path, *CEILING, *answers("full", 500, *at(1)), *answers("full", 1024, *at(0.1)),
-        *answers("quest", 500, *at(1)), *answers("quest", 1024, *at(0.2)), *answers("full", 1024, *at(0.7), rope=YARN),
-    )  # fmt: skip
+        tmp_path,
+        *CEILING,
+        *answers("full", 500, *at(1)),
+        *answers("full", 1024, *at(0.1)),
+        *answers("quest", 500, *at(1)),
+        *answers("quest", 1024, *at(0.2)),
+        *answers("full", 1024, *at(0.7), rope=YARN),
+    )
     assert [(x.method, x.reach) for x in found.standings] == [("full rope=yarn", 0), ("quest", 500), ("full", 500)]
 
 

@@ -16,10 +16,14 @@ from tests.running import run, vectors
 WINDOW, N, ITEM = 32, 120, 4
 KV = 2 * 8 * ITEM  # bytes of a token's key and value of one KV head
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("longheads", {"chunk_size": 4, "chunks": 5}), ("longheads", {"chunk_size": 4, "chunks": 5, "share": "layer"}),
-    ("quest", {"dense_layers": 0, "page": 4, "budget": 20}), ("infllm", {"block_size": 4, "sinks": 4, "top_k": 3}),
-    ("esa", {"compress": "none", "sinks": 4, "top_k": 8}), ("full", {}), ("streaming", {}),
-]  # fmt: skip
+    ("longheads", {"chunk_size": 4, "chunks": 5}),
+    ("longheads", {"chunk_size": 4, "chunks": 5, "share": "layer"}),
+    ("quest", {"dense_layers": 0, "page": 4, "budget": 20}),
+    ("infllm", {"block_size": 4, "sinks": 4, "top_k": 3}),
+    ("esa", {"compress": "none", "sinks": 4, "top_k": 8}),
+    ("full", {}),
+    ("streaming", {}),
+]
 
 
 def seen(

@@ -16,11 +16,20 @@ from tests.lce_lab.eval.test_selection import engine, look
 def report(tmp_path: Path) -> Report:
     pytest.importorskip("matplotlib")
     lines = [
-        line(i, float(i % 2 or length < 999), length=length, engine=engine, method=method, depth=depth, depths=[0, 1],
-             read_bytes=length * 100)
-        for length in (512, 1024) for engine, method in ((QUEST, "quest"), ({}, "full"))
+        line(
+            i,
+            float(i % 2 or length < 999),
+            length=length,
+            engine=engine,
+            method=method,
+            depth=depth,
+            depths=[0, 1],
+            read_bytes=length * 100,
+        )
+        for length in (512, 1024)
+        for engine, method in ((QUEST, "quest"), ({}, "full"))
         for i, depth in enumerate((0, 1, 0, 1))
-    ]  # fmt: skip
+    ]
     lines += [line(0, task="other", method="|" * 200 + "$\\no_formula$")]
     return Report.read(
         [file(tmp_path / "record", *(({**x, "engine": x["engine"] or line(0)["engine"]}) for x in lines))]

@@ -64,9 +64,20 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ['"score": NaN', '"score": 5', '"score": -0.1', '"score": 1e999', '"read_bytes": 1e30', '"method": 5',
-     '"checkpoint": ["x"]', '"kind": {}', '"task_knobs": 5', '"depths": "x"', '"knobs": ' + "[" * 100_000],
-)  # fmt: skip
+    [
+        '"score": NaN',
+        '"score": 5',
+        '"score": -0.1',
+        '"score": 1e999',
+        '"read_bytes": 1e30',
+        '"method": 5',
+        '"checkpoint": ["x"]',
+        '"kind": {}',
+        '"task_knobs": 5',
+        '"depths": "x"',
+        '"knobs": ' + "[" * 100_000,
+    ],
+)
 def test_a_field_of_another_type_is_refused(field: str, tmp_path: Path) -> None:
     file = tmp_path / "answers"
     file.write_text(f'{{"task": "x", "right": true, {field}}}\n')

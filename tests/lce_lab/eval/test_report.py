@@ -78,8 +78,11 @@ def test_engines_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     scaled = line(9, rope="RopeConfig(kind='linear', theta=10000.0, factor=4.0)", weights="int8")
     (table,) = Report.read([file(tmp_path / "record", *lines, scaled)]).tables
     assert table.methods == [
-        "longheads placement=side_by_side", "longheads placement=true", "full", "full rope=linear",
-    ]  # fmt: skip
+        "longheads placement=side_by_side",
+        "longheads placement=true",
+        "full",
+        "full rope=linear",
+    ]
 
 
 def test_tasks_that_do_not_discriminate_say_why(tmp_path: Path) -> None:

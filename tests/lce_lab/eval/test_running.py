@@ -21,10 +21,17 @@ SETTING = {"task": "made", "length": 50, "seed": 0}
 
 def made(n: int = 3, questions: int = 2) -> list[Sample]:
     return [
-        Sample(f"Here is document {i}. It says {i}{i}{i}. ", f" Question {q}: which number is it? It is",
-               (f"{i} the tin",), metric="similarity", answer=f"{i}{i}{i} the tin", depth=i / n)
-        for i in range(n) for q in range(questions)
-    ]  # fmt: skip
+        Sample(
+            f"Here is document {i}. It says {i}{i}{i}. ",
+            f" Question {q}: which number is it? It is",
+            (f"{i} the tin",),
+            metric="similarity",
+            answer=f"{i}{i}{i} the tin",
+            depth=i / n,
+        )
+        for i in range(n)
+        for q in range(questions)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +102,14 @@ def test_a_line_tells_what_was_asked_of_whom(engine: lce.Engine, tmp_path: Path)
     knobs = line.pop("knobs")
     assert knobs["chunk_size"] == 8
     expected = {
-        "task": "made", "seed": 0, "index": 0, "method": "longheads", "window": 64, "checkpoint": "tiny",
+        "task": "made",
+        "seed": 0,
+        "index": 0,
+        "method": "longheads",
+        "window": 64,
+        "checkpoint": "tiny",
         "version": lce.__version__,
-    }  # fmt: skip
+    }
     assert {name: line[name] for name in expected} == expected
     assert line["prompt_tokens"] == len(engine.tokenizer.encode(made(1, 1)[0].prompt))
     assert line["read_bytes"] > 0

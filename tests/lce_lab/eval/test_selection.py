@@ -151,14 +151,31 @@ def engine(chunks: int, placement: str = "side_by_side") -> str:
 def look(index: int = 0, recall: float = 0.5, **more: Any) -> dict[str, Any]:
     """A line as `lce eval selection --record` writes it."""
     sample = {
-        "task": "made", "filler": "prose", "length": 512, "samples": 2, "seed": 0, "judge": "constant",
-        "states": "own", "model": "abcdef0123", "engine": engine(4), "rope": "RopeConfig(kind='none')", "index": index,
-    }  # fmt: skip
+        "task": "made",
+        "filler": "prose",
+        "length": 512,
+        "samples": 2,
+        "seed": 0,
+        "judge": "constant",
+        "states": "own",
+        "model": "abcdef0123",
+        "engine": engine(4),
+        "rope": "RopeConfig(kind='none')",
+        "index": index,
+    }
     seen = {
-        "queries": 3, "recall": [[recall, recall]], "tokens": [[32.0, 32.0]], "read_bytes": 2**20, "scored_bytes": 0,
-        "full_bytes": 2**22, "hit1": [[1.0, 0.0]], "score": 1.0, "prompt": f"{index}", "method": "longheads",
+        "queries": 3,
+        "recall": [[recall, recall]],
+        "tokens": [[32.0, 32.0]],
+        "read_bytes": 2**20,
+        "scored_bytes": 0,
+        "full_bytes": 2**22,
+        "hit1": [[1.0, 0.0]],
+        "score": 1.0,
+        "prompt": f"{index}",
+        "method": "longheads",
         "checkpoint": "m/tiny",
-    }  # fmt: skip
+    }
     return sample | seen | more
 
 
@@ -176,8 +193,11 @@ def test_rows_are_methods_with_their_knobs_and_lengths(tmp_path: Path) -> None:
         f"longheads chunks={n} placement={p}" for n, p in ((4, "side_by_side"), (8, "side_by_side"), (4, "constant"))
     )
     assert [(row.method, row.length, row.recall) for row in table.rows] == [
-        (plain, 512, 0.25), (wide, 512, 0.9), (constant, 512, 0.3), (plain, 1024, 0.25),
-    ]  # fmt: skip
+        (plain, 512, 0.25),
+        (wide, 512, 0.9),
+        (constant, 512, 0.3),
+        (plain, 1024, 0.25),
+    ]
     assert table.rows[0].samples == 2, "a text that is in both files counts once"
     assert [len(line) for line in table.lines.values()] == [3, 1]
     assert next(iter(table.lines)) == "longheads placement=side_by_side"
@@ -189,9 +209,13 @@ def test_a_record_says_what_its_measurement_said(tiny_model: Path, tmp_path: Pat
     suite, record = MadeSuite(samples=1), Record(tmp_path / "record")
     method = lce.methods.LongHeads(chunk_size=8, chunks=4)
     found = measure(
-        str(tiny_model), method, lambda engine: suite.make(engine, task, 300), length=300,
-        setting=suite.setting(task, 300), record=record,
-    )  # fmt: skip
+        str(tiny_model),
+        method,
+        lambda engine: suite.make(engine, task, 300),
+        length=300,
+        setting=suite.setting(task, 300),
+        record=record,
+    )
     (table,) = Report.read([record.path]).selections
     assert table.rows == [found]
     assert table.model.startswith(tiny_model.name)

@@ -33,9 +33,14 @@ def test_what_is_as_usual_is_not_in_a_setting() -> None:
     assert MadeSuite().setting(TASKS["passkey"](), 100) == usual
     suite = MadeSuite(samples=2, filler="essays:/some/where", depths=(0.0, 1.0), asking=Asking("turns"))
     assert suite.setting(make_tasks(["variables"], {"hops": "3"})[0], 100) == {
-        **usual, "task": "variables", "filler": "essays", "samples": 2, "task_knobs": {"hops": 3}, "depths": [0.0, 1.0],
+        **usual,
+        "task": "variables",
+        "filler": "essays",
+        "samples": 2,
+        "task_knobs": {"hops": 3},
+        "depths": [0.0, 1.0],
         "questions": 4,
-    }  # fmt: skip
+    }
     assert MadeSuite(filler="noise").setting(TASKS["pairs"](), 100)["filler"] == "none"
 
 

@@ -37,19 +37,31 @@ def asked(document: str, answer: str = "7") -> Callable[[object], Iterable[Sampl
         ("quest", {"dense_layers": 0, "page": 8, "budget": 16}, text(250, "7", 60), "7", "answered", "itself"),
         # The first chunk, the last and its own are three: none is free, whoever selects.
         ("longheads", {"chunk_size": 8, "chunks": 3}, FAR, "7", "budget", "2 times the budget, true mass (constant)"),
-        ("longheads", {"chunk_size": 8, "chunks": 6, "placement": "true"}, FAR, "7", "placement",
-         "placed side_by_side, true mass (constant)"),
+        (
+            "longheads",
+            {"chunk_size": 8, "chunks": 6, "placement": "true"},
+            FAR,
+            "7",
+            "placement",
+            "placed side_by_side, true mass (constant)",
+        ),
         # At true distances no budget helps, and three chunks do not help in any placement.
         ("longheads", {"chunk_size": 8, "chunks": 3, "placement": "true"}, FAR, "7", "both", "everything (rerope)"),
         ("streaming", {}, FAR, "7", "both", "everything (rerope)"),
         ("longheads", {"chunk_size": 8, "chunks": 3}, FAR, "4", "model", None),
         ("infllm", {"block_size": 8, "top_k": 1, "sinks": 4, "local": 8}, FAR + "5", "7", "model", None),
         # To a filler's query all tokens are alike, so each of them has the best score of the block.
-        ("esa", {"compress": "none", "sinks": 4, "local": 8, "top_k": 4}, FAR, "7", "selection",
-         "true mass (constant)"),
+        (
+            "esa",
+            {"compress": "none", "sinks": 4, "local": 8, "top_k": 4},
+            FAR,
+            "7",
+            "selection",
+            "true mass (constant)",
+        ),
     ],
     ids=range(10),
-)  # fmt: skip
+)
 def test_known_causes(
     model: str, name: str, knobs: dict[str, Any], document: str, answer: str, cause: str, by: str | None
 ) -> None:
@@ -124,13 +136,19 @@ def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -
         # All of the window is in use side by side.
         ("longheads", {}, ["selection", "placement", "window", "both", "both"]),
         ("longheads", {"top_p": 0.5}, ["selection", "budget", "placement", "window", "both", "both"]),
-        ("longheads", {"placement": "constant", "chunks": 16}, ["selection"] + ["budget"] * 3 + ["placement"]
-         + ["window", "both", "both"]),
+        (
+            "longheads",
+            {"placement": "constant", "chunks": 16},
+            ["selection"] + ["budget"] * 3 + ["placement"] + ["window", "both", "both"],
+        ),
         ("esa", {"compress": "none"}, ["selection"] + ["budget"] * 4 + ["placement"] * 2 + ["window", "both", "both"]),
         ("quest", {}, ["selection"] + ["budget"] * 3 + ["placement"] * 2 + ["both"] * 2),
         ("pages", {"place": "true"}, ["selection"] + ["budget"] * 3 + ["placement"] * 4 + ["window", "both", "both"]),
-        ("pages", {"budget": WINDOW, "select": "lowdim", "compress": "pca"}, ["selection"] + ["placement"] * 3
-         + ["window", "both", "both"]),
+        (
+            "pages",
+            {"budget": WINDOW, "select": "lowdim", "compress": "pca"},
+            ["selection"] + ["placement"] * 3 + ["window", "both", "both"],
+        ),
         ("longheads", {"chunk_size": 8, "chunks": 8}, ["selection", "placement", "both", "both"]),  # 64 tokens
         ("reattention", {}, ["selection", "placement", "window", "both", "both"]),  # it fills the window
         ("reattention", {"top_k": 2}, ["selection", "budget", "placement", "window", "both", "both"]),
@@ -138,7 +156,7 @@ def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -
         ("full", {}, ["both", "both"]),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_tried(name: str, knobs: dict[str, Any], expected: list[str]) -> None:
     given = make(name, knobs)
     tried = list(rungs(given.resolve(WINDOW), WINDOW, 200, given))

@@ -27,8 +27,11 @@ LENGTHS = {"dca:figure3": "64", "dca:table2": "80"}
 TIMED = {"longheads:table5"}  # left out: it measures as dca:figure3 and longheads:figure6 do, in a minute
 # Rows of ours whose cells the paper plots alone, has in another table, or does not have.
 UNPRINTED = {
-    "longheads:table3": {"random"}, "longheads:figure4": {"LongHeads"}, "dca:figure5": {"NTK"}, "dca:figure6": {"RoPE"},
-}  # fmt: skip
+    "longheads:table3": {"random"},
+    "longheads:figure4": {"LongHeads"},
+    "dca:figure5": {"NTK"},
+    "dca:figure6": {"RoPE"},
+}
 CHUNKS = Row("chunks", "longheads", {"chunk_size": "W/16", "chunks": 8})
 SCALED = Row("scaled", "full", rope="linear")
 PRINTED = Printed.read(
@@ -37,8 +40,10 @@ PRINTED = Printed.read(
     chunks | 64 | >100 | 3.0  | - | 7
     scaled | 65 | 20   | ?    | 1 | 8
     """,
-    of="a model", window=4096, label="x",
-)  # fmt: skip
+    of="a model",
+    window=4096,
+    label="x",
+)
 ENTRY = Entry(
     "dca:table0", "", "", (CHUNKS, SCALED), (Answers(("pairs",), called=("x",)),), (PRINTED,), "scaled", "Avg", (1, 2.5)
 )

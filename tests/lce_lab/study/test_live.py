@@ -66,21 +66,29 @@ def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ([], "expected an object"), (None, "expected an object"), ({"prompt": 7}, "the prompt is missing or empty"),
-        ({"method": "longhead"}, "did you mean 'longheads'"), ({"method": None}, "expected the name of a method"),
-        ({"knobs": {"chunksize": 4}}, "has no option 'chunksize'"), ({"knobs": [1]}, "an object of knobs"),
-        ({"knobs": {"chunk_size": []}}, "chunk_size=[] is not"), ({"knobs": {"preset": [1]}}, "has no"),
+        ([], "expected an object"),
+        (None, "expected an object"),
+        ({"prompt": 7}, "the prompt is missing or empty"),
+        ({"method": "longhead"}, "did you mean 'longheads'"),
+        ({"method": None}, "expected the name of a method"),
+        ({"knobs": {"chunksize": 4}}, "has no option 'chunksize'"),
+        ({"knobs": [1]}, "an object of knobs"),
+        ({"knobs": {"chunk_size": []}}, "chunk_size=[] is not"),
+        ({"knobs": {"preset": [1]}}, "has no"),
         ({"knobs": {"chunk_size": "x" * 200}}, "is not a whole number"),
         ({"method": "esa", "knobs": {"maps": "/etc/passwd"}}, "cannot be set from a page"),
         ({"max_tokens": 257}, "max_tokens is 257; expected a whole number from 0 to 256"),
         ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": 1e400}, "max_tokens is inf"), ({"off": [[0]]}, "pairs of a layer and a head"),
-        ({"off": [[0, 9]]}, "layer 0 has no head 9"), ({"off": {"0": 1}}, "pairs of a layer"),
+        ({"max_tokens": 1e400}, "max_tokens is inf"),
+        ({"off": [[0]]}, "pairs of a layer and a head"),
+        ({"off": [[0, 9]]}, "layer 0 has no head 9"),
+        ({"off": {"0": 1}}, "pairs of a layer"),
         ({"marks": [3]}, "marks is"),
-        ({"prompt": "the dogs " * 400}, "expected 200 or fewer"), ({"prompt": "\ud800"}, "half a surrogate pair"),
+        ({"prompt": "the dogs " * 400}, "expected 200 or fewer"),
+        ({"prompt": "\ud800"}, "half a surrogate pair"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_cannot_be_asked(live: Live, change: Any, words: str) -> None:
     body = {**ASKED, **change} if isinstance(change, dict) else change
     with pytest.raises(LceError) as raised:

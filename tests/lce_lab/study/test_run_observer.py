@@ -42,9 +42,12 @@ def test_keeps_what_every_query_chose_and_changes_nothing(name: str, knobs: dict
 
 def test_pieces_of_distances() -> None:
     for distances, pieces in (
-        ([5, 4, 3, 9, 8, 8, 8], [(0, 3), (3, 5), (5, 7)]), ([7], [(0, 1)]), ([4, 4, 4], [(0, 3)]),
-        ([0, 9, 3, 2], [(0, 1), (1, 2), (2, 4)]), ([6, 6, 5, 4], [(0, 2), (2, 4)]),
-    ):  # fmt: skip
+        ([5, 4, 3, 9, 8, 8, 8], [(0, 3), (3, 5), (5, 7)]),
+        ([7], [(0, 1)]),
+        ([4, 4, 4], [(0, 3)]),
+        ([0, 9, 3, 2], [(0, 1), (1, 2), (2, 4)]),
+        ([6, 6, 5, 4], [(0, 2), (2, 4)]),
+    ):
         assert _cuts(torch.tensor(distances)) == pieces
     assert len(_cuts(torch.arange(5000) * 2 % 997)) <= 128
 

@@ -116,11 +116,14 @@ def test_pointing_at_a_token_shows_its_choices_and_leaving_it_goes_back(shown: P
 def test_keys_and_the_slider_step_through_tokens_blocks_looks_and_the_answer(shown: Page) -> None:
     go(shown, 200)
     for key, modifiers, expected in (
-        ("ArrowRight", 0, "token 201 of 400"), ("ArrowLeft", 0, "token 200 of 400"),
-        ("ArrowLeft", SHIFT, "prefill block 1 of 4"), ("ArrowRight", SHIFT, "prefill block 2 of 4"),
-        ("a", 0, "writes 4"), ("ArrowRight", SHIFT, "generated token 1 of 4"),
+        ("ArrowRight", 0, "token 201 of 400"),
+        ("ArrowLeft", 0, "token 200 of 400"),
+        ("ArrowLeft", SHIFT, "prefill block 1 of 4"),
+        ("ArrowRight", SHIFT, "prefill block 2 of 4"),
+        ("a", 0, "writes 4"),
+        ("ArrowRight", SHIFT, "generated token 1 of 4"),
         ("ArrowRight", 0, "generated token 2 of 4"),
-    ):  # fmt: skip
+    ):
         shown.press(key, modifiers)
         assert expected in text(shown, "#now")
     go(shown, 200)
@@ -362,16 +365,25 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
         assert found.value("document.querySelector('[data-knob=chunk_size]').list.options[0].value") == "auto"
         assert found.value("document.querySelector('[data-knob=chunk_size]').placeholder") == "default: 8, or auto"
         for element, value in (
-            ("#ask-text", "The key is 4829."), ("#ask-question", "The key is"), ("#ask-mark", "4829"),
-            ("#ask-tokens", "4"), ("[data-knob=chunk_size]", "8"),
-        ):  # fmt: skip
+            ("#ask-text", "The key is 4829."),
+            ("#ask-question", "The key is"),
+            ("#ask-mark", "4829"),
+            ("#ask-tokens", "4"),
+            ("[data-knob=chunk_size]", "8"),
+        ):
             fill(found, element, value)
         found.click(*found.middle("document.getElementById('ask-run')"))
         found.wait("document.getElementById('ask-state').textContent.includes('prefill 3 of 9')")
-        assert engine.asked == [{
-            "prompt": "The key is 4829. The key is", "method": "choosing", "knobs": {"chunk_size": "8"},
-            "max_tokens": 4, "off": [], "marks": ["4829"],
-        }]  # fmt: skip
+        assert engine.asked == [
+            {
+                "prompt": "The key is 4829. The key is",
+                "method": "choosing",
+                "knobs": {"chunk_size": "8"},
+                "max_tokens": 4,
+                "off": [],
+                "marks": ["4829"],
+            }
+        ]
         assert found.value("document.getElementById('ask-run').disabled")
         engine.turn("done", recording=MADE | {"runs": MADE["runs"][:1]})
         found.wait("!document.getElementById('shown').hidden")

@@ -12,16 +12,47 @@ from lce_lab.terminal.bench import report_lines
 from tests.command import assert_error, run
 
 REPORT = Report(
-    "demo", "a machine", "1.0", "bfloat16", "cpu", 4096, 3, 32, 0, {"full": "Full()"},
+    "demo",
+    "a machine",
+    "1.0",
+    "bfloat16",
+    "cpu",
+    4096,
+    3,
+    32,
+    0,
+    {"full": "Full()"},
     Ceilings(35.04e9, 20e9, {"float32": 400e9, "int8": 350e9}, 512),
     [
-        Row("full", 8192, Spread(1622.4, 1600, 1650.0), Spread(40.66, 40.0, 41), Spread(0.3158, 0.31, 0.32),
-            3 << 20, 1 << 20, 1e9, 0.351, 0.284, None),
-        Row("full", 512, Spread(9.876, 9.876, 9.876), Spread(5.0, 5.0, 5.0), Spread(1.5, 1.5, 1.5),
-            3 << 20, 0, 1e9, 0.351, 0.284, None),
+        Row(
+            "full",
+            8192,
+            Spread(1622.4, 1600, 1650.0),
+            Spread(40.66, 40.0, 41),
+            Spread(0.3158, 0.31, 0.32),
+            3 << 20,
+            1 << 20,
+            1e9,
+            0.351,
+            0.284,
+            None,
+        ),
+        Row(
+            "full",
+            512,
+            Spread(9.876, 9.876, 9.876),
+            Spread(5.0, 5.0, 5.0),
+            Spread(1.5, 1.5, 1.5),
+            3 << 20,
+            0,
+            1e9,
+            0.351,
+            0.284,
+            None,
+        ),
     ],
     [StepTimes("full", 8192, "decode", 1, {"products": 0.018, "Python and other": 0.002})],
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)

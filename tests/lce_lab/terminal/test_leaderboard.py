@@ -21,8 +21,9 @@ def test_a_method_is_added_and_ranked(tmp_path: Path) -> None:
     before = record.read_bytes()
     asked = [json.loads(each) for each in before.splitlines()]
     assert {(each["method"], each["length"], each.get("ceiling")) for each in asked} == {
-        ("full", 480, True), ("streaming", 512, None),
-    }  # fmt: skip
+        ("full", 480, True),
+        ("streaming", 512, None),
+    }
     assert {(each["samples"], each["seed"], each["questions"], each["mode"]) for each in asked} == {
         (1, 0, 40, "shared")
     }
@@ -49,8 +50,9 @@ def test_cells_that_do_not_count_are_in_parentheses(tmp_path: Path) -> None:
     file(tmp_path / "b.jsonl", *({**x, "model": "b" * 9} for x in [*CEILING, *answers("quest", 1024, *at(0.75))]))
     lines = run("leaderboard", "show", tmp_path).stdout.splitlines()
     assert [each for each in lines if each.startswith("| `quest` | ") and each.count("|") == 3] == [
-        "| `quest` | (0.75) |", "| `quest` | 0.75 |",
-    ]  # fmt: skip
+        "| `quest` | (0.75) |",
+        "| `quest` | 0.75 |",
+    ]
     assert lines[-1] == "A score in parentheses does not tell methods apart and does not count."
 
 

@@ -13,10 +13,19 @@ from tests.lce_lab.eval.test_selection import engine, look
 
 def test_eval_report_as_markdown_and_as_json(tmp_path: Path) -> None:
     made = [
-        line(i, float(i > 1), length=length, engine=QUEST, method="quest", depth=i / 2 % 1, depths=[0, 0.5],
-             read_bytes=length * 1024)
-        for length in (512, 1024) for i in range(4)
-    ]  # fmt: skip
+        line(
+            i,
+            float(i > 1),
+            length=length,
+            engine=QUEST,
+            method="quest",
+            depth=i / 2 % 1,
+            depths=[0, 0.5],
+            read_bytes=length * 1024,
+        )
+        for length in (512, 1024)
+        for i in range(4)
+    ]
     ceiling = [line(i, length=500, ceiling=True) for i in range(20)]
     path = file(tmp_path / "record", *made, *ceiling)
     assert run("eval", "report", path).stdout == (
@@ -52,9 +61,13 @@ def test_several_tasks_stand_side_by_side(tmp_path: Path) -> None:
     lines = [
         line(i, score, length=length, task=task, engine=name, method=method)
         for name, method, score in (("Engine(Full(), window=512)", "full", 1.0), (QUEST, "quest", 0.0))
-        for task, length in (("made", 512), ("hard", 512), ("other", 512), ("other", 600)) for i in range(4)
-    ] + [line(i, float(task != "hard"), length=500, task=task, ceiling=True)
-         for task in ("made", "hard", "other") for i in range(20)]  # fmt: skip
+        for task, length in (("made", 512), ("hard", 512), ("other", 512), ("other", 600))
+        for i in range(4)
+    ] + [
+        line(i, float(task != "hard"), length=500, task=task, ceiling=True)
+        for task in ("made", "hard", "other")
+        for i in range(20)
+    ]
     table = run("eval", "report", file(tmp_path / "record", *lines)).stdout.partition("\n\n## ")[0]
     assert table == (
         "## 3 tasks at 512 tokens: tiny abcdef01\n"
@@ -84,8 +97,9 @@ def test_the_means_of_methods_are_compared_on_the_same_samples(tmp_path: Path) -
     lines = [
         line(i, float(i > most), task=task, engine=name, method=method, prompt=f"{task} {i}")
         for name, method, most in (("Engine(Full(), window=512)", "full", 9), (QUEST, "quest", 14))
-        for task in ("made", "other") for i in range(40)
-    ] + [line(i, length=500, task=task, ceiling=True) for task in ("made", "other") for i in range(20)]  # fmt: skip
+        for task in ("made", "other")
+        for i in range(40)
+    ] + [line(i, length=500, task=task, ceiling=True) for task in ("made", "other") for i in range(20)]
     table = run("eval", "report", file(tmp_path / "record", *lines)).stdout.partition("\n\n## ")[0]
     mean, paired = (row.split(" | ") for row in table.splitlines()[-2:])
     assert mean == ["| mean of 2", "", "0.75", "0.62 |"]

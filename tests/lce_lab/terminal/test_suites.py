@@ -66,13 +66,20 @@ def test_a_run_names_the_time_left_over_all_its_cells(
     found = run(*RUN[:-1], *args, "--lengths", "250").stderr
     said = [line.partition(" tok/s")[0] for line in found.splitlines() if " left" in line]
     assert [" ".join(line.split()[:-1]) for line in said] == [
-        f"{cell}: {done:,} of 2,000," for cell, done in (
-            ("passkey, full at 250", 250), ("passkey, full at 250", 500), ("passkey, dca at 250", 500),
-            ("passkey, dca at 250", 750), ("passkey, dca at 250", 1000), ("code, full at 250", 1000),
-            ("code, full at 250", 1250), ("code, full at 250", 1500), ("code, dca at 250", 1500),
+        f"{cell}: {done:,} of 2,000,"
+        for cell, done in (
+            ("passkey, full at 250", 250),
+            ("passkey, full at 250", 500),
+            ("passkey, dca at 250", 500),
+            ("passkey, dca at 250", 750),
+            ("passkey, dca at 250", 1000),
+            ("code, full at 250", 1000),
+            ("code, full at 250", 1250),
+            ("code, full at 250", 1500),
+            ("code, dca at 250", 1500),
             ("code, dca at 250", 1750),
         )
-    ]  # fmt: skip
+    ]
     again = run(*RUN[:-1], *args, "--lengths", "250,200").stderr
     assert "code, dca at 200: 1,400 of 1,600, " in again
 

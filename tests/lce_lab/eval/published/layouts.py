@@ -79,11 +79,14 @@ _CORRECTED = _STAR.format(6) + "and this time 5 ★ was counted correctly. " + _
 _RULER = {"index": 0, "input": "A number is hidden: 17.", "outputs": ["17"], "length": 20, "answer_prefix": " It is"}
 _NEEDLES = [
     {
-        "language": "English", "arg1": f"s{n}", "arg2": f"k{n}", "needle": f"Needle {n} is k{n}.",
+        "language": "English",
+        "arg1": f"s{n}",
+        "arg2": f"k{n}",
+        "needle": f"Needle {n} is k{n}.",
         "retrieval_question": f"What is {n}? Please answer in the format 'It is __.'",
     }
     for n in range(12)
-]  # fmt: skip
+]
 _ESSAYS = [{"text": "abcdefghi. " * 500}]
 _NAMES = {"names.json": {"English": ",".join(f"Name{n}" for n in range(100, 120)), "Chinese": "a,b,c,d,e,f"}}
 
