@@ -10,10 +10,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROOMS = re.findall(r"^\| `(\w+)` \|", PAGE.partition("## The floors")[2].partition("\n## ")[0], re.MULTILINE)
-ON_THE_FACE = {"calibrate", "lab", "server"}  # import what an embedder imports, and nothing else
-BESIDE = {("server", "lce_lab.study.recording"), ("server", "lce_lab.study.web_page")}  # what they use of each other
-FACE = {"lce", "lce.methods", "lce.methods.auto", "lce.methods.lowdim", "lce.methods.map_file", "lce.methods.mass"}
-FACE |= {"lce.errors", "lce.sizes", "lce.progress", "lce.files", "lce.system"}
+BESIDE = ("lce_serve", "lce_lab")  # packages that import what an embedder imports, and these modules of each other
+BETWEEN = {
+    ("lce_serve", "lce_lab.study.recording"),
+    ("lce_serve", "lce_lab.study.web_page"),
+    ("lce_lab", "lce_serve.ray"),
+}
+PUBLIC = {f"lce.{name}" for name in "errors sizes progress files system".split()}
+PUBLIC |= {"lce", "lce.methods", "lce.methods.auto", "lce.methods.lowdim", "lce.methods.map_file", "lce.methods.mass"}
+PUBLIC |= {"lce.engine.loading"}  # the method and sizes of a model that is not loaded
+PUBLIC |= {f"lce.terminal.{name}" for name in "exits options output reading".split()}  # for whoever adds a command
 DOORS = {"lce.attention"}  # packages whose modules nobody else imports
 
 
@@ -41,12 +47,12 @@ def imported(file: Path, package: Path, *, for_types: bool = True) -> Iterator[s
         elif isinstance(node, ast.ImportFrom):
             assert node.module, f"{file}: a relative import; expected the full name"
             names = [node.module]
-            if node.module in {package.name, *DOORS}:
+            if node.module in {"lce", "lce.terminal", *BESIDE, *DOORS}:
                 inner = [f"{node.module}.{alias.name}" for alias in node.names]
                 names = [name if is_module(name) else node.module for name in inner]
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"lce(\.\w+)+", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"lce\w*(\.\w+)+", str(node.value)):
             names = [node.value] if is_module(node.value) else []
-        yield from (name for name in names if name.split(".")[0] == package.name)
+        yield from (name for name in names if name.split(".")[0] in (package.name, "lce", *BESIDE))
 
 
 def violations(package: Path, rooms: list[str]) -> list[str]:
@@ -56,15 +62,25 @@ def violations(package: Path, rooms: list[str]) -> list[str]:
         room = file.relative_to(package).with_suffix("").parts[0]
         for name in imported(file, package):
             other = name.split(".")[1] if "." in name else "__init__"
-            if room == other:
+            if name.split(".")[0] in BESIDE:
+                found.append(f"{room}: {name} is another package")
+            elif room == other:
                 continue
-            if rooms.index(other) > rooms.index(room):
+            elif rooms.index(other) > rooms.index(room):
                 found.append(f"{room}: {name} stands above it")
-            elif room in ON_THE_FACE and name not in FACE and (room, name) not in BESIDE:
-                found.append(f"{room}: {name} is not the public face")
             elif any(name.startswith(f"{door}.") for door in DOORS):
                 found.append(f"{room}: {name} is behind the door")
     return found
+
+
+def intrusions(package: Path) -> list[str]:
+    """The imports of a package beside `lce` that no embedder could make."""
+    names = {(file, name) for file in sorted(package.rglob("*.py")) for name in imported(file, package)}
+    return [
+        f"{file.name}: {name} is not public"
+        for file, name in sorted(names)
+        if name.split(".")[0] != package.name and name not in PUBLIC and (package.name, name) not in BETWEEN
+    ]
 
 
 def circles(package: Path) -> list[list[str]]:
@@ -98,8 +114,32 @@ def test_a_room_imports_only_what_stands_below_it() -> None:
     assert violations(ROOT / "lce", ROOMS) == []
 
 
-def test_no_room_has_a_circle() -> None:
-    assert circles(ROOT / "lce") == []
+@pytest.mark.parametrize("name", BESIDE)
+def test_server_and_laboratory_import_what_an_embedder_imports(name: str) -> None:
+    assert intrusions(ROOT / name) == []
+
+
+@pytest.mark.parametrize("name", ["lce", *BESIDE])
+def test_no_room_has_a_circle(name: str) -> None:
+    assert circles(ROOT / name) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from lce.engine.engine import Engine", ["a.py: lce.engine.engine is not public"]),
+        ("from lce.terminal import chat", ["a.py: lce.terminal.chat is not public"]),
+        ("from lce_serve import app", ["a.py: lce_serve.app is not public"]),
+        ("import lce\nfrom lce.terminal import options\nfrom lce.methods import run\nimport lce_lab.b", []),
+    ],
+)
+def test_an_intrusion_is_found(tmp_path: Path, line: str, found: list[str]) -> None:
+    files = "lce/engine/engine.py lce/terminal/chat.py lce/terminal/options.py lce_serve/app.py lce_lab/b.py".split()
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "lce_lab" / "a.py").write_text(line)
+    assert intrusions(tmp_path / "lce_lab") == found
 
 
 @pytest.mark.parametrize(
@@ -140,21 +180,20 @@ def test_a_circle_is_found(tmp_path: Path, line: str, found: bool) -> None:
         ("cache/kv.py", "import_module('lce.engine.engine')", ["cache: lce.engine.engine stands above it"]),
         ("cache/kv.py", "from lce.attention.tiles import Tiles", ["cache: lce.attention.tiles is behind the door"]),
         ("cache/kv.py", "from lce.attention import tiles", ["cache: lce.attention.tiles is behind the door"]),
-        ("lab/passkey.py", "from lce.engine.engine import Engine", ["lab: lce.engine.engine is not the public face"]),
+        ("cache/kv.py", "from lce_lab.passkey import f", ["cache: lce_lab.passkey is another package"]),
         ("cache/kv.py", "from lce.attention import Tiles", []),
         ("cache/kv.py", "from lce.cache.tiers import Tier", []),
         ("attention/__init__.py", "from lce.attention.tiles import Tiles", []),
-        ("lab/passkey.py", "import lce\nfrom lce import Engine\nfrom lce.methods import run", []),
         ("cli.py", "import lce\nimport torch", []),
     ],
 )
 def test_the_order_can_be_broken(tmp_path: Path, file: str, line: str, expected: list[str]) -> None:
     package = tmp_path / "lce"
-    for name in ("attention/tiles.py", "cache/kv.py", "engine/engine.py", "lab/passkey.py"):
+    for name in ("attention/tiles.py", "cache/kv.py", "engine/engine.py", "../lce_lab/passkey.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).touch()
     (package / file).write_text(line)
-    assert violations(package, ["attention", "cache", "methods", "engine", "__init__", "lab", "cli"]) == expected
+    assert violations(package, ["attention", "cache", "methods", "engine", "__init__", "cli"]) == expected
 
 
 @pytest.mark.parametrize("name", sorted({*re.findall(r"`((?:\w+/)+[\w.]*)`", PAGE)}))
@@ -163,7 +202,9 @@ def test_every_file_on_the_page_exists(name: str) -> None:
 
 
 def test_every_name_on_the_page_is_in_the_code() -> None:
-    code = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "lce").rglob("*.py")))
+    code = "\n".join(
+        file.read_text(encoding="utf-8") for room in ("lce", *BESIDE) for file in sorted((ROOT / room).rglob("*.py"))
+    )
     words = set(re.findall(r"\w+", code))
     named = {word for span in re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", PAGE) for word in span.split(".")}
     assert named - words == set()

@@ -40,6 +40,7 @@ from lce.methods.reattention import ReAttention as ReAttention
 from lce.methods.registry import available as available
 from lce.methods.registry import find as find
 from lce.methods.registry import from_file as from_file
+from lce.methods.registry import knob_values as knob_values
 from lce.methods.registry import make as make
 from lce.methods.registry import register as register
 from lce.methods.rerope import ReRope as ReRope

@@ -228,3 +228,10 @@ def _convert_to_any(value: Any, kinds: Sequence[Any]) -> Any:
             except ValueError as error:
                 expected.append(str(error))
     raise ValueError(" or ".join(expected))
+
+
+def knob_values(method: Any) -> dict[str, Any]:
+    """Return a method's or a task's knobs as JSON values."""
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    plain = (str, int, float, type(None))  # bool is a subclass of int
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}

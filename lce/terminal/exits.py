@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from lce.errors import CapacityError, LceError, user_line
+from lce.terminal.commands import load, others
 from lce.terminal.ranks import error_stream
 
 INTERRUPTED = 130
@@ -24,7 +25,10 @@ _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory", "star
 
 
 class Root(click.Group):
-    """The command group `lce`, which turns every failure of a command into one line on stderr and an exit code."""
+    """The command group `lce`: its own commands, and those of other packages, which are imported when they are asked.
+
+    Every failure of a command becomes one line on stderr and an exit code.
+    """
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command line and exit the process."""
@@ -39,6 +43,16 @@ class Root(click.Group):
         except OSError as error:  # the help text could not be written
             code = report_failure(error)
         sys.exit(code)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *others()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        point = others().get(cmd_name)
+        return None if point is None else load(point)
 
     def invoke(self, ctx: click.Context) -> None:
         try:

@@ -6,22 +6,19 @@ import dataclasses
 import typing
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+import lce
 from lce.errors import shown
 from lce.files import named
 from lce.sizes import size_text
 from lce.system import peak_memory
 from lce.terminal.output import aligned
-from lce_lab.eval.naming import knob_values
 
 if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats
     from lce.cache.tier import Traffic
     from lce.models.config import LayerKind
-    from lce_lab.calibrate import Recall
-    from lce_lab.study.explain import Explanation
 
 
 def generation_line(stats: Stats) -> str:
@@ -58,7 +55,7 @@ def _traffic_text(traffic: Traffic) -> str:
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
     """Return a generation as JSON, with its method and its statistics."""
-    used = {"name": method.name, "repr": repr(method), "knobs": knob_values(method)}
+    used = {"name": method.name, "repr": repr(method), "knobs": lce.methods.knob_values(method)}
     return {**dataclasses.asdict(generation), "stats": stats_object(generation.stats), "method": used}
 
 
@@ -66,14 +63,6 @@ def stats_object(stats: Stats) -> dict[str, Any]:
     """Return the statistics of a run as JSON, with its speeds and the peak memory of the process."""
     speeds = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
     return {**dataclasses.asdict(stats), **speeds, "peak_memory": peak_memory()}
-
-
-def recall_lines(recalls: Sequence[Recall]) -> list[str]:
-    """Return the top-k recall of low-dimensional keys as text: a line for each layer, then the mean."""
-    rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
-    rows.append(("mean", fmean(recall.calibrated for recall in recalls), fmean(recall.pca for recall in recalls)))
-    head = f"{'layer':<8}{'calibrated':>12}{'pca':>10}  recall of the best {recalls[0].top_k} tokens"
-    return [head, *(f"{layer:<8}{calibrated:>12.1%}{pca:>10.1%}" for layer, calibrated, pca in rows)]
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
@@ -134,28 +123,6 @@ def plan_lines(plan: Plan) -> list[str]:
     return [asked, "", *aligned(rows), "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}", *warning]
 
 
-def explanation_object(explanation: Explanation) -> dict[str, Any]:
-    """Return an explanation as JSON. The distance of a key that is not attended is null."""
-    setting = {name: getattr(explanation, name) for name in ("window", "tokens", "block", "head", "seed")}
-    method = {"method": explanation.method.name, "knobs": knob_values(explanation.method)}
-    return {**method, **setting, "distances": explanation.rows()}
-
-
-def explanation_lines(explanation: Explanation) -> list[str]:
-    """Return an explanation as text: rows are queries, columns keys, and a dot is a key that is not attended."""
-    rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
-    heads = [str(index) for index in range(explanation.tokens)]
-    width = max(len(cell) for row in [heads, *rows] for cell in row)
-    label = max(len(heads[-1]), len("i\\j"))
-    lines = [
-        f"{name:>{label}} |" + "".join(f" {cell:>{width}}" for cell in row)
-        for name, row in zip(["i\\j", *heads], [heads, *rows], strict=True)
-    ]
-    caption = f"{explanation.setting}; the distance at which query i sees key j:"
-    rule = "".join("+" if sign == "|" else "-" for sign in lines[0])
-    return [explanation.title, caption, "", lines[0], rule, *lines[1:]]
-
-
 def type_text(hint: Any) -> str:
     """Return a knob's type in words: `int`, `int or none`, `head, group or layer`."""
     if hint is type(None):
@@ -177,7 +144,7 @@ def model_object(model: ModelInfo) -> dict[str, Any]:
     config = dataclasses.asdict(dataclasses.replace(model.config, published={}, generation={}))
     own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     del config["published"], config["generation"], own["config"]
-    methods = {name: knob_values(method) for name, method in model.methods.items()}
+    methods = {name: lce.methods.knob_values(method) for name, method in model.methods.items()}
     own |= {"folder": str(model.folder), "methods": methods, "refused": dict(model.refused)}
     own["tensors"] = [dataclasses.asdict(group) for group in model.tensors]
     return {"kind": "model", **config, **own}
@@ -204,7 +171,9 @@ def model_lines(model: ModelInfo) -> list[str]:
         "tokenizer": f"{model.tokenizer}, {config.vocab_size:,} tokens" if model.tokenizer else "none",
         "chat template": "yes" if model.chat_template else "no: it continues text",
     }
-    methods = {f"  {name}": _pairs(knob_values(method)) or "(no options)" for name, method in model.methods.items()}
+    methods = {
+        f"  {name}": _pairs(lce.methods.knob_values(method)) or "(no options)" for name, method in model.methods.items()
+    }
     refused = {f"  {name}": reason for name, reason in model.refused.items()}
     title = f"methods, with their knobs for a window of {config.window:,}"
     groups = [(f"  {x.kind}", str(x.count), x.type, size_text(x.n_bytes)) for x in model.tensors]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
-from pathlib import Path
+from functools import wraps
 from typing import Any, NamedTuple
 
 import click
@@ -23,7 +22,7 @@ from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import MethodOption, method_name, methods_of, named_methods
+from lce.terminal.methods import MethodOption, method_name, named_methods
 from lce.terminal.output import Output, note
 from lce.terminal.ranks import join
 from lce.terminal.reading import read_prompt
@@ -109,27 +108,6 @@ def parse_name(_ctx: click.Context, _param: click.Parameter, value: str | None) 
     return None if value is None else method_name(value)
 
 
-def _suite(
-    tasks: list[str],
-    task_knobs: dict[str, str],
-    depths: str | None,
-    mode: str,
-    shard: str,
-    contexts: str | None,
-    **how: Any,
-) -> dict[str, Any]:
-    """Return the tasks of `lce eval run`, and their suite."""
-    from lce_lab.eval.running import Asking, Shard
-    from lce_lab.eval.suite import MadeSuite, make_tasks
-
-    try:
-        places = tuple(float(text) for text in depths.split(",")) if depths else ()
-    except ValueError:
-        raise UsageError(f"--depths is {depths!r}; expected numbers from 0 to 1 with commas, such as 0,0.5,1") from None
-    suite = MadeSuite(depths=places, asking=Asking(mode, Shard.parse(shard), contexts), **how)
-    return {"tasks": make_tasks(tasks, task_knobs), "suite": suite}
-
-
 class NewFile(NamedTuple):
     """A file that a command will write, or None, and whether `--force` allows to replace a file."""
 
@@ -166,28 +144,6 @@ def _note_loading(ctx: click.Context, _param: click.Parameter, model: str) -> st
     return model
 
 
-def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False) -> list[lce.Method]:
-    """Return the named methods; `all` stands for those that serve the running command's model."""
-    given = click.get_current_context().params
-    decisive = ("model", "window", "rope", "rope_factor")
-    loading: dict[str, Any] = {name: given[name] for name in decisive if name in given}
-    return methods_of(names, knobs, loading, suits=lce.methods.selects if selecting else lambda method: True)
-
-
-def _benchmark(
-    suite: str, data: str, tasks: list[str], samples: int | None, prompts: str | None, mode: str, shard: str, **how: Any
-) -> dict[str, Any]:
-    """Return the tasks of a published benchmark, and their suite."""
-    from lce_lab.eval.published import find
-    from lce_lab.eval.published.suite import PublishedSuite
-    from lce_lab.eval.running import Asking, Shard
-
-    benchmark, asking = find(suite), Asking(mode, Shard.parse(shard))
-    variant = benchmark.variant(prompts)
-    found = PublishedSuite(benchmark, Path(data), variant, most=samples, asking=asking, **how)
-    return {"tasks": found.tasks(tasks), "suite": found}
-
-
 def seeded(sampling: lce.Sampling) -> lce.Sampling:
     """Return `sampling`. Print a note if it has a seed that changes nothing."""
     if sampling.seed is not None and sampling.temperature == 0:
@@ -202,13 +158,6 @@ def _sampling(**values: Any) -> lce.Sampling:
 def _given(**values: Any) -> dict[str, Any]:
     """Return the options of sampling that the command line names. They are checked later, by `chat_sampling`."""
     return {name: value for name, value in values.items() if value not in (None, ())}
-
-
-def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
-    """Return a task of `lce eval selection` or `why` and the suite that makes its samples."""
-    from lce_lab.eval.suite import MadeSuite, make_tasks
-
-    return make_tasks([task], task_knobs)[0], MadeSuite(**how)
 
 
 def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None, **how: Any) -> Decorator:
@@ -229,7 +178,6 @@ model_option = flag(*_MODEL, required=True)
 loaded_model_option = flag(*_MODEL, required=True, callback=_note_loading)
 _CONTINUED = "Continue this file of `lce prefill`; it does not change."
 context_option = flag("--context -c FILE", _CONTINUED, dest="context_file")
-_METHOD = flag("--method NAME", "One of `lce methods`, or a file FILE.py.", default="full", callback=parse_name)
 _METHOD_OR_AUTO = flag(
     "--method NAME", "One of `lce methods`, a file FILE.py, or auto, by the text's length.", "full", callback=parse_name
 )
@@ -243,16 +191,8 @@ _PREFILL_METHOD = flag(
     "Read prompts by this method, such as full, and generate by --method. -o prefill_method.KEY=VALUE is a knob of it.",
     callback=parse_name,
 )
-_METHODS = flag(
-    "--method NAME",
-    "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas.",
-    dest="names",
-    multiple=True,
-    default=["full"],
-    callback=parse_names,
-)
-_KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
-knobs_option = flag("-o KEY=VALUE", "A knob of the method; repeatable.", dest="knobs", **_KNOBS)
+KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
+knobs_option = flag("-o KEY=VALUE", "A knob of the method; repeatable.", dest="knobs", **KNOBS)
 _COMPUTING = (
     flag("--device auto|cpu|cuda|cuda:0,cuda:1", "Where to compute; several GPUs share the model's layers.", "auto"),
     flag("--dtype auto|float32|bfloat16|float16", "Precision; auto is the checkpoint's.", default="auto"),
@@ -303,34 +243,6 @@ PROMPT = (
     flag("--prompt -p TEXT|-", "The text to read, as TEXT is; - is stdin."),
     flag("--prompt-file -f FILE", "A UTF-8 file with the text; - is stdin."),
 )
-_TASKS: dict[str, Any] = {"dest": "tasks", "multiple": True, "callback": parse_names}
-_SHARD = flag("--shard I/N", "Ask the I-th of N parts, counted from 0.", default="0/1")
-_SUITE = (
-    flag("--task NAME", "One of `lce eval tasks`, or all; repeatable, or a list with commas.", ["passkey"], **_TASKS),
-    flag("-t KEY=VALUE", "A knob of all tasks, or TASK.KEY=VALUE of one; repeatable.", dest="task_knobs", **_KNOBS),
-    flag("--samples N", "Documents for each task and length.", type=COUNT, default=20),
-    flag("--seed", "The same seed makes the same samples.", type=int, default=0),
-    flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="prose"),
-    flag("--depths LIST", "Where one fact stands, in turn: 0,0.5,1.  [default: even depths]"),
-    flag("--mode single|shared|turns", "How questions of a document are asked.", default="single"),
-    flag("--questions N", "Questions of a document.  [default: 1; 4 if not single]", type=COUNT),
-    flag("--contexts DIR", "With --mode shared or turns: save documents here, and open them again."),
-    _SHARD,
-)
-_PUBLISHED = (
-    flag("--data DIR", "Your copy of the benchmark's files.", required=True),
-    flag("--task NAME", "Repeatable, or a list with commas.  [default: those whose files are there]", **_TASKS),
-    flag("--samples N", "Ask the first N questions of each task.  [default: all]", type=COUNT),
-    flag("--prompts NAME", "One of the benchmark's sets of prompts.  [default: the first]"),
-    flag(
-        "--template auto|chat|none|TEXT",
-        "What is around a prompt: the benchmark's own, the model's chat template, nothing, or TEXT with {prompt}.",
-        default="auto",
-    ),
-    flag("--max-length TOKENS", "Cut longer prompts as the benchmark cuts them.", type=COUNT),
-    flag("--mode single|shared", "Read a document for each question, or once.", default="single"),
-    _SHARD,
-)
 _JSON = flag("--json", "Print JSON on stdout, and nothing else there.", is_flag=True)
 _QUIET = "No progress and no figures on stderr; notes and errors remain."
 quiet_option = flag("--quiet", _QUIET, is_flag=True, is_eager=True)  # eager: callbacks of other options read it
@@ -339,16 +251,8 @@ debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expos
 
 prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
-named_options = packed(
-    "named", lambda method, knobs: (method, knobs), argument("method", callback=parse_name), knobs_option
-)
-method_options = packed("method", lambda method, knobs: lce.methods.make(method, knobs), _METHOD, knobs_option)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
 method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
-methods_options = packed("methods", _methods, _METHODS, knobs_option)
-selecting_options = packed("methods", partial(_methods, selecting=True), _METHODS, knobs_option)
-suite_options = packed("suite", _suite, *_SUITE)
-benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
 sampling_options = packed("sampling", _sampling, *_sampling_flags(lambda off: off))
 given_sampling_options = packed("sampling", _given, *_sampling_flags(lambda off: None))
 _LOADING = *_COMPUTING, _ATTENTION, *_ROPE, *_BUDGETS, flag("--threads", _CORES, type=COUNT)
@@ -364,33 +268,9 @@ def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
 loading_options = packed("loading", _loading, *_LOADING)
 divided_loading_options = packed("loading", _loading, *_LOADING, _RANKS)
 planning_options = packed("planning", dict, *_COMPUTING, *_ROPE, *_BUDGETS)
-cluster_options = packed(
-    "cluster",
-    dict,
-    flag(
-        "--ray [ADDRESS]",
-        "Ask in a Ray job, on this machine or a cluster: lce[ray].",
-        is_flag=False,
-        flag_value="local",
-    ),
-    flag("--workers N", "With --ray: engines.  [default: as many as --threads allows]", type=COUNT),
-)
 output_options = packed("output", Output, _JSON, quiet_option, debug_option)
 quiet_options = packed("output", Output, quiet_option, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)
-
-
-def asked_options(n: int) -> Decorator:
-    """Declare the options of one task, by default with `n` samples per length, packed as the argument `asked`."""
-    return packed(
-        "asked",
-        _asked,
-        flag("--task NAME", "One of `lce eval tasks`.", default="passkey"),
-        flag("-t KEY=VALUE", "Its knobs.", dest="task_knobs", **_KNOBS),
-        flag("--samples N", "Texts for each method and length.", type=COUNT, default=n),
-        flag("--seed", "The same seed makes the same texts.", type=int, default=0),
-        flag("--filler prose|noise|essays:DIR", "What facts are hidden in.", default="prose"),
-    )
 
 
 def target_options(name: str, help: str, *, required: bool = True) -> Decorator:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lce
+from lce.methods import knob_values
 from lce_lab.eval.record import Line
 
 MOST = 160  # the largest number of characters of a name
@@ -39,13 +39,6 @@ def told(engine: lce.Engine) -> dict[str, Any]:
     """Return the fields of `lce_lab.eval.record.Line` that an engine determines: all except `checkpoint`."""
     about = {"method": engine.method.label, "knobs": knob_values(engine.method)}
     return {**about, "window": engine.window, "version": lce.__version__}
-
-
-def knob_values(method: Any) -> dict[str, Any]:
-    """Return a method's or a task's knobs as JSON values."""
-    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    plain = (str, int, float, type(None))  # bool is a subclass of int
-    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
 
 
 def cut(text: str) -> str:

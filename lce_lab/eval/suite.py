@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import lce
 from lce.errors import UsageError, nearest, shown
-from lce_lab.eval.naming import knob_values
+from lce.methods import knob_values
 from lce_lab.eval.record import Answer
 from lce_lab.eval.running import ALONE, Asking, answers
 from lce_lab.eval.sample import Sample, Task

@@ -13,6 +13,14 @@ from lce.terminal import options
 from lce.terminal.options import flag
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
+from lce_lab.terminal.options import (
+    asked_options,
+    benchmark_options,
+    cluster_options,
+    methods_options,
+    selecting_options,
+    suite_options,
+)
 
 DISTANCES = "at distances up to half of the window, or at true distances"
 STATES = "those of the method itself, or of the true attention, the same for all methods"
@@ -27,9 +35,9 @@ def evaluation() -> None:
 
 @evaluation.command()
 @options.model_option
-@options.methods_options
+@methods_options
 @lengths_option
-@options.asked_options(n=10)
+@asked_options(n=10)
 @flag("--text FILE", "Read this text instead of a task's.")
 @flag("--queries N", "Queries of --text that are looked at.", type=options.COUNT, default=32)
 @flag("--judge", f"True attention: {DISTANCES}.", type=click.Choice(["constant", "true"]), default="constant")
@@ -54,9 +62,9 @@ def selection(text: str | None, **how: Any) -> None:
 
 @evaluation.command()
 @options.model_option
-@options.selecting_options
+@selecting_options
 @lengths_option
-@options.suite_options
+@suite_options
 @flag("--kind NAME", "Of a text's questions, those of this task alone: for --task medley.", default="")
 @record_option
 @flag("--each", "Every sample with its answers, too.", is_flag=True)
@@ -89,7 +97,7 @@ def harness(arguments: tuple[str, ...]) -> None:
 
 @evaluation.command()
 @options.model_option
-@options.methods_options
+@methods_options
 @lengths_option
 @flag("--text -t FILE", "A UTF-8 text; - is stdin.", dest="files", required=True, multiple=True)
 @flag("--stride TOKENS", "From one window to the next.", type=options.COUNT, default=256)
@@ -115,12 +123,12 @@ def perplexity(**how: Any) -> None:
 
 @evaluation.command("run")
 @options.model_option
-@options.methods_options
+@methods_options
 @lengths_option
-@options.suite_options
+@suite_options
 @record_option
 @flag("--ceiling/--no-ceiling", "First measure `full` within the window, for each task.", default=True)
-@options.cluster_options
+@cluster_options
 @options.loading_options
 @options.output_options
 def run_suite(suite: dict[str, Any], record: str | None, cluster: dict[str, Any], **how: Any) -> None:
@@ -181,11 +189,11 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 
 @evaluation.command()
 @options.model_option
-@options.methods_options
-@options.benchmark_options
+@methods_options
+@benchmark_options
 @record_option
 @flag("--predictions DIR", "Also write the answers here, as the benchmark's own code does.")
-@options.cluster_options
+@cluster_options
 @options.loading_options
 @options.output_options
 def published(suite: dict[str, Any], record: str | None, cluster: dict[str, Any], **how: Any) -> None:

@@ -10,6 +10,7 @@ from click import argument
 from lce.terminal import options
 from lce.terminal.options import flag
 from lce.terminal.output import Output
+from lce_lab.terminal.options import methods_options
 
 folder_argument = argument("folder", metavar="FOLDER")
 
@@ -22,7 +23,7 @@ def leaderboard() -> None:
 @leaderboard.command()
 @folder_argument
 @options.model_option
-@options.methods_options
+@methods_options
 @flag("--lengths LIST", "Such as 2k,8k.  [default: 1/4, 15/16, 2 and 4 windows]", type=options.COUNTS)
 @options.packed(
     "suite",

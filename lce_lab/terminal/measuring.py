@@ -12,7 +12,6 @@ import lce
 from lce.errors import UsageError
 from lce.methods.mass import Judge
 from lce.sizes import size_text
-from lce.terminal.methods import check_capacity
 from lce.terminal.output import Output, markdown
 from lce.terminal.reading import read_text
 from lce_lab.eval.meter import States
@@ -22,6 +21,7 @@ from lce_lab.eval.selection import Selection, measure, measure_text
 from lce_lab.eval.suite import MadeSuite
 from lce_lab.eval.tasks import MadeTask
 from lce_lab.eval.why import CAUSES, Verdict, explain
+from lce_lab.terminal.methods import check_capacity
 
 WIDTHS = {"recall": 8, "hit@1": 7, "hit@5": 7, "fact": 6, "cover": 7, "Gini": 6, "found": 7, "score": 7}
 SELECTION_HEADER = f"{'method':<12}{'length':>8}{'tokens':>8}{'reads':>11}{'of full':>9}"

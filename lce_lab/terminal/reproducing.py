@@ -20,11 +20,11 @@ from typing import Any
 import click
 
 import lce
-from lce.terminal.methods import check_capacity
 from lce.terminal.output import Output, markdown
 from lce_lab.eval.prose import sentences
 from lce_lab.papers import ENTRIES, PAPERS, Cell, Entry, Printed, Setting, find
 from lce_lab.papers.verdict import OPPOSITE, SAME, UNKNOWN
+from lce_lab.terminal.methods import check_capacity
 
 VERDICTS = (SAME, OPPOSITE, UNKNOWN)
 COLUMNS = ("row", "measured", "length", "the paper", "here", "95% interval", "of")

@@ -11,10 +11,10 @@ from typing import Any
 import lce
 from lce.errors import DataError, UsageError
 from lce.files import named, write_whole
+from lce.methods import knob_values
 from lce.sizes import size_text
-from lce.terminal.methods import check_capacity
 from lce.terminal.output import Output, note
-from lce_lab.eval.naming import cut, knob_values
+from lce_lab.eval.naming import cut
 from lce_lab.eval.published import Benchmark
 from lce_lab.eval.published.base import Answered
 from lce_lab.eval.published.scoring import TaskScore, prediction_files, score_files, scored
@@ -25,6 +25,7 @@ from lce_lab.eval.sample import Sample
 from lce_lab.eval.scores import Score
 from lce_lab.eval.suite import MadeSuite, Suite
 from lce_lab.eval.tasks import TASKS
+from lce_lab.terminal.methods import check_capacity
 
 HEADER = (
     f"{'task':<26}{'method':<18}{'length':>9}{'samples':>9}{'score':>8}  {'95% interval':<18}{'by':<11}"

@@ -1,0 +1,208 @@
+"""The laboratory's commands beside `lce eval` and `lce leaderboard`, one function each: entry points of `lce.commands`.
+
+Heavy modules are imported inside the functions, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+from click import argument
+
+from lce.terminal import options
+from lce.terminal.options import flag
+from lce.terminal.output import Output
+from lce.terminal.reading import read_text
+from lce_lab.terminal import inspecting
+from lce_lab.terminal.bench import show_bench
+from lce_lab.terminal.options import method_options, methods_options, named_options
+
+
+@click.command()
+@options.model_option
+@methods_options
+@flag("--lengths LIST", "Tokens of the texts.", default="512,2k,8k", type=options.COUNTS)
+@flag("--repeats N", "Timed runs of each method and length.", type=options.COUNT, default=3)
+@flag("--new-tokens N", "Tokens to decode in a run.", type=options.COUNT, default=32)
+@flag("--seed", "The same seed makes the same texts.", type=int, default=0)
+@flag("--profile", "Also show where a decode step's and a prefill block's time goes.", is_flag=True)
+@options.loading_options
+@flag("--json FILE|-", "Write JSON to this file, or - to stdout and no table.", dest="json_file")
+@options.FORCE
+@options.quiet_options
+def bench(**what: Any) -> None:
+    """Measure prefill and decode, for some methods at some lengths, beside what the machine can do.
+
+    Prints Markdown: medians and spread, and the share of the machine's own speed of reading memory (decode) or of
+    multiplying matrices (prefill), measured in the same run. Texts are random tokens. Methods take turns, after one run
+    each that is not timed. Ctrl-C prints what was measured so far.
+    """
+    show_bench(**what)
+
+
+@click.command()
+@options.model_option
+@flag("--length TOKENS", "Of the texts.  [default: 1.125 to 1.5 windows, as the time allows]", type=options.COUNT)
+@flag("--seconds N", "Ask for about so long.", type=click.FloatRange(min=0), default=120.0)
+@flag("--task NAME", "One of `lce eval tasks`.", default="several_facts")
+@flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="noise")
+@flag("--seed", "The same seed makes the same texts.", type=int, default=0)
+@options.loading_options
+@options.output_options
+def recommend(**how: Any) -> None:
+    """Find the method for a model: which finds most facts in texts beyond the model's window.
+
+    Methods take turns, a text each, with eight questions. The first row is the ceiling: full attention, within half of
+    the window. A method whose turn would end too late is not asked. Of methods that the questions cannot tell apart,
+    the one that reads least a token is named. Few questions have wide intervals: give more --seconds. `lce eval run`
+    measures any method on any task.
+    """
+    from lce_lab.terminal.recommending import show_recommendation
+
+    show_recommendation(**how)
+
+
+@click.command()
+@options.model_option
+@flag("--text -t FILE", "A UTF-8 text to learn from; - is stdin.", dest="text_file", required=True)
+@options.target_options("out", "The map file to write.")
+@flag("--low-dim N", "Dimensions of a token's low-dimensional key.", type=options.COUNT, default=128)
+@flag("--tokens N", "Read at most this much of the text.", type=options.COUNT, default=50_000)
+@flag("--epochs N", "Passes over the text.", type=options.COUNT, default=10)
+@flag("--batch N", "Queries and keys of one step.", type=options.COUNT, default=128)
+@flag("--lr", "Adam's step size; it falls to 0.", type=float, default=5e-4)
+@flag("--seed", "The same seed learns the same maps.", type=int, default=0)
+@flag("--far N", "Distance at which esa places far keys.  [default: half the window]", type=options.COUNT)
+@flag("--piece N", "Tokens of the text read at once.  [default: the window, 4096 at most]", type=options.COUNT)
+@options.loading_options
+@options.output_options
+def calibrate(
+    model: str, text_file: str, out: options.NewFile, loading: dict[str, Any], output: Output, **learning: Any
+) -> None:
+    """Learn the maps to low-dimensional keys, by which `esa` finds single tokens of a long text.
+
+    Writes the maps to --out. Prints, for each layer, the share of the best tokens that they find in held-out text, and
+    the share that PCA finds. An interrupted calibration resumes when the same command is run again. Maps fit the --far,
+    the --window and the RoPE scaling that they were learned with. A --piece beyond the window is read while tokens are
+    chosen by exact scores, as the paper reads; one of the window or less by full attention.
+    """
+    from lce_lab.calibrate import Calibration
+    from lce_lab.calibrate import calibrate as learn
+    from lce_lab.terminal.figures import recall_lines
+
+    with output.bars() as bars:
+        note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
+        text, asked = read_text(text_file), Calibration(**learning)
+        recalls = learn(model, text, str(out.path), asked, force=out.force, progress=bars, note=note, **loading)
+    output.object([dataclasses.asdict(recall) for recall in recalls])
+    output.text(*recall_lines(recalls))
+
+
+@click.command()
+@options.model_option
+@options.prompt_options
+@method_options
+@flag("--last N", "Of so many of the last tokens.", type=options.COUNT, default=1)
+@flag("--mark TEXT", "Also say how often this part of the text is chosen.", dest="marks", multiple=True)
+@options.target_options("plot", "Also draw the choices, as .png, .svg or .pdf; needs lce[plot].", required=False)
+@options.loading_options
+@options.output_options
+def trace(**what: Any) -> None:
+    """Show what each head of each layer chose for the last tokens of a text, with scores and ranks.
+
+    A choice is a chunk, a page, a memory block, or a token with esa; tokens that every query attends are not listed.
+    Rank 1 is the best score of all that the query could choose; in --json it is 0. With --json there is also the true
+    attention of each choice, the distances at which it is seen, and why a head misses what it misses; `lce inspect`
+    shows all of it in a browser.
+    """
+    inspecting.show_trace(**what)
+
+
+@click.command()
+@options.model_option
+@options.given_prompt_options
+@methods_options
+@options.target_options("out", "The page to write, for example page.html.", required=False)
+@flag("--json FILE|-", "Write the recording as JSON, - is stdout; see docs/inspect.md.", dest="json_file")
+@flag("--mark TEXT", "Mark this part of the text, as the answer; repeatable.", dest="marks", multiple=True)
+@flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.INDEX, default=16)
+@flag("--spread N", "Tokens, evenly spread, to look at closely.", type=options.INDEX, default=200)
+@flag("--judge", "Whose attention is true.", type=click.Choice(["constant", "true"]), default="constant")
+@flag("--live", "Serve the page on this machine, with the engine behind it.", is_flag=True)
+@flag("--port N", "The port of --live; 0 is any.", type=options.INDEX, default=0)
+@flag("--max-tokens-prompt TOKENS", "Longest text of --live.", type=options.COUNT, default="64k")
+@options.loading_options
+@options.quiet_options
+def inspect(live: bool, port: int, max_tokens_prompt: int, **what: Any) -> None:
+    """Show what a model attends, token by token: one page for a browser, which needs no network.
+
+    It runs the prompt with each --method, side by side in the page, and records what every head of every layer chose,
+    at which distances it saw it, and what full attention would have looked at. Where that is more than some MiB, it is
+    beside the page, in NAME.data.
+
+    With --live the page is served on 127.0.0.1 and asks for text, method and knobs itself; only who has the printed
+    address can use it.
+    """
+    if live:
+        inspecting.serve_live(port=port, most_prompt=max_tokens_prompt, **what)
+    else:
+        inspecting.write_recording(**what)
+
+
+@click.command()
+@named_options
+@flag("--tokens N", "Length of the made-up text.", type=options.COUNT, default=24)
+@flag("--window N", "Positions of the model, and knobs by default for them.", type=options.COUNT)
+@flag("--block N", "Tokens prefilled in one step.", type=options.COUNT)
+@flag("--head N", "Which of 4 query heads, over 2 KV heads.", type=options.INDEX, default=0)
+@flag("--seed", "Another seed makes another text.", type=int, default=0)
+@options.target_options("plot", "Also draw the matrix, as .png, .svg or .pdf; needs lce[plot].", required=False)
+@options.json_options
+def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Output, **setting: Any) -> None:
+    """Show which keys a METHOD attends, and the distances at which it sees them.
+
+    The method runs on a short made-up text without a model, and the matrix is read from its output. A row is a query
+    and a column a key; a cell is the distance in positions, or a dot if the query does not attend the key. The text is
+    random vectors, so methods that select keys by content select among random ones.
+
+    Without --window the knobs are those of a small example that shows the method's idea; -o changes single ones. With
+    --window they are the method's defaults for it.
+    """
+    from lce_lab.study import explain as inspection
+    from lce_lab.terminal.figures import explanation_lines, explanation_object
+
+    method, knobs = named
+    explanation = inspection.explain(method, knobs=knobs, **setting)
+    if plot.path is not None:
+        from lce_lab.study.pictures import draw_distances
+
+        draw_distances(explanation, plot.path, force=plot.force)
+    output.object(explanation_object(explanation))
+    output.text(*explanation_lines(explanation))
+
+
+@click.command()
+@argument("id", required=False, metavar="[ID]")
+@flag("--model -m PATH|ID|demo", "A folder, a .gguf file, or a hub id.", default="demo")
+@flag("--data PATH", "The paper's data, or texts of your own; repeatable.", multiple=True)
+@flag("--lengths LIST", "Tokens.  [default: the paper's, by the window]", type=options.COUNTS)
+@flag("--sizes N", "The window that rows' sizes are fractions of.  [default: the model's]", type=options.COUNT)
+@flag("--samples N", "Samples of a row and length.  [default: the entry's]", type=options.COUNT)
+@flag("--seed", "The same seed makes the same samples.", type=int, default=0)
+@flag("--record FILE", "Keep the answers in this file; samples that it has are skipped.")
+@flag("--dry-run", "Print the commands and run none.", is_flag=True)
+@options.knobs_option
+@options.loading_options
+@options.output_options
+def reproduce(id: str | None, output: Output, lengths: list[int] | None, **setting: Any) -> None:
+    """Run the table or figure ID of a paper, beside the paper's numbers; without ID, list them.
+
+    -o KEY=VALUE is a knob of all rows that have it and do not vary it, -o METHOD.KEY=VALUE of one method's.
+    """
+    from lce_lab.terminal import reproducing
+
+    if id is None:
+        return reproducing.list_entries(output)
+    reproducing.reproduce(id, output, lengths=lengths or (), **setting)
