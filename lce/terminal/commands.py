@@ -29,7 +29,7 @@ def others(tree: Path = TREE) -> dict[str, EntryPoint]:
 
 
 def load(point: EntryPoint) -> click.Command:
-    """Import a command. A command that cannot be imported becomes one that says why, so that it does not hide others."""
+    """Import a command. One that cannot be imported becomes a command that says why, so that it hides no other."""
     try:
         command = point.load()
         if isinstance(command, click.Command):

@@ -13,6 +13,8 @@ from tests.docs.scripts import load
 from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("lce", "lce_serve", "lce_lab")
+FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 FOLDER = ROOT / "docs" / "diagrams"
 SOURCES = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.toml"))}
 
@@ -39,8 +41,8 @@ def texts(source: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_are_in_the_code(name: str) -> None:
-    code = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "lce").rglob("*.py")))
-    files = {file.stem for file in (ROOT / "lce").rglob("*.py")} | {file.name for file in (ROOT / "lce").iterdir()}
+    code = "\n".join(file.read_text(encoding="utf-8") for file in FILES)
+    files = {file.stem for file in FILES} | {file.name for package in PACKAGES for file in (ROOT / package).iterdir()}
     named = {word for span in re.findall(r"`([A-Za-z_][\w.]*)`", texts(SOURCES[name])) for word in span.split(".")}
     assert named - set(re.findall(r"\w+", code)) - files == set()
 

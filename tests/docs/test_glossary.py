@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("lce", "lce_serve", "lce_lab")
+FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
 
@@ -26,7 +28,7 @@ def named() -> set[str]:
 def members() -> dict[str, set[str]]:
     """Every class of lce with its fields, methods and attributes."""
     found: dict[str, set[str]] = {}
-    for file in sorted((ROOT / "lce").rglob("*.py")):
+    for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 inner = list(ast.walk(node))
@@ -41,7 +43,7 @@ def members() -> dict[str, set[str]]:
 
 
 def test_names_are_in_the_code(members: dict[str, set[str]]) -> None:
-    code = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "lce").rglob("*.py")))
+    code = "\n".join(file.read_text(encoding="utf-8") for file in FILES)
     words = set(re.findall(r"\w+", code))
     assert len(named()) > 40
     for name in named():

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 import lce
@@ -25,7 +26,9 @@ def test_every_picture_has_its_command() -> None:
     for program, *args in COMMANDS:
         assert program in {"lce", "python"}
         if program == "lce":
-            with cli.commands[args[0]].make_context(args[0], args[1:]):  # its options are those of the command
+            command = cli.get_command(click.Context(cli), args[0])
+            assert command is not None
+            with command.make_context(args[0], args[1:]):  # its options are those of the command
                 pass
         else:
             assert args[0] == "docs/pictures/choices.py"

@@ -47,13 +47,10 @@ def test_the_whole_face_is_in_the_reference() -> None:
     assert face <= set(names)
     for name, page in names.items():
         assert f"`{name}`" in page.read_text(encoding="utf-8") or name.startswith("lce.methods."), name
-        owner: Any = lce
-        for part in name.split(".")[1:]:
-            owner = (
-                importlib.import_module("lce_lab.calibrate")
-                if part == "calibrate" and owner is lce
-                else getattr(owner, part)
-            )
+        module = importlib.import_module("lce_lab.calibrate") if name.startswith("lce_lab.calibrate.") else lce
+        owner: Any = module
+        for part in name.removeprefix(f"{module.__name__}.").split("."):
+            owner = getattr(owner, part)
 
 
 @pytest.fixture(scope="module")

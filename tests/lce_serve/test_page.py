@@ -71,9 +71,9 @@ def test_the_servers_own_page_may_ask_and_no_other(client: TestClient) -> None:
 def test_the_files_of_the_page_are_in_the_package() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    patterns = config["options.package_data"]["lce"].split()
-    packed = {path for pattern in patterns for path in (ROOT / "lce").glob(pattern)}
-    assert {*(ROOT / "lce" / "server" / "web").iterdir()} <= packed
+    patterns = config["options.package_data"]["lce_serve"].split()
+    packed = {path for pattern in patterns for path in (ROOT / "lce_serve").glob(pattern)}
+    assert {*(ROOT / "lce_serve" / "web").iterdir()} <= packed
 
 
 # Recordings ---------------------------------------------------------------------------------------------------------

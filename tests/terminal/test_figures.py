@@ -12,7 +12,6 @@ from lce.cache.tier import Traffic
 from lce.engine.answer import Stats
 from lce.engine.planning import Need, Plan
 from lce.terminal import figures
-from lce_lab.calibrate import Recall
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run
 
@@ -38,16 +37,6 @@ def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = "cache: device 0 B | peak memory: process 1 B"
     assert figures.memory_text(Stats(memory={"device": 0}), {"process": 1}) == nothing
     assert Stats().prefill_tokens_per_s == Stats(generated_tokens=1).decode_tokens_per_s == 0
-
-
-def test_recalls_and_their_mean() -> None:
-    head, *rows = figures.recall_lines([Recall(0, 32, 0.5, 0.25), Recall(1, 32, 1.0, 0.75)])
-    assert head.endswith("recall of the best 32 tokens")
-    assert [row.split() for row in rows] == [
-        ["0", "50.0%", "25.0%"],
-        ["1", "100.0%", "75.0%"],
-        ["mean", "75.0%", "50.0%"],
-    ]
 
 
 def test_a_plan_of_unknown_sizes() -> None:

@@ -14,6 +14,7 @@ from lce import cli
 from lce.engine.loading import SizeOptions
 from lce.terminal import options
 from lce.terminal.output import Output
+from lce_lab.terminal.options import method_options, methods_options
 from tests.command import assert_error, run, spawn
 
 CONTEXT = click.Context(cli.cli)
@@ -44,9 +45,9 @@ def test_a_group_of_options_is_one_argument() -> None:
 def test_each_group_packs_what_the_library_takes() -> None:
     sampling = received(["--temperature", "0.5", "--stop", "a", "--stop", "b"], options.sampling_options)["sampling"]
     assert sampling == lce.Sampling(temperature=0.5, stop=("a", "b"))
-    method = received(["--method", "longheads", "-o", "chunks=4"], options.method_options)["method"]
+    method = received(["--method", "longheads", "-o", "chunks=4"], method_options)["method"]
     assert method == lce.methods.LongHeads(chunks=4)
-    several = received(["--method", "full,streaming", "-o", "streaming.sinks=2"], options.methods_options)["methods"]
+    several = received(["--method", "full,streaming", "-o", "streaming.sinks=2"], methods_options)["methods"]
     assert several == [lce.methods.Full(), lce.methods.Streaming(sinks=2)]
     loading = received(["--rope", "ntk", "--rope-factor", "2"], options.loading_options)["loading"]
     assert set(loading) == set(inspect.signature(lce.load).parameters) - {
@@ -82,7 +83,8 @@ def every_option() -> list[tuple[str, click.Option]]:
     found = []
     for name, command in groups:
         if isinstance(command, click.Group):
-            groups += [(f"{name} {each}", inner) for each, inner in command.commands.items()]
+            inner = {each: command.get_command(CONTEXT, each) for each in command.list_commands(CONTEXT)}
+            groups += [(f"{name} {each}", one) for each, one in inner.items() if one is not None]
         found += [(name, param) for param in command.params if isinstance(param, click.Option)]
     return found
 

@@ -27,7 +27,7 @@ def test_file_registry_and_docs_agree() -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     page = page.partition("## Published benchmarks")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(BENCHMARKS)
-    folder = ROOT / "lce" / "lab" / "eval" / "published"
+    folder = ROOT / "lce_lab" / "eval" / "published"
     others = {"__init__", "base", "scoring", "suite", "haystack"}
     homes = {type(benchmark).__module__.rpartition(".")[2] for benchmark in BENCHMARKS.values()}
     assert homes == {path.stem for path in folder.glob("*.py")} - others
