@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from lce.engine.context import Context
     from lce.engine.engine import Engine
     from lce.engine.info import ContextInfo, ModelInfo, info
-    from lce.engine.loading import load, plan
+    from lce.engine.loading import load
     from lce.engine.operations import Operations, operations
     from lce.engine.planning import Plan
     from lce.engine.profile import profiled
     from lce.engine.quantising import quantize
     from lce.engine.requests import BatchStream
-    from lce.engine.sampling import Constraint, Sampling, TokenScores
+    from lce.engine.sampling import Constraint, TokenScores
+    from lce.engine.sampling_options import Sampling
+    from lce.engine.sizing import plan
     from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
     from lce.errors import (
@@ -56,13 +58,15 @@ _HOMES = {
     "lce.engine.answer": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.engine": ("Engine",),
     "lce.engine.info": ("ContextInfo", "ModelInfo", "info"),
-    "lce.engine.loading": ("load", "plan"),
+    "lce.engine.loading": ("load",),
     "lce.engine.operations": ("Operations", "operations"),
     "lce.engine.planning": ("Plan",),
     "lce.engine.profile": ("profiled",),
     "lce.engine.quantising": ("quantize",),
     "lce.engine.requests": ("BatchStream",),
-    "lce.engine.sampling": ("Constraint", "Sampling", "TokenScores"),
+    "lce.engine.sampling": ("Constraint", "TokenScores"),
+    "lce.engine.sampling_options": ("Sampling",),
+    "lce.engine.sizing": ("plan",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
     "lce.errors": (

@@ -16,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from lce.engine.arguments import GenerationOptions, Options, Prompt, check_names
+from lce.engine.arguments import GenerationOptions, Options, Prompt
 from lce.engine.context import Context, Unique
+from lce.engine.options import check_names
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
 from lce.engine.scheduler import Scheduler

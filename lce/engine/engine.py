@@ -28,7 +28,8 @@ from lce.engine.eviction import attention_peaks, best_rows, check_evictable, che
 from lce.engine.graph import CudaTape
 from lce.engine.identity import Identity
 from lce.engine.planning import ALLOWANCE
-from lce.engine.sampling import Sampling, Scorer, TokenScores, check_logits, recommended
+from lce.engine.sampling import Scorer, TokenScores, check_logits, recommended
+from lce.engine.sampling_options import Sampling
 from lce.engine.saving import ContextData, ContextFiles, PrefillJob, Target
 from lce.engine.stream import AsyncStream, CancelFlag, Stream
 from lce.engine.trace import Trace, TraceObserver

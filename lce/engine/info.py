@@ -11,8 +11,8 @@ from typing import Any
 
 from lce.cache.manifest import FORMAT, contradiction, read_header
 from lce.engine.identity import file_of, knobs_of, model_identity
-from lce.engine.loading import fitted
 from lce.engine.saving import part_of, state_of
+from lce.engine.sizing import fitted
 from lce.errors import LceError, UsageError, shown
 from lce.files import open_regular, path_of
 from lce.methods import registry

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Unpack
 
-from lce.engine.loading import Planned, SizeOptions, planned
+from lce.engine.options import takes
+from lce.engine.sizing import Planned, Planning, planned
 from lce.errors import UsageError
-from lce.methods.base import Method
 from lce.methods.costs import UNCOUNTED, Cost, PaperFigure, QueryBlock, total
 from lce.methods.own_window import method_of
 from lce.methods.selective import ChunkSelection
@@ -93,16 +91,15 @@ class Operations:
     paper_figures: Sequence[PaperFigure] = ()
 
 
-def operations(
-    model: str | Path, method: str | Method = "full", *, tokens: int | str, **options: Unpack[SizeOptions]
-) -> Operations:
-    """Count what prefill and decode of a text of `tokens` tokens compute and read. Takes the options of `plan`.
+@takes(Planning)
+def operations(given: Planning) -> Operations:
+    """Count what prefill and decode of a text of `tokens` tokens compute and read. Takes the arguments of `plan`.
 
     Reads config.json alone. A user's method is counted by its `Method.cost`; if the method declares no cost, only the
     products with weights are counted. Takes tens of microseconds per block and layer.
     """
-    n_tokens = count(tokens, "tokens")
-    made = planned(model, method, options, n_tokens)
+    n_tokens = count(given.tokens, "tokens")
+    made = planned(given)
     if n_tokens > LONGEST:
         raise UsageError(f"tokens is {n_tokens:,}; operations are counted block by block, of {LONGEST:,} or fewer")
     block, config = made.layout.block, made.config

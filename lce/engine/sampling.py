@@ -3,102 +3,21 @@
 from __future__ import annotations
 
 import math
-import numbers
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lce.errors import ModelError, UsageError, shown
+from lce.engine.sampling_options import Sampling
+from lce.errors import ModelError, UsageError
 from lce.profiling import timed
 
 LOGITS_AT_ONCE = 1 << 24  # the most logits that a `Scorer` holds at a time: 64 MiB in float32
 LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller positive temperatures would be 0 in float32
 
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of generation_config.json
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
-
-    `logit_bias` maps token ids to numbers that are added to their logits, -100 to 100. Penalties come next, also at
-    temperature 0. `repetition_penalty` divides the positive logits and multiplies the
-    negative ones of all tokens in context, prompt and answer so far; 1 is off. `presence_penalty` is subtracted from
-    the logits of tokens in the answer so far, `frequency_penalty` once for each time the token is there; 0 is off.
-
-    With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
-    keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
-    whose probability is at least `min_p` times that of the likeliest. `top_k` 0, `top_p` 1 and `min_p` 0 drop nothing.
-    The same `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the
-    strings `stop`. A function `stop` is called with the text so far after each token; True ends the text.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | Callable[[str], object] | None = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("temperature", "a number, 0 or more", _number, lambda x: 0 <= x < math.inf),
-            ("top_k", "a whole number, 0 (off) or more", _whole, lambda x: x >= 0),  # `None >= 0` is a TypeError
-            ("top_p", "more than 0 and at most 1", _number, lambda x: 0 < x <= 1),
-            ("min_p", "0 (off) to 1", _number, lambda x: 0 <= x <= 1),
-            ("seed", "a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),
-            ("stop", "strings, none of them empty, or a function of the text", _stops, lambda x: True),
-            ("repetition_penalty", "0.01 to 100; 1 is off", _number, lambda x: 0.01 <= x <= 100),
-            ("presence_penalty", "-2 to 2; 0 is off", _number, lambda x: -2 <= x <= 2),
-            ("frequency_penalty", "-2 to 2; 0 is off", _number, lambda x: -2 <= x <= 2),
-            ("logit_bias", "token ids with numbers from -100 to 100", _bias, lambda x: True),
-        )
-        for knob, expected, kind, holds in checks:
-            value = getattr(self, knob)
-            try:
-                plain = kind(value)
-                if not holds(plain):
-                    raise ValueError
-            except (TypeError, ValueError, OverflowError, AttributeError):
-                raise UsageError(f"{knob} is {shown(value)}; expected {expected}") from None
-            object.__setattr__(self, knob, plain)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings, none if `stop` is a function."""
-        return self.stop if isinstance(self.stop, tuple) else ()
-
-    @property
-    def penalises(self) -> bool:
-        """Whether the next token depends on the tokens before it by more than the model's logits."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-    def check(self, vocab_size: int) -> None:
-        """Raise `UsageError` if `logit_bias` has ids beyond a vocabulary."""
-        if (wrong := max(self.logit_bias, default=0)) >= vocab_size:
-            raise UsageError(f"logit_bias has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
-
-    def biased(self, logits: Tensor) -> Tensor:
-        """Return logits `[vocab]` with `logit_bias` added. Raises `UsageError` for ids that the logits do not have."""
-        if not self.logit_bias:
-            return logits
-        self.check(len(logits))
-        logits = logits.float().cpu().clone()
-        logits[list(self.logit_bias)] += torch.tensor(list(self.logit_bias.values()))
-        return logits
-
-    @property
-    def greedy(self) -> bool:
-        """Whether each token is the likeliest by the model's logits: at temperature 0 without penalties or biases."""
-        return self.temperature == 0 and not self.penalises and not self.logit_bias
 
 
 class Constraint(Protocol):
@@ -109,36 +28,6 @@ class Constraint(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Take the token that comes next."""
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError
-    return float(value)
-
-
-def _whole(value: Any) -> int | None:
-    if isinstance(value, bool):
-        raise TypeError
-    return None if value is None else operator.index(value)
-
-
-def _bias(value: Any) -> dict[int, float]:
-    found = {operator.index(token_id): _number(bias) for token_id, bias in value.items()}
-    if any(token_id < 0 or not -100 <= bias <= 100 for token_id, bias in found.items()):
-        raise ValueError
-    return found
-
-
-def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
-    if callable(value) and not isinstance(value, type):
-        return cast("Callable[[str], object]", value)
-    if isinstance(value, Mapping):
-        raise TypeError
-    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError
-    return stops
 
 
 def recommended(generation: Mapping[str, Any]) -> Sampling | None:
@@ -175,13 +64,23 @@ class Sampler:
 
         Time: O(vocab), or O(vocab log vocab) if `top_p` keeps thousands; with penalties also O(n log n) for n tokens.
         """
-        logits = self.sampling.biased(logits)
+        logits = biased(logits, self.sampling)
         if self.sampling.penalises:
             logits = penalised(logits.float().cpu(), self.sampling, self._prompt, answer)
         if self.sampling.temperature == 0:
             return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())  # see `check_logits`
         probabilities = probabilities_of(logits.float().cpu(), self.sampling)
         return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+
+def biased(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return logits `[vocab]` with `logit_bias` added. Raises `UsageError` for ids that the logits do not have."""
+    if not sampling.logit_bias:
+        return logits
+    sampling.check(len(logits))
+    logits = logits.float().cpu().clone()
+    logits[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()))
+    return logits
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: Tensor, answer: Sequence[int]) -> Tensor:

@@ -17,6 +17,8 @@ import click
 from click import argument, option
 
 import lce
+from lce.engine.options import LoadOptions, Record, SizeOptions, options_of
+from lce.engine.sampling_options import Sampling
 from lce.errors import LceError, UsageError, shown
 from lce.files import check_folder, check_new, named
 from lce.sizes import count
@@ -173,6 +175,25 @@ def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None,
     return option(*flags, *([dest] if dest else []), metavar=metavar, help=help, **how)
 
 
+def flags_of(record: type[Record], *, defaults: bool = True, **more: dict[str, Any]) -> dict[str, Decorator]:
+    """Return the flag of each option of a record that has help, by its name. Without `defaults`, their default is None.
+
+    `more` has further arguments of `click.option`, by the option's name.
+    """
+    found, types = {}, {"count": COUNT, "index": INDEX}
+    for name, each in options_of(record).items():
+        about = each.metadata
+        if about.get("help"):
+            usage, how = f"--{name.replace('_', '-')} {about['metavar']}", about["how"] | more.get(name, {})
+            how |= {"type": types.get(how.get("type"), how.get("type"))}
+            found[name] = flag(usage, about["help"], each.default if defaults else None, **how)
+    return found
+
+
+def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
+    return {**values, "threads": threads or default_threads()}
+
+
 _MODEL = "--model -m PATH|ID|smollm2|demo", "A folder, a .gguf file, or a hub id ORG/NAME[@REVISION][:FILE.gguf]."
 model_option = flag(*_MODEL, required=True)
 loaded_model_option = flag(*_MODEL, required=True, callback=_note_loading)
@@ -193,51 +214,6 @@ _PREFILL_METHOD = flag(
 )
 KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
 knobs_option = flag("-o KEY=VALUE", "A knob of the method; repeatable.", dest="knobs", **KNOBS)
-_COMPUTING = (
-    flag("--device auto|cpu|cuda|cuda:0,cuda:1", "Where to compute; several GPUs share the model's layers.", "auto"),
-    flag("--dtype auto|float32|bfloat16|float16", "Precision; auto is the checkpoint's.", default="auto"),
-    flag("--weights auto|int8|int4", "Round matrices to 8 or 4 bits; auto is as stored.", default="auto"),
-    flag("--block TOKENS", "Tokens prefilled in one step.  [default: what suits the method]", type=COUNT),
-    flag("--window TOKENS", "Positions the model can be trusted on.  [default: the checkpoint's]", type=COUNT),
-)
-_CORES = "Threads, at most the cores it may use.  [default: OMP_NUM_THREADS, or these cores]"
-_COMPUTES = "What computes attention: compiled, triton, flash, torch or reference."
-_ATTENTION = flag("--attention NAME", _COMPUTES, default="auto")
-_ROPE = (
-    flag("--rope none|linear|ntk|dynamic|yarn|llama3", "RoPE scaling.  [default: the checkpoint's]"),
-    flag("--rope-factor", "How far RoPE scaling stretches the window.", type=float),
-)
-_BUDGETS = (
-    flag("--kv-device-budget SIZE", "Limit of keys and values on a device, for example 8GiB."),
-    flag("--kv-host-budget SIZE", "Limit of keys and values in host memory."),
-    flag("--spill-dir DIR", "Folder for keys and values beyond the limits."),
-    flag(
-        "--kv-dtype auto|int8|int8-device",
-        "Keys and values as computed; or in 8 bits: old ones in host memory beside "
-        "a GPU, in that folder and in context files (int8), or all of them everywhere (int8-device).",
-        default="auto",
-    ),
-)
-
-
-def _sampling_flags(default: Callable[[float], float | None]) -> list[Decorator]:
-    """Return the flags of sampling. `default` maps the value of a knob that changes nothing to the flag's default."""
-    knobs: dict[str, tuple[str, float, Any]] = {
-        "--temperature": ("0 takes the likeliest token.", 0.0, float),
-        "--top-p": ("Keep the likeliest tokens of this probability in all; 1 is off.", 1.0, float),
-        "--top-k N": ("Keep this many likeliest tokens; 0 is off.", 0, INDEX),
-        "--min-p": ("Keep tokens this likely relative to the likeliest; 0 is off.", 0.0, float),
-        "--repetition-penalty": ("Above 1: tokens of the whole text so far get unlikelier; 1 is off.", 1.0, float),
-        "--presence-penalty": ("Above 0: tokens of the answer so far get unlikelier; 0 is off.", 0.0, float),
-        "--frequency-penalty": ("The same, once for each time the token is there; 0 is off.", 0.0, float),
-    }
-    return [
-        *(flag(usage, help, default(off), type=kind) for usage, (help, off, kind) in knobs.items()),
-        flag("--seed", "The same seed draws the same tokens.", type=int),
-        flag("--stop TEXT", "End the text before this; repeatable.", multiple=True),
-    ]
-
-
 PROMPT = (
     argument("text", required=False, type=TEXT),
     flag("--prompt -p TEXT|-", "The text to read, as TEXT is; - is stdin."),
@@ -253,21 +229,12 @@ prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
 method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
-sampling_options = packed("sampling", _sampling, *_sampling_flags(lambda off: off))
-given_sampling_options = packed("sampling", _given, *_sampling_flags(lambda off: None))
-_LOADING = *_COMPUTING, _ATTENTION, *_ROPE, *_BUDGETS, flag("--threads", _CORES, type=COUNT)
-_RANKS = flag(
-    "--ranks", "Share the model among all processes of torchrun: see docs/parallel.md.", is_flag=True, callback=join
-)
-
-
-def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
-    return {**values, "threads": threads or default_threads()}
-
-
-loading_options = packed("loading", _loading, *_LOADING)
-divided_loading_options = packed("loading", _loading, *_LOADING, _RANKS)
-planning_options = packed("planning", dict, *_COMPUTING, *_ROPE, *_BUDGETS)
+sampling_options = packed("sampling", _sampling, *flags_of(Sampling).values())
+given_sampling_options = packed("sampling", _given, *flags_of(Sampling, defaults=False).values())
+_LOADING = flags_of(LoadOptions, ranks={"callback": join})
+loading_options = packed("loading", _loading, *(each for name, each in _LOADING.items() if name != "ranks"))
+divided_loading_options = packed("loading", _loading, *_LOADING.values())
+planning_options = packed("planning", dict, *flags_of(SizeOptions).values())
 output_options = packed("output", Output, _JSON, quiet_option, debug_option)
 quiet_options = packed("output", Output, quiet_option, debug_option)
 json_options = packed("output", Output, _JSON, debug_option)

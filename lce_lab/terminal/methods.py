@@ -24,10 +24,10 @@ def methods_of(
 
     `all` excludes methods for analysis, which can be named as well. A method of `all` that lacks something, such as
     the learned maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, a knob
-    KEY=VALUE is for the methods that have KEY. `loading` are options of `lce.engine.loading.resolved`. Raises
+    KEY=VALUE is for the methods that have KEY. `loading` are options of `lce.engine.sizing.resolved`. Raises
     `UsageError` for wrong names or knobs.
     """
-    from lce.engine.loading import resolved
+    from lce.engine.sizing import resolved
 
     if ALL not in names:
         return [lce.methods.make(name, knobs_for(name, knobs, names)) for name in names]
@@ -92,7 +92,7 @@ def _serving(
 
     If the method cannot serve the model even with its default knobs, print a note and return None.
     """
-    from lce.engine.loading import resolved
+    from lce.engine.sizing import resolved
 
     try:
         method = lce.methods.make(name, owned(name, knobs, names))
@@ -111,7 +111,8 @@ def _serving(
 
 def check_capacity(model: str, methods: Sequence[lce.Method], tokens: int, loading: Mapping[str, Any]) -> None:
     """Raise `CapacityError` if `tokens` tokens do not fit into memory with a method. `loading` is for `lce.load`."""
-    from lce.engine.loading import SizeOptions, resolved
+    from lce.engine.options import SizeOptions
+    from lce.engine.sizing import resolved
 
     resolved(model, "full")  # downloads a model whose config is in its weights' file, as a plan does not
     sizes: Any = {name: loading[name] for name in SizeOptions.__annotations__ if name in loading}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lce.engine.answer import Answer, Generation, StopWatch, logprobs_of
 from lce.engine.arguments import Options
-from lce.engine.sampling import Sampling
+from lce.engine.sampling_options import Sampling
 from lce.tokenizer.tokenizer import Tokenizer
 
 EOS = 1

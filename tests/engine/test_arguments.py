@@ -14,7 +14,7 @@ import torch
 
 import lce
 from lce.engine.arguments import are_many
-from lce.engine.loading import SizeOptions
+from lce.engine.options import SizeOptions
 from lce.engine.trace import TraceObserver
 from lce.methods import LongHeads
 from lce_lab.study.explain import explain

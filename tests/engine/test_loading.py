@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import lce
-from lce.engine.loading import SizeOptions
+from lce.engine.options import SizeOptions
 from lce.errors import DataError, ModelError, UsageError
 from lce.methods import LongHeads
 from lce.weights.checkpoint import Checkpoint

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import lce
 from lce import cli
-from lce.engine.loading import SizeOptions
+from lce.engine.options import SizeOptions
 from lce.terminal import options
 from lce.terminal.output import Output
 from lce_lab.terminal.options import method_options, methods_options

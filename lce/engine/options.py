@@ -1,0 +1,253 @@
+"""The options of `lce.load` and `lce.plan`. Each is one field, which holds its default, its help and its parser.
+
+The command line makes a flag of each field, Python a keyword. Nothing here imports torch: `lce --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial, wraps
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from lce.errors import UsageError, nearest, shown
+from lce.files import path_of
+from lce.models.config import ROPE_KINDS
+from lce.sizes import count, in_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from lce.methods.base import Method
+
+    Devices = str | torch.device | Sequence[str | torch.device] | None
+
+MOST_THREADS = 1024  # the largest value of the option `threads`
+MOST_FACTOR = 1_000_000  # the largest `rope_factor`
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+Parser = Callable[[Any, str], Any]  # takes a user's value and the option's name
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    metavar: str = "",
+    *,
+    more: str = "",
+    parse: Parser | None = None,
+    factory: Any = MISSING,
+    **how: Any,
+) -> Any:
+    """Declare an option: a field of a `Record`.
+
+    `help` is the flag's; an option without help has no flag. `more` is for Python alone. `metavar` stands behind the
+    flag in `--help`. `parse` returns the value that the record holds, or raises `UsageError`; numbers may be texts.
+    `how` is passed on to `click.option`; the types "count" and "index" are numbers such as 4k, from 1 and from 0.
+    """
+    about = {"help": help, "metavar": metavar, "more": more, "parse": parse, "how": how}
+    return field(default=default, default_factory=factory, metadata=about)
+
+
+class Record:
+    """A frozen dataclass of options. It holds what the options' parsers return."""
+
+    def __post_init__(self) -> None:
+        for name, each in options_of(type(self)).items():
+            if (parse := each.metadata.get("parse")) is not None:
+                object.__setattr__(self, name, parse(getattr(self, name), name))
+
+
+def takes(record: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
+    """Make a function of a `Record` take the record's fields as arguments. Its docstring gets what `described` says."""
+
+    def decorate(work: Callable[[T], R]) -> Callable[P, R]:
+        signature = inspect.signature(record)
+
+        @wraps(work)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            check_names(options, signature.parameters, "option")
+            return work(record(*args, **options))
+
+        returned = inspect.signature(work).return_annotation
+        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        call.__doc__ = f"{inspect.getdoc(work)}\n\n{described(cast('type[Record]', record))}"
+        return call
+
+    return decorate
+
+
+def described(record: type[Record]) -> str:
+    """Return a list of a record's options, with what each does in Python."""
+    found = []
+    for name, each in options_of(record).items():
+        help, more = each.metadata.get("help", ""), each.metadata.get("more", "")
+        if help or more:  # the default that help names is the command line's
+            text = f"- `{name}`: {help.partition('  [')[0]} {more}"
+            found.append(fill(" ".join(text.split()), 110, subsequent_indent="  "))
+    return "\n".join(found)
+
+
+def options_of(record: type[Record]) -> dict[str, Field[Any]]:
+    """Return a record's fields by name."""
+    return {each.name: each for each in fields(record)}  # type: ignore[arg-type]  # subclasses are dataclasses
+
+
+def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> None:
+    """Raise `UsageError` if a key of `given` is not in `valid`. `what` tells in the message what a key is."""
+    unknown = next((name for name in given if name not in valid), None)
+    if unknown is not None:
+        raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}")
+
+
+def or_none(parse: Parser) -> Parser:
+    """Return a parser that keeps None: the option is not given."""
+    return lambda value, name: None if value is None else parse(value, name)
+
+
+def checked(expected: str, kind: Callable[[Any], T], holds: Callable[[T], bool] = lambda value: True) -> Parser:
+    """Return a parser: `kind` converts a value, or raises, and `holds` says whether the result can be used."""
+
+    def parse(value: Any, name: str) -> T:
+        try:
+            if holds(found := kind(value)):
+                return found
+        except (TypeError, ValueError, OverflowError, AttributeError):
+            pass
+        raise UsageError(f"{name} is {shown(value)}; expected {expected}")
+
+    return parse
+
+
+def plain(number: int | str | None) -> int | None:
+    """Return a number of a record as its parser left it, which the field's type cannot say."""
+    assert not isinstance(number, str)
+    return number
+
+
+def number(value: Any) -> float:
+    """Return a number as a float. Raises `TypeError` for a bool and for whatever is no number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError
+    return float(value)
+
+
+def _rope_kind(kind: Any, name: str) -> str:
+    if str(kind) not in ROPE_KINDS:
+        raise UsageError(f"unknown {name} {shown(kind)}; {nearest(str(kind), ROPE_KINDS)}")
+    return str(kind)
+
+
+_FACTOR = checked(f"1 or more, and {MOST_FACTOR:,} or less", number, lambda x: 1 <= x <= MOST_FACTOR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions(Record):
+    """The options of `lce.plan` and `lce.operations`: those of `lce.load` on which sizes in memory depend."""
+
+    device: Devices = option(
+        "auto",
+        "Where to compute; several GPUs share the model's layers.",
+        "auto|cpu|cuda|cuda:0,cuda:1",
+        more='A name, a `torch.device`, or several: "cuda:0,cuda:1", a list, or "cuda:all".',
+    )
+    dtype: str | torch.dtype | None = option(
+        "auto",
+        "Precision; auto is the checkpoint's.",
+        "auto|float32|bfloat16|float16",
+        more="A name, or a `torch.dtype`.",
+    )
+    weights: str | None = option(
+        "auto",
+        "Round matrices to 8 or 4 bits; auto is as stored.",
+        "auto|int8|int4",
+        more="Rounded matrices take 0.5 and 0.3 of their bytes in bfloat16. They are computed with on CPUs alone.",
+    )
+    block: int | str | None = option(
+        None,
+        "Tokens prefilled in one step.  [default: what suits the method]",
+        "TOKENS",
+        parse=or_none(count),
+        type="count",
+    )
+    window: int | str | None = option(
+        None,
+        "Positions the model can be trusted on.  [default: the checkpoint's]",
+        "TOKENS",
+        parse=or_none(partial(count, least=2)),
+        type="count",
+    )
+    rope: str | None = option(
+        None,
+        "RoPE scaling.  [default: the checkpoint's]",
+        "none|linear|ntk|dynamic|yarn|llama3",
+        parse=or_none(_rope_kind),
+    )
+    rope_factor: float | None = option(
+        None, "How far RoPE scaling stretches the window.", parse=or_none(_FACTOR), type=float
+    )
+    kv_device_budget: int | str | None = option(
+        None,
+        "Limit of keys and values on a device, for example 8GiB.",
+        "SIZE",
+        more="It is for each context. On the CPU both limits are of the same memory, and the smaller one counts.",
+        parse=or_none(in_bytes),
+    )
+    kv_host_budget: int | str | None = option(
+        None, "Limit of keys and values in host memory.", "SIZE", parse=or_none(in_bytes)
+    )
+    spill_dir: str | Path | None = option(
+        None,
+        "Folder for keys and values beyond the limits.",
+        "DIR",
+        more="A file there is removed with its context.",
+        parse=or_none(path_of),
+    )
+    kv_dtype: str | torch.dtype | None = option(
+        "auto",
+        "Keys and values as computed; or in 8 bits: old ones in host memory beside "
+        "a GPU, in that folder and in context files (int8), or all of them everywhere (int8-device).",
+        "auto|int8|int8-device",
+        more="8 bits take half the bytes of 16. With int8-device decoding reads half the bytes, too.",
+    )
+    prefill_method: str | Method | None = option(
+        None,
+        more='A method of spans, such as "full", by which prompts are read; `method` then attends generated tokens '
+        "alone. See `lce.methods.Handover`.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(SizeOptions):
+    """The options of `lce.load`. A new one is a field here, or in `SizeOptions` if sizes in memory depend on it."""
+
+    attention: str | None = option(
+        "auto",
+        "What computes attention: compiled, triton, flash, torch or reference.",
+        "NAME",
+        more='"auto" takes the fastest on this machine.',
+    )
+    threads: int | None = option(
+        None,
+        "Threads, at most the cores it may use.  [default: OMP_NUM_THREADS, or these cores]",
+        more="The whole process computes with so many from now on; None keeps the present number.",
+        parse=or_none(partial(count, most=MOST_THREADS)),
+        type="count",
+    )
+    length: int | str | None = option(
+        None,
+        more='The most tokens of a text, answers included, for which the method "auto" is chosen; None: any number.',
+        parse=or_none(count),
+    )
+    ranks: object = option(
+        None,
+        "Share the model among all processes of torchrun: see docs/parallel.md.",
+        more='Each process makes the same calls. "all", or a group of torch.distributed; None is this process alone.',
+        is_flag=True,
+    )

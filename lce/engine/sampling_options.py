@@ -1,0 +1,133 @@
+"""The rule by which the next token is drawn. Each knob is one field, which holds its default, its help and its check.
+
+Nothing here imports torch: `lce --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from lce.engine.options import Record, checked, number, option
+from lce.errors import UsageError
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):
+        raise TypeError
+    return None if value is None else operator.index(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    found = {operator.index(token_id): number(bias) for token_id, bias in value.items()}
+    if any(token_id < 0 or not -100 <= bias <= 100 for token_id, bias in found.items()):
+        raise ValueError
+    return found
+
+
+def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
+    if callable(value) and not isinstance(value, type):
+        return cast("Callable[[str], object]", value)
+    if isinstance(value, Mapping):
+        raise TypeError
+    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError
+    return stops
+
+
+_TO_TWO = checked("-2 to 2; 0 is off", number, lambda x: -2 <= x <= 2)
+
+
+@dataclass(frozen=True)
+class Sampling(Record):
+    """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
+
+    `logit_bias` maps token ids to numbers that are added to their logits, -100 to 100. Penalties come next, also at
+    temperature 0. `repetition_penalty` divides the positive logits and multiplies the
+    negative ones of all tokens in context, prompt and answer so far; 1 is off. `presence_penalty` is subtracted from
+    the logits of tokens in the answer so far, `frequency_penalty` once for each time the token is there; 0 is off.
+
+    With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
+    keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
+    whose probability is at least `min_p` times that of the likeliest. `top_k` 0, `top_p` 1 and `min_p` 0 drop nothing.
+    The same `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the
+    strings `stop`. A function `stop` is called with the text so far after each token; True ends the text.
+    """
+
+    temperature: float = option(
+        0.0,
+        "0 takes the likeliest token.",
+        parse=checked("a number, 0 or more", number, lambda x: 0 <= x < math.inf),
+        type=float,
+    )
+    top_k: int = option(
+        0,
+        "Keep this many likeliest tokens; 0 is off.",
+        "N",
+        parse=checked("a whole number, 0 (off) or more", _whole, lambda x: x is not None and x >= 0),
+        type="index",
+    )
+    top_p: float = option(
+        1.0,
+        "Keep the likeliest tokens of this probability in all; 1 is off.",
+        parse=checked("more than 0 and at most 1", number, lambda x: 0 < x <= 1),
+        type=float,
+    )
+    min_p: float = option(
+        0.0,
+        "Keep tokens this likely relative to the likeliest; 0 is off.",
+        parse=checked("0 (off) to 1", number, lambda x: 0 <= x <= 1),
+        type=float,
+    )
+    seed: int | None = option(
+        None,
+        "The same seed draws the same tokens.",
+        parse=checked("a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),
+        type=int,
+    )
+    stop: str | Sequence[str] | Callable[[str], object] | None = option(
+        (),
+        "End the text before this; repeatable.",
+        "TEXT",
+        parse=checked("strings, none of them empty, or a function of the text", _stops),
+        multiple=True,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Above 1: tokens of the whole text so far get unlikelier; 1 is off.",
+        parse=checked("0.01 to 100; 1 is off", number, lambda x: 0.01 <= x <= 100),
+        type=float,
+    )
+    presence_penalty: float = option(
+        0.0, "Above 0: tokens of the answer so far get unlikelier; 0 is off.", parse=_TO_TWO, type=float
+    )
+    frequency_penalty: float = option(
+        0.0, "The same, once for each time the token is there; 0 is off.", parse=_TO_TWO, type=float
+    )
+    logit_bias: Mapping[int, float] = option(
+        factory=dict, parse=checked("token ids with numbers from -100 to 100", _bias)
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, none if `stop` is a function."""
+        return self.stop if isinstance(self.stop, tuple) else ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the next token depends on the tokens before it by more than the model's logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest by the model's logits: at temperature 0 without penalties or biases."""
+        return self.temperature == 0 and not self.penalises and not self.logit_bias
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `UsageError` if `logit_bias` has ids beyond a vocabulary."""
+        if (wrong := max(self.logit_bias, default=0)) >= vocab_size:
+            raise UsageError(f"logit_bias has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
