@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lce
-from lce.engine.loading import SizeOptions
+from lce.engine.options import SizeOptions
 from lce.errors import UsageError
 from lce.methods import registry
 from lce_lab.terminal.methods import check_capacity, knobs_for, methods_of
