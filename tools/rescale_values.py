@@ -3,7 +3,7 @@
     python -m tools.rescale_values --model demo --factor 16 --out demo-large-values
 
 Full attention stays the same to the bit, since a power of two changes only exponents. A method that compares values
-with keys, as LongHeads' summary does, changes: see `docs/methods.md`.
+with keys, as LongHeads' summary does, changes: see `lce/models/demo/README.md`.
 """
 
 from __future__ import annotations
