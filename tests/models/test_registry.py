@@ -82,9 +82,9 @@ def test_either_name_finds_the_family_and_both_must_agree(name: str, tmp_path: P
         read_config(Source(tiny(tmp_path, architectures=[family.architecture], model_type=other)))
 
 
-def test_a_family_is_a_file_with_a_test_and_a_row_in_the_readme() -> None:
+def test_a_family_is_a_file_with_a_test_and_a_row_in_the_docs() -> None:
     assert {path.stem for path in (ROOT / "lce" / "models").glob("*.py")} - SHARED == set(families())
-    rows = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8").splitlines()
     for name, family in families().items():
         assert family.__module__ == f"lce.models.{name}"
         assert family.__doc__
