@@ -2,8 +2,8 @@
 
     python -m tools.count_path generate -m demo --method longheads -f examples/haystack.txt
 
-Counts, in all threads, the lines of every function of the three packages that is entered, decorators and inner functions
-included, and each line once. Bodies of modules and classes, and compiled kernels, are not functions that are entered.
+Counts, in all threads, the lines of every function of the three packages that is entered, with decorators and inner
+functions, and each line once. Bodies of modules and classes, and compiled kernels, are not functions that are entered.
 With `--files` before the command, each file is listed with its lines.
 """
 
