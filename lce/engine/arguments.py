@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.engine.options import Record, check_names, option, or_none
+from lce.engine.options import Counted, Record, check_names, option
 from lce.engine.sampling import Constraint
 from lce.engine.sampling_options import Sampling
 from lce.errors import UsageError, shown
@@ -53,17 +52,6 @@ class GenerationOptions(TypedDict, total=False):
 SAMPLING = tuple(each.name for each in dataclasses.fields(Sampling))
 
 
-def _constraint(value: Any, name: str) -> Constraint | None:
-    if value is not None and not hasattr(value, "apply"):
-        raise UsageError(f"{name} is {shown(value)}; expected an object with `apply` and `accept`")
-    return cast("Constraint | None", value)
-
-
-def _progress(value: Any, _name: str) -> Progress | bool | None:
-    check_progress(value)
-    return cast("Progress | bool | None", value)
-
-
 @dataclass(frozen=True)
 class Options(Record):
     """Checked `GenerationOptions`. Only `context` is not checked yet, because its check needs the engine."""
@@ -71,14 +59,17 @@ class Options(Record):
     max_tokens: int = option(256, parse=count)
     context: Context | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    constraint: Constraint | None = option(None, parse=_constraint)
-    logprobs: int | None = option(None, parse=or_none(partial(count, least=0)))
-    progress: Progress | bool | None = option(None, parse=_progress)
+    constraint: Constraint | None = None
+    logprobs: int | None = option(None, parse=Counted(0))
+    progress: Progress | bool | None = None
 
 
 def generation_options(given: Mapping[str, Any]) -> Options:
     """Check the options of a generation. Raises `UsageError` for an unknown option and an unusable value."""
     check_names(given, GenerationOptions.__annotations__, "option")
+    check_progress(given.get("progress"))
+    if given.get("constraint") is not None and not hasattr(given["constraint"], "apply"):
+        raise UsageError(f"constraint is {shown(given['constraint'])}; expected an object with `apply` and `accept`")
     knobs = {name: value for name, value in given.items() if name in SAMPLING}
     others = {name: value for name, value in given.items() if name not in SAMPLING}
     return Options(**others | {"sampling": sampling_of(given.get("sampling"), knobs)})

@@ -41,8 +41,14 @@ class Loading(LoadOptions):
     )
 
 
-def _load(given: Loading) -> Engine:
-    """Do what `load` does."""
+@takes(Loading)
+def load(given: Loading) -> Engine:
+    """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
+
+    `method` is a method's name, or an instance with its knobs. "auto" is the method that was measured best for texts of
+    `length` tokens; its name is printed on stderr. Raises `ModelError` for what is no valid model or cannot be had, and
+    `UsageError` for options that cannot be used. The options:
+    """
     if (threads := plain(given.threads)) is not None:
         torch.set_num_threads(_within_cores(threads, usable_cores()))
     ranks = dividing.ranks_of(given.ranks)
@@ -53,20 +59,9 @@ def _load(given: Loading) -> Engine:
     return engine
 
 
-@takes(Loading)
-def load(given: Loading) -> Engine:
-    """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
-
-    `method` is a method's name, or an instance with its knobs. "auto" is the method that was measured best for texts of
-    `length` tokens; its name is printed on stderr. Raises `ModelError` for what is no valid model or cannot be had, and
-    `UsageError` for options that cannot be used. The options:
-    """
-    return _load(given)
-
-
 def _again(given: Loading, method: str | Method, sharing: Engine) -> Engine:
     """Load an engine with another method, and an engine's weights and options."""
-    return _load(replace(given, method=method, sharing=sharing, prefill_method=None, threads=None))
+    return load(**vars(given) | {"method": method, "sharing": sharing, "prefill_method": None, "threads": None})
 
 
 def _loaded(given: Loading, ranks: Ranks) -> Engine:

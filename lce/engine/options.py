@@ -9,7 +9,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from lce.errors import UsageError, nearest, shown
 from lce.files import path_of
 from lce.models.config import ROPE_KINDS
-from lce.sizes import count, in_bytes
+from lce.sizes import MOST, count, in_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +47,8 @@ def option(
 ) -> Any:
     """Declare an option: a field of a `Record`.
 
-    `help` is the flag's; an option without help has no flag. `more` is for Python alone. `metavar` stands behind the
-    flag in `--help`. `parse` returns the value that the record holds, or raises `UsageError`; numbers may be texts.
-    `how` is passed on to `click.option`; the types "count" and "index" are numbers such as 4k, from 1 and from 0.
+    `help` and `metavar` are the flag's; an option without help has no flag. `more` is for Python alone. `parse` returns
+    the value that the record holds, or raises `UsageError`. `how` is passed on to `click.option`.
     """
     about = {"help": help, "metavar": metavar, "more": more, "parse": parse, "how": how}
     return field(default=default, default_factory=factory, metadata=about)
@@ -104,6 +103,17 @@ def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> No
     unknown = next((name for name in given if name not in valid), None)
     if unknown is not None:
         raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A parser of a number such as 4096 or "4k". It keeps None: the option is not given."""
+
+    least: int = 1
+    most: int = MOST
+
+    def __call__(self, value: Any, name: str) -> int | None:
+        return None if value is None else count(value, name, self.least, self.most)
 
 
 def or_none(parse: Parser) -> Parser:
@@ -170,24 +180,13 @@ class SizeOptions(Record):
         more="Rounded matrices take 0.5 and 0.3 of their bytes in bfloat16. They are computed with on CPUs alone.",
     )
     block: int | str | None = option(
-        None,
-        "Tokens prefilled in one step.  [default: what suits the method]",
-        "TOKENS",
-        parse=or_none(count),
-        type="count",
+        None, "Tokens prefilled in one step.  [default: what suits the method]", "TOKENS", parse=Counted()
     )
     window: int | str | None = option(
-        None,
-        "Positions the model can be trusted on.  [default: the checkpoint's]",
-        "TOKENS",
-        parse=or_none(partial(count, least=2)),
-        type="count",
+        None, "Positions the model can be trusted on.  [default: the checkpoint's]", "TOKENS", parse=Counted(2)
     )
     rope: str | None = option(
-        None,
-        "RoPE scaling.  [default: the checkpoint's]",
-        "none|linear|ntk|dynamic|yarn|llama3",
-        parse=or_none(_rope_kind),
+        None, "RoPE scaling.  [default: the checkpoint's]", "|".join(ROPE_KINDS), parse=or_none(_rope_kind)
     )
     rope_factor: float | None = option(
         None, "How far RoPE scaling stretches the window.", parse=or_none(_FACTOR), type=float
@@ -237,13 +236,12 @@ class LoadOptions(SizeOptions):
         None,
         "Threads, at most the cores it may use.  [default: OMP_NUM_THREADS, or these cores]",
         more="The whole process computes with so many from now on; None keeps the present number.",
-        parse=or_none(partial(count, most=MOST_THREADS)),
-        type="count",
+        parse=Counted(most=MOST_THREADS),
     )
     length: int | str | None = option(
         None,
         more='The most tokens of a text, answers included, for which the method "auto" is chosen; None: any number.',
-        parse=or_none(count),
+        parse=Counted(),
     )
     ranks: object = option(
         None,

@@ -151,22 +151,6 @@ class Planner:
         found = bisect_left(lengths, True, key=lambda n: not all(need.fits for need in self.needs(n).values()))
         return None if found == len(lengths) else found
 
-    def plan(self, n_tokens: int, method: str) -> Plan:
-        """Return the plan of a context of `n_tokens` tokens. `method` is the name of the layout's method."""
-        layout = self.layout
-        parts = layout.by_device if layout.borders else ()
-        return Plan(
-            n_tokens,
-            method,
-            str(layout.dtype).removeprefix("torch."),
-            str(layout.dtype).removeprefix("torch.") if layout.kv_dtype == "auto" else layout.kv_dtype,
-            layout.devices_text,
-            self.needs(n_tokens),
-            self.longest(),
-            self.refusal(n_tokens),
-            {part.device_tier: (part.first_layer, part.first_layer + part.n_layers - 1) for part in parts},
-        )
-
     def check(self, n_tokens: int) -> None:
         """Raise `CapacityError` if a context of `n_tokens` tokens does not fit."""
         if (refusal := self.refusal(n_tokens)) is not None:
@@ -241,9 +225,8 @@ class Allowance:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._promises: WeakKeyDictionary[KVCache, tuple[Planner, int]] = WeakKeyDictionary()  # (planner, tokens)
-        os.register_at_fork(
-            after_in_child=lambda: setattr(self, "_lock", threading.Lock())
-        )  # a process may be forked while the lock is held
+        # A process may be forked while the lock is held.
+        os.register_at_fork(after_in_child=lambda: setattr(self, "_lock", threading.Lock()))
 
     def planner(
         self, layout: CacheLayout, weights: Mapping[str, int] = {}, into_file: bool = False, own: KVCache | None = None

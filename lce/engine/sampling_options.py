@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from lce.engine.options import Record, checked, number, option
+from lce.engine.options import Counted, Record, checked, number, option
 from lce.errors import UsageError
 
 
@@ -69,7 +69,7 @@ class Sampling(Record):
         "Keep this many likeliest tokens; 0 is off.",
         "N",
         parse=checked("a whole number, 0 (off) or more", _whole, lambda x: x is not None and x >= 0),
-        type="index",
+        type=Counted(0),
     )
     top_p: float = option(
         1.0,

@@ -55,11 +55,22 @@ def plan(given: Planning) -> Plan:
     method that needs a file of learned maps is planned without one. The options are those of `load` on which sizes
     in memory depend:
     """
-    n_tokens = count(given.tokens, "tokens")
-    made = planned(given)
-    facts = made.method, made.config, made.window, made.rope
-    found = made.planner.plan(n_tokens, made.method.label)
-    return replace(found, readable=readable(*facts), warning=beyond(*facts, n_tokens))
+    n_tokens, made = count(given.tokens, "tokens"), planned(given)
+    layout, planner, facts = made.layout, made.planner, (made.method, made.config, made.window, made.rope)
+    dtype, parts = str(layout.dtype).removeprefix("torch."), layout.by_device if layout.borders else ()
+    return Plan(
+        n_tokens,
+        made.method.label,
+        dtype,
+        dtype if layout.kv_dtype == "auto" else layout.kv_dtype,
+        layout.devices_text,
+        planner.needs(n_tokens),
+        planner.longest(),
+        planner.refusal(n_tokens),
+        {part.device_tier: (part.first_layer, part.first_layer + part.n_layers - 1) for part in parts},
+        readable(*facts),
+        beyond(*facts, n_tokens),
+    )
 
 
 @dataclass(frozen=True)

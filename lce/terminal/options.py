@@ -17,7 +17,7 @@ import click
 from click import argument, option
 
 import lce
-from lce.engine.options import LoadOptions, Record, SizeOptions, options_of
+from lce.engine.options import Counted, LoadOptions, Record, SizeOptions, options_of
 from lce.engine.sampling_options import Sampling
 from lce.errors import LceError, UsageError, shown
 from lce.files import check_folder, check_new, named
@@ -180,13 +180,14 @@ def flags_of(record: type[Record], *, defaults: bool = True, **more: dict[str, A
 
     `more` has further arguments of `click.option`, by the option's name.
     """
-    found, types = {}, {"count": COUNT, "index": INDEX}
+    found = {}
     for name, each in options_of(record).items():
-        about = each.metadata
-        if about.get("help"):
-            usage, how = f"--{name.replace('_', '-')} {about['metavar']}", about["how"] | more.get(name, {})
-            how |= {"type": types.get(how.get("type"), how.get("type"))}
-            found[name] = flag(usage, about["help"], each.default if defaults else None, **how)
+        if help := each.metadata.get("help"):
+            how = each.metadata["how"] | more.get(name, {})
+            counted = how.get("type", each.metadata["parse"])
+            how |= {"type": Count(counted.least)} if isinstance(counted, Counted) else {}
+            usage = f"--{name.replace('_', '-')} {each.metadata['metavar']}"
+            found[name] = flag(usage, help, each.default if defaults else None, **how)
     return found
 
 

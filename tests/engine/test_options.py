@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from click.testing import CliRunner
 
 import lce
 from lce.engine.arguments import GenerationOptions, Options
-from lce.engine.options import LoadOptions, SizeOptions, option, options_of, or_none, takes
+from lce.engine.options import Counted, LoadOptions, SizeOptions, option, options_of, or_none, takes
 from lce.engine.sampling_options import Sampling
-from lce.sizes import count
+from lce.sizes import in_bytes
 from lce.terminal.options import flags_of
 
 
@@ -23,9 +22,7 @@ from lce.terminal.options import flags_of
 class Longer(LoadOptions):
     """The options of `load` and one more."""
 
-    n_drafts: int | str = option(
-        4, "Tokens drafted in a step.", "N", more="0 is none.", parse=partial(count, least=0), type="index"
-    )
+    n_drafts: int | str = option(4, "Tokens drafted in a step.", "N", more="0 is none.", parse=Counted(0))
 
 
 @takes(Longer)
@@ -91,6 +88,6 @@ def test_an_engine_with_another_method_has_the_same_options(tiny_model: Path) ->
 
 
 def test_none_is_an_option_that_is_not_given() -> None:
-    assert or_none(partial(count, least=2))(None, "x") is None
-    assert or_none(partial(count, least=2))("2k", "x") == 2048
+    assert (or_none(in_bytes)(None, "x"), or_none(in_bytes)("2k", "x")) == (None, 2048)
+    assert (Counted(2)(None, "x"), Counted(2)("2k", "x")) == (None, 2048)
     assert SizeOptions(block=None, spill_dir=None) == SizeOptions()
