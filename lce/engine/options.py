@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     Devices = str | torch.device | Sequence[str | torch.device] | None
 
-MOST_THREADS = 1024  # the largest value of the option `threads`
 MOST_FACTOR = 1_000_000  # the largest `rope_factor`
 
 P = ParamSpec("P")
@@ -87,8 +86,8 @@ def described(record: type[Record]) -> str:
     found = []
     for name, each in options_of(record).items():
         help, more = each.metadata.get("help", ""), each.metadata.get("more", "")
-        if help or more:  # the default that help names is the command line's
-            text = f"- `{name}`: {help.partition('  [')[0]} {more}"
+        if help or more:  # where Python has another default than the command line, `more` says so
+            text = f"- `{name}`: {help.partition('  [')[0] if more else help} {more}"
             found.append(fill(" ".join(text.split()), 110, subsequent_indent="  "))
     return "\n".join(found)
 
@@ -121,18 +120,29 @@ def or_none(parse: Parser) -> Parser:
     return lambda value, name: None if value is None else parse(value, name)
 
 
-def checked(expected: str, kind: Callable[[Any], T], holds: Callable[[T], bool] = lambda value: True) -> Parser:
-    """Return a parser: `kind` converts a value, or raises, and `holds` says whether the result can be used."""
+def number(value: Any) -> float:
+    """Return a number as a float. Raises `TypeError` for a bool and for whatever is no number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError
+    return float(value)
 
-    def parse(value: Any, name: str) -> T:
+
+@dataclass(frozen=True)
+class Checked:
+    """A parser: `kind` converts a value, or raises, and `holds` says whether the result can be used."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+    kind: Callable[[Any], Any] = number
+    type: Any = float  # of the flag
+
+    def __call__(self, value: Any, name: str) -> Any:
         try:
-            if holds(found := kind(value)):
+            if self.holds(found := self.kind(value)):
                 return found
         except (TypeError, ValueError, OverflowError, AttributeError):
             pass
-        raise UsageError(f"{name} is {shown(value)}; expected {expected}")
-
-    return parse
+        raise UsageError(f"{name} is {shown(value)}; expected {self.expected}")
 
 
 def plain(number: int | str | None) -> int | None:
@@ -141,20 +151,13 @@ def plain(number: int | str | None) -> int | None:
     return number
 
 
-def number(value: Any) -> float:
-    """Return a number as a float. Raises `TypeError` for a bool and for whatever is no number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError
-    return float(value)
-
-
 def _rope_kind(kind: Any, name: str) -> str:
     if str(kind) not in ROPE_KINDS:
         raise UsageError(f"unknown {name} {shown(kind)}; {nearest(str(kind), ROPE_KINDS)}")
     return str(kind)
 
 
-_FACTOR = checked(f"1 or more, and {MOST_FACTOR:,} or less", number, lambda x: 1 <= x <= MOST_FACTOR)
+_FACTOR = Checked(f"1 or more, and {MOST_FACTOR:,} or less", lambda x: 1 <= x <= MOST_FACTOR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +171,7 @@ class SizeOptions(Record):
         more='A name, a `torch.device`, or several: "cuda:0,cuda:1", a list, or "cuda:all".',
     )
     dtype: str | torch.dtype | None = option(
-        "auto",
-        "Precision; auto is the checkpoint's.",
-        "auto|float32|bfloat16|float16",
-        more="A name, or a `torch.dtype`.",
+        "auto", "Precision; auto is the checkpoint's.", "auto|float32|bfloat16|float16"
     )
     weights: str | None = option(
         "auto",
@@ -230,13 +230,13 @@ class LoadOptions(SizeOptions):
         "auto",
         "What computes attention: compiled, triton, flash, torch or reference.",
         "NAME",
-        more='"auto" takes the fastest on this machine.',
+        more="auto is the fastest here.",
     )
     threads: int | None = option(
         None,
         "Threads, at most the cores it may use.  [default: OMP_NUM_THREADS, or these cores]",
         more="The whole process computes with so many from now on; None keeps the present number.",
-        parse=Counted(most=MOST_THREADS),
+        parse=Counted(most=1024),
     )
     length: int | str | None = option(
         None,

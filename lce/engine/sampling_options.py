@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from lce.engine.options import Counted, Record, checked, number, option
+from lce.engine.options import Checked, Counted, Record, number, option
 from lce.errors import UsageError
 
 
@@ -39,7 +39,7 @@ def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
     return stops
 
 
-_TO_TWO = checked("-2 to 2; 0 is off", number, lambda x: -2 <= x <= 2)
+_TO_TWO = Checked("-2 to 2; 0 is off", lambda x: -2 <= x <= 2)
 
 
 @dataclass(frozen=True)
@@ -59,57 +59,47 @@ class Sampling(Record):
     """
 
     temperature: float = option(
-        0.0,
-        "0 takes the likeliest token.",
-        parse=checked("a number, 0 or more", number, lambda x: 0 <= x < math.inf),
-        type=float,
+        0.0, "0 takes the likeliest token.", parse=Checked("a number, 0 or more", lambda x: 0 <= x < math.inf)
     )
     top_k: int = option(
         0,
         "Keep this many likeliest tokens; 0 is off.",
         "N",
-        parse=checked("a whole number, 0 (off) or more", _whole, lambda x: x is not None and x >= 0),
-        type=Counted(0),
+        parse=Checked("a whole number, 0 (off) or more", lambda x: x >= 0, _whole, Counted(0)),
     )
     top_p: float = option(
         1.0,
         "Keep the likeliest tokens of this probability in all; 1 is off.",
-        parse=checked("more than 0 and at most 1", number, lambda x: 0 < x <= 1),
-        type=float,
+        parse=Checked("more than 0 and at most 1", lambda x: 0 < x <= 1),
     )
     min_p: float = option(
         0.0,
         "Keep tokens this likely relative to the likeliest; 0 is off.",
-        parse=checked("0 (off) to 1", number, lambda x: 0 <= x <= 1),
-        type=float,
+        parse=Checked("0 (off) to 1", lambda x: 0 <= x <= 1),
     )
     seed: int | None = option(
         None,
         "The same seed draws the same tokens.",
-        parse=checked("a whole number from 0 to 2**63 - 1", _whole, lambda x: x is None or 0 <= x < 2**63),
-        type=int,
+        parse=Checked("a whole number from 0 to 2**63 - 1", lambda x: x is None or 0 <= x < 2**63, _whole, int),
     )
     stop: str | Sequence[str] | Callable[[str], object] | None = option(
         (),
         "End the text before this; repeatable.",
         "TEXT",
-        parse=checked("strings, none of them empty, or a function of the text", _stops),
+        parse=Checked("strings, none of them empty, or a function of the text", lambda x: True, _stops, None),
         multiple=True,
     )
     repetition_penalty: float = option(
         1.0,
         "Above 1: tokens of the whole text so far get unlikelier; 1 is off.",
-        parse=checked("0.01 to 100; 1 is off", number, lambda x: 0.01 <= x <= 100),
-        type=float,
+        parse=Checked("0.01 to 100; 1 is off", lambda x: 0.01 <= x <= 100),
     )
     presence_penalty: float = option(
-        0.0, "Above 0: tokens of the answer so far get unlikelier; 0 is off.", parse=_TO_TWO, type=float
+        0.0, "Above 0: tokens of the answer so far get unlikelier; 0 is off.", parse=_TO_TWO
     )
-    frequency_penalty: float = option(
-        0.0, "The same, once for each time the token is there; 0 is off.", parse=_TO_TWO, type=float
-    )
+    frequency_penalty: float = option(0.0, "The same, once for each time the token is there; 0 is off.", parse=_TO_TWO)
     logit_bias: Mapping[int, float] = option(
-        factory=dict, parse=checked("token ids with numbers from -100 to 100", _bias)
+        factory=dict, parse=Checked("token ids with numbers from -100 to 100", lambda x: True, _bias)
     )
 
     @property

@@ -183,9 +183,9 @@ def flags_of(record: type[Record], *, defaults: bool = True, **more: dict[str, A
     found = {}
     for name, each in options_of(record).items():
         if help := each.metadata.get("help"):
-            how = each.metadata["how"] | more.get(name, {})
-            counted = how.get("type", each.metadata["parse"])
-            how |= {"type": Count(counted.least)} if isinstance(counted, Counted) else {}
+            parse, how = each.metadata["parse"], each.metadata["how"] | more.get(name, {})
+            kind = how.pop("type", parse if isinstance(parse, Counted) else getattr(parse, "type", None))
+            how |= {"type": Count(kind.least) if isinstance(kind, Counted) else kind}
             usage = f"--{name.replace('_', '-')} {each.metadata['metavar']}"
             found[name] = flag(usage, help, each.default if defaults else None, **how)
     return found
