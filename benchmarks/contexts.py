@@ -65,7 +65,7 @@ def main() -> None:
 
 def read(engine: lce.Engine, args: argparse.Namespace) -> None:
     """Prefill into the file; print speed and memory while the file grows."""
-    ids = [(i * 7919 + i // 4096) % (engine.model.config.vocab_size - 2) + 2 for i in range(args.tokens)]
+    ids = [(i * 7919 + i // 4096) % (engine.setup.model.config.vocab_size - 2) + 2 for i in range(args.tokens)]
     last = [0, time.perf_counter()]
 
     def progress(done: int, total: int) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import lce
 from lce.engine.lanes import forward
+from lce.engine.running import lane_of
 from lce_lab.bench import machine
 
 
@@ -63,9 +64,9 @@ def steps(engine: lce.Engine, contexts: list[lce.Context], n_steps: int) -> tupl
     """Decode the same tokens in every context; return each step's seconds and logits `[B, vocab]`."""
     seconds, found = [], []
     for step in range(n_steps):
-        lanes = [engine.alone.lane(context, [7 + step]) for context in contexts]
+        lanes = [lane_of(engine.setup, context, [7 + step]) for context in contexts]
         started = time.perf_counter()
-        found.append(torch.stack(forward(engine.model, lanes)))
+        found.append(torch.stack(forward(engine.setup.model, lanes)))
         seconds.append(time.perf_counter() - started)
         for lane in lanes:
             lane.check()

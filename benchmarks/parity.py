@@ -149,7 +149,7 @@ def main() -> None:
     def theirs(part: list[int]) -> Tensor:
         return model(torch.tensor([part])).logits[0]
 
-    usual_name = str(usual.layout.dtype).removeprefix("torch.")
+    usual_name = str(usual.setup.layout.dtype).removeprefix("torch.")
     rows: dict[str, Logits] = {"transformers, float32": theirs, "lce, float32": wide.logits}
     rows[f"lce, {usual_name}"] = usual.logits
     prompt = ids[:PROMPT]

@@ -74,7 +74,7 @@ def known_ids(model: str, n_tokens: int) -> tuple[list[int], list[int]]:
 
     engine = lce.load(model)
     ids = engine.tokenizer.encode("\n".join(topics.values()), bos=False)
-    return (ids * (n_tokens // len(ids) + 1))[:n_tokens], sorted(engine.eos_ids)
+    return (ids * (n_tokens // len(ids) + 1))[:n_tokens], sorted(engine.setup.eos_ids)
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def check(model: str, soak: Soak, seconds: float) -> tuple[int, int]:
             own = (
                 engine
                 if "method" not in body
-                else engine.using(lce.methods.make(body["method"], body["method_options"]))
+                else lce.Engine(engine.setup.using(lce.methods.make(body["method"], body["method_options"])))
             )
             engines[name] = own
         bias = {int(token_id): float(x) for token_id, x in body["logit_bias"].items()}

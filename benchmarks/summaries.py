@@ -59,7 +59,7 @@ def main() -> None:
     engine = lce.load(args.model, method=Measured())
     (task,) = make_tasks(["passkey"])
     engine.prefill(MadeSuite(samples=1, seed=args.seed).make(engine, task, args.tokens)[0].prompt)
-    n_layers = engine.model.config.n_layers
+    n_layers = engine.setup.model.config.n_layers
     for layer in range(n_layers):
         print(f"layer {layer}: {torch.cat(FOUND[layer::n_layers]).median():.3f}")
     for name, method in (("summary", lce.methods.LongHeads()), ("mean key", MeanKeys())) if args.samples else ():

@@ -55,7 +55,7 @@ class Lce:
 
         self.path, self.n_ctx, self.context = path, n_ctx, None
         self.engine = lce.load(path, threads=threads)
-        return str(self.engine.dtype).removeprefix("torch.")
+        return str(self.engine.setup.dtype).removeprefix("torch.")
 
     def prefill(self, length: int) -> float:
         """Return the tokens a second."""
@@ -85,7 +85,7 @@ class Lce:
         work = lce.operations(self.path, self.engine.method, tokens=len(self.context)).decode
         with lce.profiled(self.engine) as step:
             self.engine.prefill([1], context=self.context)
-        return [work.weight_bytes // work.tokens + step.read_bytes, reading_speed(self.engine.device)]
+        return [work.weight_bytes // work.tokens + step.read_bytes, reading_speed(self.engine.setup.device)]
 
     def logits(self) -> list[float]:
         found: list[float] = self.engine.logits(token_ids(CHECKED))[-1].tolist()

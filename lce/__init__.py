@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from lce.engine.loading import load
     from lce.engine.operations import Operations, operations
     from lce.engine.planning import Plan
-    from lce.engine.profile import profiled
+    from lce.engine.profile import profiled, profiled_step
     from lce.engine.quantising import quantize
     from lce.engine.requests import BatchStream
-    from lce.engine.sampling import Constraint, TokenScores
+    from lce.engine.sampling import Constraint
     from lce.engine.sampling_options import Sampling
+    from lce.engine.scoring import TokenScores
+    from lce.engine.setup import Setup
     from lce.engine.sizing import plan
     from lce.engine.stream import AsyncStream, Stream
     from lce.engine.trace import Trace
@@ -61,11 +63,13 @@ _HOMES = {
     "lce.engine.loading": ("load",),
     "lce.engine.operations": ("Operations", "operations"),
     "lce.engine.planning": ("Plan",),
-    "lce.engine.profile": ("profiled",),
+    "lce.engine.profile": ("profiled", "profiled_step"),
     "lce.engine.quantising": ("quantize",),
     "lce.engine.requests": ("BatchStream",),
-    "lce.engine.sampling": ("Constraint", "TokenScores"),
+    "lce.engine.sampling": ("Constraint",),
     "lce.engine.sampling_options": ("Sampling",),
+    "lce.engine.scoring": ("TokenScores",),
+    "lce.engine.setup": ("Setup",),
     "lce.engine.sizing": ("plan",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
@@ -111,6 +115,7 @@ __all__ = [
     "RankError",
     "Sampling",
     "SelectiveMethod",
+    "Setup",
     "Stats",
     "Stream",
     "TokenLogprobs",
@@ -125,6 +130,7 @@ __all__ = [
     "operations",
     "plan",
     "profiled",
+    "profiled_step",
     "quantize",
 ]
 

@@ -95,7 +95,7 @@ def generate(
             asked = engine.conversation(context=context)
             stream, n_tokens = asked.stream(prompt, progress=bar, **how), asked.tokens_read + len(asked.context or ())
         if save.path is not None:
-            engine.files.check_space(Path(save.path), n_tokens + how["max_tokens"])
+            engine.setup.files.check_space(Path(save.path), n_tokens + how["max_tokens"])
         output.generation(stream)
     if save.path is not None:
         asked.save(save.path, force=save.force)

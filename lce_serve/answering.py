@@ -137,8 +137,8 @@ def openai_usage(run: Run) -> dict[str, Any]:
 
 def fingerprint(service: Service) -> str:
     """Return `system_fingerprint`: the same for the same weights and version."""
-    engine = service.batch.engine
-    return f"lce-{lce.__version__}-{str(engine.fingerprint)[:12]}"
+    engine = service.engine
+    return f"lce-{lce.__version__}-{str(engine.setup.fingerprint)[:12]}"
 
 
 def finite(logprob: float) -> float:

@@ -32,7 +32,7 @@ from lce_serve.tools import Call
 
 async def chat(service: Service, request: Request, fields: Fields) -> Response:
     """Answer a conversation."""
-    tokenizer = service.batch.engine.tokenizer
+    tokenizer = service.engine.tokenizer
     messages, tools, how = openai_messages(fields), openai_tools(fields), common(service, fields)
     variables = fields.object("chat_template_kwargs")
     options, given = openai_options(fields), fields.whole("max_completion_tokens", 1, MOST_TOKENS)
@@ -56,7 +56,7 @@ class _Form:
     """The form of chat completions."""
 
     def __init__(self, service: Service, include_usage: bool) -> None:
-        self._tokenizer = service.batch.engine.tokenizer
+        self._tokenizer = service.engine.tokenizer
         self._include_usage = include_usage
         self._common = {
             "id": new_id("chatcmpl-"),

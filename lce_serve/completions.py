@@ -37,7 +37,7 @@ MOST_LOGITS = 1 << 28  # logits that `echo` with `logprobs` above 0 may take: 1 
 
 async def completions(service: Service, request: Request, fields: Fields) -> Response:
     """Continue one prompt or more."""
-    engine, how = service.batch.engine, common(service, fields)
+    engine, how = service.engine, common(service, fields)
     prompts = [_ids(engine, prompt, how["context"] is not None) for prompt in _prompts(fields)]
     options, n_top = openai_options(fields), fields.whole("logprobs", 0, 20)
     max_tokens, n = fields.whole("max_tokens", 0, MOST_TOKENS), choices_of(fields)
@@ -78,7 +78,7 @@ def _ids(engine: Any, prompt: Any, following: bool) -> Any:
     """Return what gives the ids of a prompt."""
     if isinstance(prompt, str):
         return lambda: engine.tokenizer.encode(prompt, bos=False if following else None)
-    size = engine.model.config.vocab_size
+    size = engine.setup.model.config.vocab_size
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in prompt):
         raise Refusal(400, f"prompt holds what is no token id; expected whole numbers from 0 to {size - 1}", "prompt")
     return lambda: prompt
@@ -99,10 +99,10 @@ async def _echo(service: Service, ids: list[int], n_top: int | None, *method: An
     if n_top is None or len(ids) < 2:
         none: list[Any] = [None] * len(ids)
         return _Tokens(ids, none, none)
-    if (warning := engine.beyond(len(ids))) is not None:
+    if (warning := engine.setup.beyond(len(ids))) is not None:
         raise Refusal(400, warning, "prompt", TOO_LONG)
-    if n_top and len(ids) * engine.model.config.vocab_size > MOST_LOGITS:
-        most = MOST_LOGITS // engine.model.config.vocab_size
+    if n_top and len(ids) * engine.setup.model.config.vocab_size > MOST_LOGITS:
+        most = MOST_LOGITS // engine.setup.model.config.vocab_size
         raise Refusal(400, f"echo with logprobs above 0 takes {most} tokens at most; give logprobs 0", "logprobs")
     return await service.beside(lambda _: _scored(engine, ids, n_top))
 
@@ -127,7 +127,7 @@ class _Form:
     """The form of completions. `echoes` has each prompt's tokens, if the answer begins with them."""
 
     def __init__(self, service: Service, n_top: int | None, include_usage: bool) -> None:
-        self._tokenizer = service.batch.engine.tokenizer
+        self._tokenizer = service.engine.tokenizer
         self._n_top, self._include_usage = n_top, include_usage
         self.echoes: list[_Tokens] = []
         self._common = {

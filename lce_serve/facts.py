@@ -31,25 +31,25 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    engine = service.batch.engine
+    engine = service.engine
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "lce",
         "max_model_len": _longest(engine),
-        "meta": {"n_vocab": engine.model.config.vocab_size, "window": engine.window},
+        "meta": {"n_vocab": engine.setup.model.config.vocab_size, "window": engine.window},
     }
 
 
 def _longest(engine: Any) -> int | None:
     """Return the most tokens that the method reads, None for any number. Found by bisection."""
     fits, too_many = 1, 1 << 40
-    if engine.beyond(too_many) is None:
+    if engine.setup.beyond(too_many) is None:
         return None
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if engine.beyond(middle) is None else (fits, middle)
+        fits, too_many = (middle, too_many) if engine.setup.beyond(middle) is None else (fits, middle)
     return fits
 
 
@@ -69,8 +69,7 @@ async def model(service: Service, request: Request) -> Response:
 
 async def props(service: Service, request: Request) -> Response:
     """Describe what is served, as llama-server's clients ask for it."""
-    batch = service.batch
-    engine = batch.engine
+    batch, engine = service.batch, service.engine
     return Json(
         {
             "model_alias": service.settings.model,
@@ -88,7 +87,7 @@ async def props(service: Service, request: Request) -> Response:
 
 async def tokenize(service: Service, request: Request, fields: Fields) -> Response:
     """Return the token ids of a text."""
-    tokenizer = service.batch.engine.tokenizer
+    tokenizer = service.engine.tokenizer
     text = fields.text("content") if fields.has("content") else fields.text("prompt")
     if text is None:
         raise wrong("content", None, "a string")
@@ -99,7 +98,7 @@ async def tokenize(service: Service, request: Request, fields: Fields) -> Respon
 
 async def detokenize(service: Service, request: Request, fields: Fields) -> Response:
     """Return the text of token ids."""
-    tokenizer, ids = service.batch.engine.tokenizer, fields.items("tokens", 1 << 24)
+    tokenizer, ids = service.engine.tokenizer, fields.items("tokens", 1 << 24)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise Refusal(400, "tokens must be whole numbers", "tokens")
     text = await asyncio.to_thread(lambda: tokenizer.decode(ids, skip_special=False))

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import lce
 from lce.errors import CapacityError, LceError
 from lce_serve.grammar import constraint
 from lce_serve.refusals import TOO_LONG, Refusal
@@ -273,24 +274,24 @@ def engine_for(batch: Any, method: str | None, options: dict[str, Any] | None) -
     if options and "maps" in options:
         raise Refusal(400, "method_options.maps names a file of the server; leave it out", "method_options")
     try:
-        return batch.engine_of(method, options)
+        return lce.Engine(batch.setup_of(method, options))
     except LceError as error:
         raise Refusal(400, " ".join(str(error).split()), "method") from None
 
 
 def room(engine: Any, n_prompt: int, given: int | None) -> int:
     """Return the most tokens of an answer. Refuses a text that is longer than the method can read."""
-    warning = engine.beyond(n_prompt + (1 if given is None else given))
+    warning = engine.setup.beyond(n_prompt + (1 if given is None else given))
     if warning is not None:
         raise Refusal(400, warning, "messages", TOO_LONG)
     if given is not None:
         return given
     fits, too_many = 1, DEFAULT_TOKENS + 1
-    if engine.beyond(n_prompt + DEFAULT_TOKENS) is None:
+    if engine.setup.beyond(n_prompt + DEFAULT_TOKENS) is None:
         return DEFAULT_TOKENS
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if engine.beyond(n_prompt + middle) is None else (fits, middle)
+        fits, too_many = (middle, too_many) if engine.setup.beyond(n_prompt + middle) is None else (fits, middle)
     return fits
 
 

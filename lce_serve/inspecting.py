@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+import lce
 from lce.sizes import size_text
 from lce_serve.answering import common, openai_options
 from lce_serve.conversation import prompt_or_messages, rendered
@@ -76,7 +77,7 @@ def _recorded(
 
     asked = RecordingRequest(rest, n, spread=0, last=LAST, sampling=sampling)
     with stream.context as context:
-        found = record_after(context, stream.engine, asked, name, most_bytes=MOST_BYTES, check=check)
+        found = record_after(context, lce.Engine(stream.setup), asked, name, most_bytes=MOST_BYTES, check=check)
     data = json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
     if len(data) > MOST_BYTES:
         raise Refusal(400, f"the recording has {size_text(len(data))}; give a smaller max_tokens", "max_tokens")

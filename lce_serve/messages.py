@@ -48,7 +48,7 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
 
 async def count_tokens(service: Service, request: Request, fields: Fields) -> Response:
     """Count the tokens of a conversation."""
-    tokenizer, context = service.batch.engine.tokenizer, common(service, fields)["context"]
+    tokenizer, context = service.engine.tokenizer, common(service, fields)["context"]
     rendering = _rendering(service, fields, _tools(fields), context is not None)
     n_before = 0 if context is None else len(service.batch.contexts[context])
     ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode_parts(rendering())))
@@ -57,7 +57,7 @@ async def count_tokens(service: Service, request: Request, fields: Fields) -> Re
 
 def _rendering(service: Service, fields: Fields, tools: Tools, following: bool) -> Any:
     """Return what renders the conversation."""
-    said, tokenizer = _messages(fields), service.batch.engine.tokenizer
+    said, tokenizer = _messages(fields), service.engine.tokenizer
     shown = () if tools.choice == "none" else tools.tools
     return lambda: rendered(tokenizer, said, shown, fields.object("chat_template_kwargs"), following=following)
 
@@ -117,7 +117,7 @@ class _Form:
 
     def __init__(self, service: Service, stops: list[str]) -> None:
         self._id, self._model, self._stops = new_id("msg_"), service.settings.model, stops
-        self._tokenizer = service.batch.engine.tokenizer
+        self._tokenizer = service.engine.tokenizer
 
     def body(self, run: Run) -> dict[str, Any]:
         choice = run.choices[0]

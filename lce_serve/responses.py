@@ -25,7 +25,7 @@ async def responses(service: Service, request: Request, fields: Fields) -> Respo
     if fields.has("previous_response_id") or fields.has("conversation"):
         line = "this server keeps no responses: send the whole input, without previous_response_id or conversation"
         raise Refusal(400, line, "previous_response_id", "unsupported_parameter")
-    tokenizer = service.batch.engine.tokenizer
+    tokenizer = service.engine.tokenizer
     messages, tools, how = _messages(fields), _tools(fields), common(service, fields)
     shown = () if tools.choice == "none" else tools.tools
     variables = fields.object("chat_template_kwargs")

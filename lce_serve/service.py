@@ -112,11 +112,16 @@ class Service:
         return self._batch
 
     @property
+    def engine(self) -> lce.Engine:
+        """The batch's engine. Refuses a request that comes too early or too late."""
+        return lce.Engine(self.batch.setup)
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary for grammars."""
         if self._vocabulary is None:
-            engine = self.batch.engine
-            self._vocabulary = Vocabulary(engine.tokenizer, frozenset(engine.eos_ids))
+            engine = self.engine
+            self._vocabulary = Vocabulary(engine.tokenizer, frozenset(engine.setup.eos_ids))
         return self._vocabulary
 
     def context_of(self, model: str | None, context: str | None) -> str | None:

@@ -62,7 +62,7 @@ def true_logits(engine: lce.Engine, ids: Sequence[int], name: str, block: int, s
 
     Rotated layers without a sliding window have positions divided by `stretch`.
     """
-    config = engine.model.config
+    config = engine.setup.model.config
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kind, dim = config.layer_kinds[layer], q.shape[-1]
@@ -77,7 +77,7 @@ def true_logits(engine: lce.Engine, ids: Sequence[int], name: str, block: int, s
         return oracle.attention(q, k, v, definition(q, k, v, setting, **knobs), setting).to(q.dtype)
 
     with torch.inference_mode():
-        return engine.model.logits(engine.model(torch.tensor(ids), torch.arange(len(ids)), attend))
+        return engine.setup.model.logits(engine.setup.model(torch.tensor(ids), torch.arange(len(ids)), attend))
 
 
 def attended(n: int, size: int) -> int:

@@ -185,8 +185,8 @@ class FamilyTests:
 
 def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:
     """The engine's logits in its blocks, beside those of its model with the oracle's definition behind the hook."""
-    scaled = engine.rope_of(len(ids))
-    blocks, kinds = cut(len(ids), engine.block), engine.model.config.kinds
+    scaled = engine.setup.rope_of(len(ids))
+    blocks, kinds = cut(len(ids), engine.setup.block), engine.setup.model.config.kinds
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, sliding = scaled.of(kinds[layer]), kinds[layer].sliding_window
@@ -199,5 +199,5 @@ def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object
         return oracle.attention(q, k, v, tables, setting).to(q.dtype)
 
     with torch.inference_mode():
-        truth = engine.model.logits(engine.model(torch.tensor(ids), torch.arange(len(ids)), attend))
+        truth = engine.setup.model.logits(engine.setup.model(torch.tensor(ids), torch.arange(len(ids)), attend))
     assert difference(engine.logits(ids), truth) <= 1e-4

@@ -71,7 +71,7 @@ context = assert_type(engine.prefill("document"), lce.Context)
 assert_type(context.fork(), lce.Context)
 with engine.prefill("document") as closed:
     assert_type(closed.truncate(3), None)
-assert_type(engine.beyond(1000), str | None)
+assert_type(engine.setup.beyond(1000), str | None)
 assert_type(engine.open_context("document.lce"), lce.Context)
 assert_type(engine.logits([1, 2]), Tensor)
 assert_type(engine.trace([1, 2]), lce.Trace)

@@ -150,10 +150,11 @@ def tiers(demo: Demo, method: str, dtype: str, ids: list[int]) -> dict[str, Any]
             return found
 
     with folder() as spill:
-        layout = plain.layout
+        layout = plain.setup.layout
         page = layout.page_bytes
         least = layout.least_budget + 8 * page
-        beyond = {} if plain.device.type == "cuda" else {"spill_dir": spill}  # a CPU's device and host are one memory
+        on_gpu = plain.setup.device.type == "cuda"  # a CPU's device and host are one memory
+        beyond = {} if on_gpu else {"spill_dir": spill}
         check("device", lambda: under(kv_device_budget=least, **beyond))
         check("host", lambda: under(kv_device_budget=least, kv_host_budget=16 * page + least, spill_dir=spill))
         check("disk", lambda: under(kv_device_budget=least, kv_host_budget=least, spill_dir=spill))
@@ -198,8 +199,8 @@ def resumed(engine: lce.Engine, ids: list[int], path: Path) -> tuple[list[int], 
             raise Stop
 
     with suppress(Stop):
-        engine.prefill_file(ids, path, length=len(ids) + 64, checkpoint_every=engine.block, progress=fail)
-    engine.prefill_file(ids, path, length=len(ids) + 64, checkpoint_every=engine.block)
+        engine.prefill_file(ids, path, length=len(ids) + 64, checkpoint_every=engine.setup.block, progress=fail)
+    engine.prefill_file(ids, path, length=len(ids) + 64, checkpoint_every=engine.setup.block)
     return answer(engine, engine.open_context(path))
 
 
@@ -230,15 +231,15 @@ def dropped(demo: Demo, method: str, ids: list[int], times: int) -> dict[str, An
     plain = demo.engine(method)
     with one_by_one():  # as pages in tiers are read
         want = answer(plain, plain.prefill(ids))
-    layout = plain.layout
-    spill = None if plain.device.type == "cuda" else tempfile.gettempdir()
+    layout = plain.setup.layout
+    spill = None if plain.setup.device.type == "cuda" else tempfile.gettempdir()
     engine = demo.engine(method, kv_device_budget=layout.least_budget + 8 * layout.page_bytes, spill_dir=spill)
     same = []
     for _ in range(times):
         victim = engine.prefill(ids)
         engine.generate([], context=victim, max_tokens=3)
         victim.cache.begin()
-        for layer in range(plain.model.config.n_layers):
+        for layer in range(plain.setup.model.config.n_layers):
             victim.cache.prefetch(layer)
         del victim
         gc.collect()

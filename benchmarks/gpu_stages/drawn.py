@@ -104,7 +104,7 @@ def methods(names: Sequence[str]) -> dict[str, lce.Method]:
 
 def published(engine: lce.Engine) -> dict[str, Tensor]:
     """Return an engine's weights by published names, as views."""
-    model = engine.model
+    model = engine.setup.model
     wanted, joined = type(model).weights(model.config), type(model).joined(model.config)
     own: dict[str, Tensor] = {"embed": model.embed, "norm": model.final_norm, "head": model.head}
     for layer in model.layers:
@@ -116,7 +116,7 @@ def published(engine: lce.Engine) -> dict[str, Tensor]:
 
 def random_ids(engine: lce.Engine, length: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
-    return [draw.randrange(engine.model.config.vocab_size) for _ in range(length)]
+    return [draw.randrange(engine.setup.model.config.vocab_size) for _ in range(length)]
 
 
 def weight_bytes(engine: lce.Engine) -> int:
@@ -136,14 +136,14 @@ def attended(method: Any, length: int) -> int:
 
 def attended_bytes(engine: lce.Engine, length: int) -> int:
     """Return the bytes of keys and values that a decode step attends, in all layers, without summaries."""
-    config = engine.model.config
-    a_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * engine.dtype.itemsize
+    config = engine.setup.model.config
+    a_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * engine.setup.dtype.itemsize
     return attended(engine.method, length) * a_token
 
 
 def prefill_flops(engine: lce.Engine, length: int) -> float:
     """Return the operations of a prefill: two a layer weight and token, and 4 D a query, head and attended key."""
-    config = engine.model.config
+    config = engine.setup.model.config
     layers = sum(x.numel() for name, x in published(engine).items() if ".layers." in name)
     seen = attended(engine.method, length)
     pairs = math.fsum((seen * seen / 2, (length - seen) * seen))

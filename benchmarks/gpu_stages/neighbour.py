@@ -50,7 +50,7 @@ def transformers_model(folder: Path, engine: lce.Engine) -> nn.Module:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.load_state_dict(published(engine), assign=True)
-    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config).to(engine.device)
+    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config).to(engine.setup.device)
     return model.requires_grad_(False).eval()
 
 
@@ -58,7 +58,7 @@ def same_logits(engine: lce.Engine, model: nn.Module) -> dict[str, Any]:
     """Return the largest difference of logits over a short text, as a share of the largest logit."""
     ids = random_ids(engine, min(256, engine.window))
     with torch.inference_mode():
-        theirs = model(torch.tensor([ids], device=engine.device)).logits[0].float()
+        theirs = model(torch.tensor([ids], device=engine.setup.device)).logits[0].float()
     ours = engine.logits(ids)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     return {"difference": difference, "ok": difference <= 0.05}

@@ -23,7 +23,7 @@ def run(setup: Setup) -> None:
     budgets = tiny_budget(resident) if setup.tiny else {"kv_device_budget": BUDGET}
     setup.record["model"] = {
         "shape": shape, "weight bytes": weight_bytes(resident), "budgets": budgets,
-        "context bytes": length * resident.layout.token_bytes,
+        "context bytes": length * resident.setup.layout.token_bytes,
     }  # fmt: skip
     with setup.record.attempt("warm up"):
         warm_up(resident, setup)
@@ -39,5 +39,5 @@ def run(setup: Setup) -> None:
 
 def tiny_budget(engine: lce.Engine) -> dict[str, Any]:
     """Return a small budget and a spill folder, since on a CPU device and host share memory."""
-    layout = engine.layout
+    layout = engine.setup.layout
     return {"kv_device_budget": layout.least_budget + 8 * layout.page_bytes, "spill_dir": tempfile.gettempdir()}

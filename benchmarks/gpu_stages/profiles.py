@@ -30,12 +30,12 @@ def run(setup: Setup) -> None:
             engine = engine_of(shape, method, setup.device, sharing=first)
             first = first or engine
             warm_up(engine, setup)
-            context = engine.prefill(random_ids(engine, length), length=length + 2 * engine.block + 64)
+            context = engine.prefill(random_ids(engine, length), length=length + 2 * engine.setup.block + 64)
             engine.generate([], context=context, max_tokens=8)
             cell["decode"] = profiled(setup, f"decode-{name}", lambda e=engine, c=context: steps(e, c), TOKENS)
-            some = random_ids(engine, engine.block, seed=1)
+            some = random_ids(engine, engine.setup.block, seed=1)
             cell["block"] = profiled(setup, None, lambda e=engine, c=context, i=some: e.prefill(i, context=c), 1)
-            cell["block"]["tokens"] = engine.block
+            cell["block"]["tokens"] = engine.setup.block
             context.close()
 
 

@@ -84,7 +84,7 @@ class Setup:
 
 def graph_figures(context: lce.Context) -> dict[str, Any]:
     """Return whether a context's decode steps were recorded, or why not."""
-    graph = context._graph
+    graph = context.graph
     if graph is None:
         return {"graph": "none"}
     return {"graph": graph.refused or "recorded", "recorded": graph.n_recorded, "replayed": graph.n_replayed}

@@ -39,7 +39,7 @@ def run(setup: Setup) -> None:
                 engines[name] = engine
                 warm_up(engine, setup)
         assert first is not None
-        setup.record["model"] = {"shape": shape, "dtype": str(first.dtype), "weight bytes": weight_bytes(first)}
+        setup.record["model"] = {"shape": shape, "dtype": str(first.setup.dtype), "weight bytes": weight_bytes(first)}
         for length in lengths:
             for name, engine in engines.items():
                 with setup.record.attempt(f"{name} at {length}") as cell:
@@ -63,7 +63,7 @@ def predicted(name: str, length: int, last: dict[str, tuple[int, float]]) -> flo
 def warm_up(engine: lce.Engine, setup: Setup) -> None:
     """Compile the kernels of a prefill beyond the window and of a decode step."""
     free(setup)  # the memory of closed contexts may wait for Python's collector
-    n = 2 * engine.window + engine.block + 3
+    n = 2 * engine.window + engine.setup.block + 3
     context = engine.prefill(random_ids(engine, n), length=n + 64)
     engine.generate([], context=context, max_tokens=4)
     context.close()
@@ -86,25 +86,25 @@ class KeepOnly:
 @torch.inference_mode()
 def fill(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> None:
     """Append tokens with random keys, values and logits, for a method that keeps nothing else."""
-    config = engine.model.config
-    driver = replace(engine.alone.driver, method=KeepOnly(engine.method))
-    for start in range(0, len(ids), engine.block):
-        some = ids[start : start + engine.block]
+    config = engine.setup.model.config
+    driver = replace(engine.setup.driver, method=KeepOnly(engine.method))
+    for start in range(0, len(ids), engine.setup.block):
+        some = ids[start : start + engine.setup.block]
 
         def draw(attend: Any, n: int = len(some)) -> None:
             shape = (config.n_kv_heads, n, config.head_dim)
             for layer in range(config.n_layers):
-                k, v = (torch.randn(shape, dtype=engine.dtype, device=engine.device) for _ in range(2))
+                k, v = (torch.randn(shape, dtype=engine.setup.dtype, device=engine.setup.device) for _ in range(2))
                 attend(layer, k, k, v)
 
-        driver.forward(context.cache, context._rope, len(some), draw)
+        driver.forward(context.cache, context.rope, len(some), draw)
         context.token_ids.extend(some)
-    context._last = context.cache.length, torch.randn(config.vocab_size, device=engine.device)
+    context._last = context.cache.length, torch.randn(config.vocab_size, device=engine.setup.device)
 
 
 def prefill(setup: Setup, engine: lce.Engine, context: lce.Context, ids: list[int], seconds: float) -> dict[str, Any]:
     """Prefill by pieces while time is left; return the seconds of each piece."""
-    piece = max(engine.block, PIECE // engine.block * engine.block)
+    piece = max(engine.setup.block, PIECE // engine.setup.block * engine.setup.block)
     pieces: list[float] = []
     while len(context) < len(ids) and sum(pieces) < seconds:
         setup.synchronize()

@@ -102,10 +102,10 @@ def chosen_by(name: str) -> Iterator[None]:
         return
     generator = torch.Generator().manual_seed(0)
 
-    def scores(alone: Any, context: lce.Context, *_: Any) -> list[torch.Tensor]:
+    def scores(setup: Any, context: lce.Context, *_: Any) -> list[torch.Tensor]:
         return [torch.rand(len(x.buffer.k), len(context), generator=generator) for x in context.cache.layers]
 
-    with patch("lce.engine.engine.attention_peaks", scores):
+    with patch("lce.engine.eviction.attention_peaks", scores):
         yield
 
 

@@ -14,14 +14,19 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
-from lce.engine.arguments import GenerationOptions, Options, Prompt
+from lce.engine.answer import Generation
+from lce.engine.arguments import Options, Prompt, Prompts
 from lce.engine.context import Context, Unique
+from lce.engine.contexts import open_context, own_context, prompt_ids
 from lce.engine.options import check_names
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
+from lce.engine.running import checked_options
 from lce.engine.scheduler import Scheduler
+from lce.engine.setup import Setup
+from lce.engine.window import warn
 from lce.errors import LceError, UsageError, nearest, shown
 from lce.files import path_of
 from lce.methods.base import Method
@@ -30,9 +35,6 @@ from lce.models.products import SHARED_ROWS
 from lce.sizes import count, in_bytes
 from lce.system import free_host_memory
 from lce.tokenizer.chat import ChatText
-
-if TYPE_CHECKING:
-    from lce.engine.engine import Engine
 
 MOST_LANES = 64  # a pass takes them in groups of `SHARED_ROWS`
 MOST_METHODS = 32  # engines with other methods that a batch keeps
@@ -56,17 +58,17 @@ class Batch(Unique):
 
     def __init__(
         self,
-        engine: Engine,
+        setup: Setup,
         max_lanes: int | str = SHARED_ROWS,
         max_waiting: int | str = 256,
         cache_dir: str | Path | None = None,
         cache_budget: int | str = "50GiB",
         cache_memory: int | str | None = None,
         *,
-        keep: bool = True,
+        reuse: bool = True,
     ) -> None:
-        """Begin a batch: see `Engine.batch`. Without `keep`, no context is kept for later requests."""
-        self.engine = engine
+        """Begin a batch: see `Engine.batch`. Without `reuse`, no context is kept for later requests."""
+        self.setup = setup
         self.max_lanes = count(max_lanes, "max_lanes", most=MOST_LANES)
         self.max_waiting = count(max_waiting, "max_waiting", least=0)
         folder, budget = None, in_bytes(cache_budget, "cache_budget")
@@ -76,32 +78,32 @@ class Batch(Unique):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"cache_dir is {shown(str(folder))}: {error.strerror}; name another folder") from None
-        self._keeps = keep
+        self._reuse = reuse
         self._changed = threading.Condition()
         memory = (free_host_memory() or 8 << 30) // 2
         if cache_memory is not None:
             memory = in_bytes(cache_memory, "cache_memory")
         self._prefixes = PrefixCache(folder, memory, budget, self._wake)
-        self._choosing = threading.Lock()  # for `_engines`
-        self._engines: dict[Method, Engine] = {engine.method: engine}
-        self._named: dict[str, tuple[Engine, Context]] = {}
-        self._prefixes.learn(engine)
-        prefixes = self._prefixes if keep else None
-        self._scheduler = Scheduler(engine.model, self.max_lanes, self.max_waiting, prefixes, self._changed)
+        self._choosing = threading.Lock()  # for `_setups`
+        self._setups: dict[Method, Setup] = {setup.method: setup}
+        self._named: dict[str, tuple[Setup, Context]] = {}
+        self._prefixes.learn(setup)
+        prefixes = self._prefixes if reuse else None
+        self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, prefixes, self._changed)
         self._process = os.getpid()
         atexit.register(self._exit)
 
-    def engine_of(self, method: str | Method | None = None, options: Mapping[str, Any] | None = None) -> Engine:
-        """Return the engine for a method and its knobs, with the batch's model; the batch's own engine for None.
+    def setup_of(self, method: str | Method | None = None, options: Mapping[str, Any] | None = None) -> Setup:
+        """Return the setup for a method and its knobs, with the batch's model; the batch's own setup for None.
 
         Raises `UsageError` for a method or knobs that cannot be used.
         """
         if options is not None and not isinstance(options, Mapping):
             raise UsageError(f"method_options is {shown(options)}; expected a mapping of knobs to values")
         if method is None and not options:
-            return self.engine
+            return self.setup
         if method is None:
-            method = self.engine.method.label
+            method = self.setup.method.label
         if isinstance(method, str):
             method = make(method, dict(options or {}))
         elif options:
@@ -109,11 +111,11 @@ class Batch(Unique):
         if not isinstance(method, Method):
             raise UsageError(f"method is {shown(method)}; expected a method's name, or an instance of Method")
         with self._choosing:
-            if method not in self._engines:
-                if len(self._engines) >= MOST_METHODS:
-                    self._engines = {self.engine.method: self.engine}
-                self._engines[method] = self.engine.using(method)
-            return self._engines[method]
+            if method not in self._setups:
+                if len(self._setups) >= MOST_METHODS:
+                    self._setups = {self.setup.method: self.setup}
+                self._setups[method] = self.setup.using(method)
+            return self._setups[method]
 
     def stream(
         self,
@@ -132,9 +134,9 @@ class Batch(Unique):
         answer when the stream has ended; it is the caller's, and is not kept for other requests. Options are those of
         `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError` if the queue is full.
         """
-        engine, start = self._started(method, method_options, context)
-        checked = engine._options(cast(GenerationOptions, options))
-        return self._submit(engine, prompt, checked, start, hand_over=Request.hold if keep_context else None)
+        setup, start = self._started(method, method_options, context)
+        checked = checked_options(setup, options)
+        return self._submit(setup, prompt, checked, start, hand_over=Request.hold if keep_context else None)
 
     def read(
         self,
@@ -148,9 +150,9 @@ class Batch(Unique):
 
         The context is one of the stream's `engine`. Arguments and errors are those of `stream`.
         """
-        engine, start = self._started(method, method_options, context)
+        setup, start = self._started(method, method_options, context)
         return self._submit(
-            engine, prompt, engine._options({"max_tokens": 1}), start, reads_only=True, hand_over=self._give_fork
+            setup, prompt, checked_options(setup, {"max_tokens": 1}), start, reads_only=True, hand_over=self._give_fork
         )
 
     def _give_fork(self, request: Request, context: Context) -> None:
@@ -160,16 +162,16 @@ class Batch(Unique):
 
     def _started(
         self, method: str | Method | None, options: Mapping[str, Any] | None, context: str | Context | None
-    ) -> tuple[Engine, Context | None]:
+    ) -> tuple[Setup, Context | None]:
         """Return the engine of a request, and the context that its prompt continues, if any."""
-        engine = self.engine_of(method, options)
+        setup = self.setup_of(method, options)
         if not isinstance(context, str):
-            return engine, engine._own(context)
+            return setup, own_context(setup, context)
         with self._changed:
             if context not in self._named:
                 raise self._unknown(context)
             own, start = self._named[context]
-        if method is not None and own.method != engine.method:
+        if method is not None and own.method != setup.method:
             raise UsageError(f"the context {context} has a method of its own; leave `method` out")
         return own, start
 
@@ -180,26 +182,26 @@ class Batch(Unique):
         """
         self._check_name(name)
         check_names(how, ("method", "method_options"), "option")
-        engine = self.engine_of(how.get("method"), how.get("method_options"))
-        options = engine._options({"max_tokens": 1})
+        setup = self.setup_of(how.get("method"), how.get("method_options"))
+        options = checked_options(setup, {"max_tokens": 1})
         return self._submit(
-            engine,
+            setup,
             prompt,
             options,
             None,
             reads_only=True,
-            hand_over=lambda _, context: self._add(name, engine, context),
+            hand_over=lambda _, context: self._add(name, setup, context),
         )
 
     def add_context(self, name: str, path: str | Path) -> None:
         """Keep the context in a file, made with the batch's engine, under a name. Raises `DataError` if it is none."""
         self._check_name(name)
-        self._add(name, self.engine, self.engine.open_context(path))
+        self._add(name, self.setup, open_context(self.setup, path))
 
-    def _add(self, name: str, engine: Engine, context: Context) -> None:
+    def _add(self, name: str, setup: Setup, context: Context) -> None:
         with self._changed:
             self._check_name(name)
-            self._named[name] = engine, context
+            self._named[name] = setup, context
 
     def _check_name(self, name: object) -> None:
         if not isinstance(name, str) or not name or len(name) > 200 or not name.isprintable() or "@" in name:
@@ -225,16 +227,16 @@ class Batch(Unique):
         return UsageError(f"there is no context {shown(name)}; {remedy}")
 
     def _submit(
-        self, engine: Engine, prompt: Prompt | ChatText, options: Options, start: Context | None, **how: Any
+        self, setup: Setup, prompt: Prompt | ChatText, options: Options, start: Context | None, **how: Any
     ) -> BatchStream:
-        ids = engine.tokenizer.encode_parts(prompt) if isinstance(prompt, ChatText) else engine._ids(prompt, start)
-        request = Request(engine, prompt if isinstance(prompt, ChatText) else ids, ids, options, start, **how)
+        ids = setup.tokenizer.encode_parts(prompt) if isinstance(prompt, ChatText) else prompt_ids(setup, prompt, start)
+        request = Request(setup, prompt if isinstance(prompt, ChatText) else ids, ids, options, start, **how)
         if not ids and start is None:
             raise UsageError("the prompt is empty; expected some text")
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)
         request.result.logprobs = None if options.logprobs is None else []
-        request.result.warning = engine._warn(len(ids) + (0 if start is None else len(start)))
+        request.result.warning = warn(setup.beyond(len(ids) + (0 if start is None else len(start))))
         self._scheduler.submit(request)
         return BatchStream(request)
 
@@ -259,7 +261,7 @@ class Batch(Unique):
             raise UsageError(f"drain_s is {shown(drain_s)}; expected a number of seconds")
         if threading.get_ident() in self._scheduler.threads and self._scheduler.thread.is_alive():
             raise UsageError("a request's callback cannot close its batch; cancel the request, or close later")
-        self._stop(drain_s, save=self._keeps)
+        self._stop(drain_s, save=self._reuse)
         atexit.unregister(self._exit)
 
     def _exit(self) -> None:
@@ -285,3 +287,12 @@ class Batch(Unique):
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+
+def answers(setup: Setup, prompts: Prompt | Prompts, options: Mapping[str, Any]) -> list[Generation]:
+    """Return the answers to several prompts, for `Engine.generate`."""
+    context = checked_options(setup, options).context
+    all_ids = [prompt_ids(setup, each, context) for each in prompts]
+    setup.check_undivided("a list of prompts", "give them one by one")
+    with Batch(setup, min(len(all_ids), SHARED_ROWS), len(all_ids), reuse=False) as batch:
+        return [stream.finish() for stream in [batch.stream(ids, **options) for ids in all_ids]]

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
-from lce.engine.alone import Keep
 from lce.engine.answer import Generation
 from lce.engine.arguments import GenerationOptions, generation_options
 from lce.engine.context import Context, Unique
+from lce.engine.contexts import new_context, prompt_ids
+from lce.engine.running import Rest, stream
+from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Stream
 from lce.errors import UsageError
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText
-
-if TYPE_CHECKING:
-    from lce.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -84,23 +83,23 @@ class Conversation(Unique):
 
     def __init__(
         self,
-        engine: Engine,
+        setup: Setup,
         system: str | None = None,
         *,
         context: Context | None = None,
         length: int | str = 0,
-        keep: Keep = "blocks",
+        rest: Rest = "blocks",
     ) -> None:
-        """Begin a conversation: see `Engine.conversation`. `keep` says what a turn that fails leaves in the context."""
-        self.engine = engine
+        """Begin a conversation: see `Engine.conversation`. `rest` says what a turn that fails leaves in the context."""
+        self.setup = setup
         self.context = context  # None before the first turn
         self.tokens_read = 0
-        self._keep = keep
+        self._rest = rest
         self._length = count(length, "length", least=0)
         self._before = [] if context is None else list(context.token_ids)  # the tokens of the given context
         if self._before and system is not None:
             raise UsageError("a system message begins a conversation, but this context has begun; leave it out")
-        engine.tokenizer.require_chat()
+        setup.tokenizer.require_chat()
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._past = self._begun()
 
@@ -128,12 +127,12 @@ class Conversation(Unique):
         chat = self._render([*self._past.messages, *new])
         ids = self._fit(chat)
         assert self.context is not None
-        ids = self.engine._ids(ids, self.context)
-        stream = self.engine._stream(ids, replace(checked, context=self.context), CancelFlag(), self._keep)
+        ids = prompt_ids(self.setup, ids, self.context)
+        found = stream(self.setup, ids, replace(checked, context=self.context), CancelFlag(), self._rest)
         self.tokens_read = len(ids)
-        turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), stream)
+        turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), found)
         self._past = replace(self._past, turn=turn)
-        return stream
+        return found
 
     def reset(self) -> None:
         """Forget all messages except the system message, and all tokens except those of the context given at first."""
@@ -172,14 +171,14 @@ class Conversation(Unique):
             self._past = replace(past, turn=None)  # `_fit` finds out which of the new tokens the context holds
             return
         text, marks = turn.chat.text + result.text, [*past.marks, (len(turn.chat.text), turn.n_asked)]
-        whole = self.engine.tokenizer.decode(result.token_ids) == result.text  # False if a stop string was cut off
+        whole = self.setup.tokenizer.decode(result.token_ids) == result.text  # False if a stop string was cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
         self._past = _Past([*past.messages, *said], text, marks, len(self.context))
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
         """Return the chat template's text of the messages, as a continuation of the context given at first, if any."""
-        return self.engine.tokenizer.render_chat(messages, following=bool(self._before))
+        return self.setup.tokenizer.render_chat(messages, following=bool(self._before))
 
     def _fit(self, chat: ChatText) -> list[int]:
         """Truncate the context to the tokens that agree with the text `chat`; return the ids to prefill after them."""
@@ -188,11 +187,11 @@ class Conversation(Unique):
         marks = [mark for mark in past.marks if mark[0] <= n_same and mark[1] <= n_held]
         marks += self._mark_of_answer(chat.text, n_same)
         n_chars, n_tokens = marks[-1] if marks else (0, 0)
-        ids = self.engine.tokenizer.encode_parts(chat, n_chars)
+        ids = self.setup.tokenizer.encode_parts(chat, n_chars)
         if not marks:  # even the tokens of the context given at first are missing
             ids = [*self._before, *ids]
         if self.context is None:
-            self.context = self.engine.new_context(max(len(ids), self._length))
+            self.context = new_context(self.setup, max(len(ids), self._length))
         wanted = [*self.context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed
         n_kept, cache = _common(self.context.token_ids, wanted[:-1]), self.context.cache
         if n_kept < min(len(self.context), cache.n_tokens):  # the last token is read again for its logits

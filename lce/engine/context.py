@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar, NamedTuple, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex
 
 from torch import Tensor
 
 from lce.cache.kv import KVCache, Mark
-from lce.engine.graph import DecodeGraph
 from lce.engine.lanes import Lane
 from lce.engine.planning import ALLOWANCE
 from lce.engine.saving import ContextData, ContextFiles, Target
@@ -19,9 +18,12 @@ from lce.files import path_of
 from lce.models.rope import Rope
 from lce.sizes import count
 
+if TYPE_CHECKING:
+    from lce.engine.graph import DecodeGraph
+
 
 class ContextMark(NamedTuple):
-    """A state to which a context can go back: see `Context._mark`."""
+    """A state to which a context can go back: see `Context.mark`."""
 
     cache: Mark
     n_tokens: int
@@ -56,15 +58,15 @@ class Context(Unique):
     _instead = "copy it with fork(), or write it with save() and open it with Engine.open_context() in another process"
 
     def __init__(self, data: ContextData, rope: Rope, files: ContextFiles) -> None:
-        self._files = files
-        self._rope = rope
+        self.files = files
+        self.rope = rope
         self._cache: KVCache | None = data.cache
         self.token_ids = list(data.token_ids)
         self.announced = data.announced
         self.source = data.source
         self._saves = data.saves
         self._last = data.cache.length, data.logits  # a number of cached tokens, and the logits after them
-        self._graph: DecodeGraph | None = None  # the recorded decode steps, if any
+        self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
         self._lock = Lock()  # the call or stream that uses the context holds this lock
 
     def __len__(self) -> int:
@@ -89,22 +91,22 @@ class Context(Unique):
         length, logits = self._last
         return logits if length == self.cache.length else None
 
-    def _store_logits(self, lane: Lane) -> None:
+    def store_logits(self, lane: Lane) -> None:
         """Store the logits of a lane, this context's part in a pass, if the cache ends with the lane's last token."""
         if lane.logits is not None and lane.stop == self.cache.length:
             self._last = (lane.stop, lane.logits)
 
     @property
-    def _uncached(self) -> list[int]:
+    def uncached(self) -> list[int]:
         """The ids of the tokens that are not in the cache yet."""
         return self.token_ids[self.cache.n_tokens :]
 
     @property
-    def _data(self) -> ContextData:
+    def data(self) -> ContextData:
         """The parts from which a file or a fork of the context is made."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source, self._saves)
 
-    def _hold(self) -> Lock:
+    def hold(self) -> Lock:
         """Return a lock that reserves the context inside `with`. Raises `UsageError` if the context is in use already.
 
         Ctrl-C never leaves the context reserved: CPython delivers no signal between taking the lock and the first
@@ -116,8 +118,8 @@ class Context(Unique):
 
     def fork(self) -> Context:
         """Return an independent context with the same tokens. On a CPU the two share the memory of these tokens."""
-        with self._hold():
-            return Context(replace(self._data, cache=self.cache.fork(), saves=set()), self._rope, self._files)
+        with self.hold():
+            return Context(replace(self.data, cache=self.cache.fork(), saves=set()), self.rope, self.files)
 
     def truncate(self, n_tokens: int) -> None:
         """Drop all tokens after the first `n_tokens`. Raises `UsageError` if the context has fewer.
@@ -129,7 +131,7 @@ class Context(Unique):
         Raises `UsageError`, too, for fewer tokens than `Engine.evict` had before it. At exactly that many nothing is
         prefilled again, and the next call must have a prompt.
         """
-        with self._hold():
+        with self.hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
@@ -142,8 +144,8 @@ class Context(Unique):
     def close(self) -> None:
         """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""
         if self._cache is not None:
-            with self._hold():
-                self._cache, self._last, self._graph = None, (0, None), None
+            with self.hold():
+                self._cache, self._last, self.graph = None, (0, None), None
 
     def __enter__(self) -> Self:
         self.cache  # noqa: B018  raises if the context was closed
@@ -159,14 +161,14 @@ class Context(Unique):
         `UsageError` if a file exists there, unless `force`, or unless that file is this context's own: the file that
         it was opened from or last saved to, whatever its name. A fork has no file of its own.
         """
-        with self._hold():
-            self._files.save(Target(path_of(path), force, self._saves), self._data)
+        with self.hold():
+            self.files.save(Target(path_of(path), force, self._saves), self.data)
 
-    def _mark(self) -> ContextMark:
-        """Return the current state for a later `_go_back`. Copies no keys or values."""
+    def mark(self) -> ContextMark:
+        """Return the current state for a later `go_back`. Copies no keys or values."""
         return ContextMark(self.cache.mark(), len(self.token_ids), self.logits)
 
-    def _go_back(self, mark: ContextMark) -> None:
+    def go_back(self, mark: ContextMark) -> None:
         """Restore the state at `mark`. If the cache cannot go back, its committed blocks stay."""
         cache, n_tokens, logits = mark
         try:

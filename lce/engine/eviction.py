@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +28,19 @@ from torch import Tensor
 from lce.attention import SCORES_AT_ONCE, rotate
 from lce.cache.kv import Eviction, KVCache
 from lce.cache.layer import LayerCache
-from lce.engine.alone import Alone, blocks
+from lce.engine.answer import Stats
+from lce.engine.arguments import Prompt
 from lce.engine.context import Context
+from lce.engine.contexts import context_of, given_context, own_context, reserve
+from lce.engine.prefilling import prefill_file
+from lce.engine.running import append, blocks, read
+from lce.engine.setup import Setup
+from lce.engine.window import warn
 from lce.errors import UsageError, shown
-from lce.methods.base import Method
 from lce.methods.full import Full
 from lce.methods.observed import Observation, Observed
 from lce.methods.step import Step
-from lce.models.config import ModelConfig
-from lce.progress import Progress
+from lce.progress import Progress, reported
 from lce.tokenizer.tokenizer import Tokenizer
 
 CHUNK = 2048  # the most tokens that a pass repeats
@@ -45,15 +51,38 @@ FIRST = "\n\nRepeat the previous context exactly.\n\n"
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 
-def checked_keep(keep: object) -> float:
-    """Return the share of the keys to keep. Raises `UsageError` unless the share is above 0 and at most 1."""
+def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool | None = None) -> Context:
+    """Return a new context with the share `keep` of the keys and values of `context`: see `Engine.evict`."""
+    _check(setup, keep, given_context(setup, context))
+    n_rows = max(1, round(keep * len(context)))
+    if n_rows >= len(context):
+        return context.fork()
+    passes = repetitions(context.token_ids, setup.tokenizer, setup.readable)
+    with context.hold(), reported(progress, "repeat") as tell:
+        needed = len(context) + max(len(each.ids) for each in passes)
+        warn(setup.beyond(needed))
+        read(setup, context)
+        reserve(setup, context.cache, needed)
+        rows = [best_rows(peaks, n_rows) for peaks in attention_peaks(setup, context, passes, tell)]
+        cache = KVCache.empty(setup.layout)
+        reserve(setup, cache, n_rows)
+        copy_rows(context.cache, rows, cache)
+        return context_of(setup, replace(context.data, cache=cache, source=None, saves=set()))
+
+
+def evicted_file(
+    setup: Setup, document: Prompt, path: str | Path, context: Context | None, keep: float, **how: Any
+) -> Stats:
+    """Prefill a document into a context file with the share `keep` of its keys: see `Engine.prefill_file`."""
+    _check(setup, keep, own_context(setup, context))
+    return prefill_file(setup, document, path, context, shrink=lambda held, tell: evict(setup, held, keep, tell), **how)
+
+
+def _check(setup: Setup, keep: object, context: Context | None) -> None:
+    """Raise `UsageError` if `keep` is no share, or if no keys of such contexts, or of this one, can be evicted."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise UsageError(f"keep is {shown(keep)}; expected a share above 0, at most 1")
-    return keep
-
-
-def check_evictable(method: Method, config: ModelConfig, context: Context | None) -> None:
-    """Raise `UsageError` if no keys of such contexts, or of this one, can be evicted."""
+    method, config = setup.method, setup.model.config
     if type(method) is not Full:
         raise UsageError(f"keys are evicted under the method full alone, and this engine has {method.label}; load full")
     if config.sliding_window is not None or any(kind.sliding_window is not None for kind in config.kinds):
@@ -122,19 +151,19 @@ class AttentionPeaks:
 
 
 @torch.inference_mode()
-def attention_peaks(alone: Alone, context: Context, passes: Sequence[Repetition], progress: Progress) -> list[Tensor]:
+def attention_peaks(setup: Setup, context: Context, passes: Sequence[Repetition], progress: Progress) -> list[Tensor]:
     """Run the passes after a context, which stays as it is. Return the peaks of its keys, `[G, N]` for each layer."""
-    observer, mark, done = AttentionPeaks(len(context)), context._mark(), 0
-    driver = replace(alone.driver, method=Observed(alone.driver.method, observer))
+    observer, mark, done = AttentionPeaks(len(context)), context.mark(), 0
+    driver = replace(setup.driver, method=Observed(setup.method, observer))
     try:
         for each in passes:
             context.cache.go_back(mark.cache)
             observer.span = each.start, each.stop
-            for part in blocks(each.ids, alone.block):
-                alone.append(context, part, driver)
+            for part in blocks(each.ids, setup.block):
+                append(setup, context, part, driver)
                 progress(done := done + len(part), sum(len(each.ids) for each in passes))
     finally:
-        context._go_back(mark)
+        context.go_back(mark)
     return [observer.peaks[layer.index] for layer in context.cache.layers]
 
 

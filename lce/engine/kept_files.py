@@ -18,18 +18,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lce.engine.context import Context
+from lce.engine.contexts import open_context
 from lce.engine.prefix_index import Entry, Ids, PrefixIndex
+from lce.engine.setup import Setup
 from lce.errors import CapacityError, LceError
 from lce.files import open_regular, remove_leftover, write_whole
 from lce.progress import notice
-
-if TYPE_CHECKING:
-    from lce.engine.engine import Engine
 
 LEAST_IDLE_S = 0.5  # before a context is saved
 SAVED_BYTES_PER_S = 500 << 20  # an estimate, by which the time that a context must have been idle follows from its size
@@ -70,11 +68,11 @@ class KeptFiles:
         if self._saver is not None:
             self._saver.join()
 
-    def open(self, engine: Engine, entry: Entry) -> Context | None:
+    def open(self, setup: Setup, entry: Entry) -> Context | None:
         """Open an entry's file. An entry whose file is gone, or has other tokens, is removed."""
         assert entry.path is not None
         try:
-            context = engine.open_context(entry.path)
+            context = open_context(setup, entry.path)
             if np.array_equal(np.asarray(context.token_ids, np.int32), entry.ids):
                 return context
             notice(f"{entry.path} does not hold the tokens of its .ids file; it is removed")
@@ -194,7 +192,7 @@ def _names(folder: Path) -> list[str]:
 def _file_bytes(entry: Entry) -> int:
     """Return the bytes of the files that an entry with a context will have."""
     assert entry.context is not None
-    data = entry.context._data
+    data = entry.context.data
     tensors = data.tensors().values()
     layout = data.cache.layout.file(data.cache.length)
     n_bytes: int = layout.small_start + sum(each.nbytes for each in tensors) + entry.ids.nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,12 @@ from lce.models.layers import Model
 from lce.models.products import SHARED_ROWS, Slices, put_token, seam, sliced
 from lce.models.rope import Rope
 
-if TYPE_CHECKING:
-    from lce.engine.graph import DecodeGraph
+
+class Recorder(Protocol):
+    """The recorded decode steps of a context."""
+
+    def append(self, lane: Lane) -> bool:
+        """Append the token of `lane` by a recorded step, and set its results; False if there is no such step."""
 
 
 @dataclass(eq=False)
@@ -41,7 +45,7 @@ class Lane:
     cache: KVCache
     rope: Rope
     token_ids: Sequence[int]
-    recorder: DecodeGraph | None = None
+    recorder: Recorder | None = None
     ahead: bool = False
     decoding: bool = False  # whether the lane's token was sampled: see `Step`
     logits: Tensor | None = None
@@ -49,7 +53,7 @@ class Lane:
     likeliest: int | None = None
     error: Exception | None = None
     start: int = field(init=False)
-    _block: Block = field(init=False)
+    block: Block = field(init=False)
 
     def __post_init__(self) -> None:
         self.start = self.cache.length
@@ -84,7 +88,7 @@ class Lane:
     def begin(self) -> bool:
         """Begin the pass: make space in the cache for the lane's tokens. Return False if the lane has failed."""
         try:
-            self._block = self.driver.begin(self.cache, self.rope, len(self.token_ids), decoding=self.decoding)
+            self.block = self.driver.begin(self.cache, self.rope, len(self.token_ids), decoding=self.decoding)
         except Exception as error:
             self.fail(error)
         return self.error is None
@@ -93,7 +97,7 @@ class Lane:
         """Return this lane's attention output in a layer; zeros if the lane fails, so that the other lanes go on."""
         if self.error is None:
             try:
-                return self._block(layer, q, k, v)
+                return self.block(layer, q, k, v)
             except Exception as error:
                 self.fail(error)
         return torch.zeros_like(q)
@@ -101,7 +105,7 @@ class Lane:
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Return `Block.memory` of the lane's pass; None if the lane fails."""
         try:
-            return None if self.error else self._block.memory()
+            return None if self.error else self.block.memory()
         except Exception as error:
             self.fail(error)
             return None
@@ -139,7 +143,7 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
-                    attend = begun[0]._block if len(begun) == 1 else _LanesAttend(begun)
+                    attend = begun[0].block if len(begun) == 1 else _LanesAttend(begun)
                     with sliced(slices if len(ids) > SHARED_ROWS else None):
                         hidden = model(ids, indices, attend)
                     last = model.logits(hidden[-1:] if len(begun) == 1 else hidden)

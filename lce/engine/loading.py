@@ -15,6 +15,7 @@ from lce.engine import dividing
 from lce.engine.devices import devices_of
 from lce.engine.engine import Engine
 from lce.engine.options import LoadOptions, option, plain, takes
+from lce.engine.setup import Setup
 from lce.engine.sizing import dtype_of, facts_of, fitted, sizes_of
 from lce.errors import UsageError, shown
 from lce.files import named
@@ -41,6 +42,16 @@ class Loading(LoadOptions):
     )
 
 
+def _load(given: Loading) -> Setup:
+    """Do what `load` does."""
+    if (threads := plain(given.threads)) is not None:
+        torch.set_num_threads(_within_cores(threads, usable_cores()))
+    ranks = dividing.ranks_of(given.ranks)
+    made = ranks.together(partial(_loaded, given, ranks))
+    dividing.check_same(ranks, made.division.config, made.method, made.block, made.dtype, made.rope, made.weights)
+    return made
+
+
 @takes(Loading)
 def load(given: Loading) -> Engine:
     """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
@@ -49,22 +60,15 @@ def load(given: Loading) -> Engine:
     `length` tokens; its name is printed on stderr. Raises `ModelError` for what is no valid model or cannot be had, and
     `UsageError` for options that cannot be used. The options:
     """
-    if (threads := plain(given.threads)) is not None:
-        torch.set_num_threads(_within_cores(threads, usable_cores()))
-    ranks = dividing.ranks_of(given.ranks)
-    engine = ranks.together(partial(_loaded, given, ranks))
-    dividing.check_same(
-        ranks, engine.division.config, engine.method, engine.block, engine.dtype, engine.rope, engine.weights
-    )
-    return engine
+    return Engine(_load(given))
 
 
-def _again(given: Loading, method: str | Method, sharing: Engine) -> Engine:
-    """Load an engine with another method, and an engine's weights and options."""
-    return load(**vars(given) | {"method": method, "sharing": sharing, "prefill_method": None, "threads": None})
+def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:
+    """Return a setup with another method, and another setup's weights and options."""
+    return _load(replace(given, method=method, sharing=Engine(sharing), prefill_method=None, threads=None))
 
 
-def _loaded(given: Loading, ranks: Ranks) -> Engine:
+def _loaded(given: Loading, ranks: Ranks) -> Setup:
     """Do what `load` does for one of several ranks."""
     source, sharing = source_of(given.model), given.sharing
     config = read_config(source)
@@ -76,7 +80,8 @@ def _loaded(given: Loading, ranks: Ranks) -> Engine:
     checkpoint = source.checkpoint
     scheme, facts = _rounded(given.weights, checkpoint, devices[0]), facts_of(given, source, config)
     dtype, family = dtype_of(given.dtype, checkpoint.dtype), model_class(config)
-    borders = sharing.layout.borders if isinstance(sharing, Engine) and sharing.layout.devices == devices else None
+    like = sharing.setup.layout if isinstance(sharing, Engine) else None
+    borders = like.borders if like is not None and like.devices == devices else None
     chosen = fitted(given.method, facts, plain(given.length), given.prefill_method)
     dividing.check_method(ranks, chosen)
     schemes = family.schemes(config, scheme, checkpoint.shapes) if scheme else {}
@@ -85,10 +90,10 @@ def _loaded(given: Loading, ranks: Ranks) -> Engine:
     layout, backend = made.layout, Attention.choose(given.attention)
     if sharing is not None:
         _check_same(sharing, division, checkpoint, layout, scheme)
-    model = _model(division, checkpoint, layout, schemes) if sharing is None else sharing.model
+    model = _model(division, checkpoint, layout, schemes) if sharing is None else sharing.setup.model
     weights, again = scheme.name if scheme else None, partial(_again, replace(given, sharing=None))
     how = layout, made.method, backend, facts.window, facts.rope, weights
-    return Engine(model, tokenizer, checkpoint, *how, again=again, division=division)
+    return Setup.of(model, tokenizer, checkpoint, *how, again=again, division=division)
 
 
 def _model(division: Division, checkpoint: Checkpoint, layout: CacheLayout, schemes: Mapping[str, Scheme]) -> Model:
@@ -127,15 +132,16 @@ def _check_same(
     """Raise `UsageError` unless `sharing` is an engine of this model, dtype, devices, ranks and quantisation scheme."""
     if not isinstance(sharing, Engine):
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
-    if sharing.division.config != division.config or sharing.fingerprint != checkpoint.fingerprint():
+    theirs = sharing.setup
+    if theirs.division.config != division.config or theirs.fingerprint != checkpoint.fingerprint():
         raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
-    if sharing.ranks != division.ranks:
+    if theirs.ranks != division.ranks:
         raise UsageError("sharing is an engine of other ranks; give the same ranks")
-    theirs, ours = (f"{each.dtype} on {each.devices_text}" for each in (sharing.layout, layout))
-    if theirs != ours:
-        raise UsageError(f"sharing is an engine in {theirs}; expected {ours}, as asked")
-    if sharing.weights != (scheme.name if scheme else None):
-        raise UsageError(f"sharing is an engine with weights {sharing.weights or 'as stored'}; give the same weights")
+    own, asked = (f"{each.dtype} on {each.devices_text}" for each in (theirs.layout, layout))
+    if own != asked:
+        raise UsageError(f"sharing is an engine in {own}; expected {asked}, as asked")
+    if theirs.weights != (scheme.name if scheme else None):
+        raise UsageError(f"sharing is an engine with weights {theirs.weights or 'as stored'}; give the same weights")
 
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:

@@ -14,19 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lce.engine.context import Context, Unique
 from lce.engine.kept_files import KeptFiles
 from lce.engine.prefix_index import Entry, PrefixIndex, common
+from lce.engine.setup import Setup
 from lce.models.rope import Rope
 from lce.progress import notice
 from lce.tokenizer.chat import ChatText
-
-if TYPE_CHECKING:
-    from lce.engine.engine import Engine
 
 # A context of more than `ALWAYS_SAVED` tokens is saved if less than 15/16 of it is in another context's file.
 ALWAYS_SAVED, SAVED_SHARE = 4096, 16
@@ -48,17 +45,17 @@ class PrefixCache(Unique):
         self._index = PrefixIndex()
         self._files = None if folder is None else KeptFiles(folder, disk, self._index, self._lock, self._saved)
 
-    def learn(self, engine: Engine) -> None:
+    def learn(self, setup: Setup) -> None:
         """Learn which contexts of an engine have files, so that no request has to.
 
         Time: 7 ms for each file of 100,000 tokens.
         """
         if self._files is not None:
             with self._lock:
-                self._files.scan(group_of(engine, engine.rope_of(1)))
+                self._files.scan(group_of(setup, setup.rope_of(1)))
 
     def find(
-        self, engine: Engine, rope: Rope, ids: Sequence[int], also: Sequence[Context] = (), known: int = 0
+        self, setup: Setup, rope: Rope, ids: Sequence[int], also: Sequence[Context] = (), known: int = 0
     ) -> tuple[Context | None, bool]:
         """Return a context that holds the longest known prefix of `ids` and no other tokens; None if there is none.
 
@@ -67,8 +64,8 @@ class PrefixCache(Unique):
         was called.
         """
         wanted = np.asarray(ids, dtype=np.int32)
-        group = group_of(engine, rope)
-        also = [each for each in also if group_of(engine, each._rope) == group]
+        group = group_of(setup, rope)
+        also = [each for each in also if group_of(setup, each.rope) == group]
         with self._lock:
             if self._files is not None:
                 self._files.scan(group)
@@ -83,10 +80,10 @@ class PrefixCache(Unique):
                     return None, False
                 if entry.busy:
                     return None, True
-                if (context := self._taken(engine, entry, n)) is not None:
+                if (context := self._taken(setup, entry, n)) is not None:
                     return _cut(context, n), False
 
-    def _taken(self, engine: Engine, entry: Entry, n_tokens: int) -> Context | None:
+    def _taken(self, setup: Setup, entry: Entry, n_tokens: int) -> Context | None:
         """Return an entry's context, or a fork if it has more than `n_tokens`; None if its file cannot be used."""
         entry.used = time.time()
         if entry.path is not None:
@@ -95,7 +92,7 @@ class PrefixCache(Unique):
         context = entry.context
         if context is None:
             assert self._files is not None
-            return self._files.open(engine, entry)
+            return self._files.open(setup, entry)
         if n_tokens < len(entry.ids):
             return context.fork()
         entry.context = None  # the request appends to it
@@ -114,13 +111,11 @@ class PrefixCache(Unique):
                     self._index.remove(entry)
         return bool(found)
 
-    def put(self, engine: Engine, context: Context, *, savable: bool = True) -> None:
+    def put(self, setup: Setup, context: Context, *, savable: bool = True) -> None:
         """Keep a context, which nobody else uses from now on. Contexts of which it is a continuation are given up."""
         if not context.cache.length:
             return
-        entry = Entry(
-            np.asarray(context.token_ids, np.int32), group_of(engine, context._rope), context, used=time.time()
-        )
+        entry = Entry(np.asarray(context.token_ids, np.int32), group_of(setup, context.rope), context, used=time.time())
         with self._lock:
             for other in self._index.prefixes(entry):
                 if other.path is not None and not other.path.exists():  # another process has removed the file
@@ -180,21 +175,21 @@ class PrefixCache(Unique):
         self.changed()
 
     def spelled(
-        self, engine: Engine, rope: Rope, chat: ChatText, ids: list[int], before: Sequence[int] = ()
+        self, setup: Setup, rope: Rope, chat: ChatText, ids: list[int], before: Sequence[int] = ()
     ) -> list[int]:
         """Return a chat's ids, with the tokens of a kept context where it holds the beginning of the chat's text.
 
         `ids` are those of the whole text, which continues the tokens `before`. A model may have written an answer in
         other tokens than its text has: then the context's tokens are read on, as in a `Conversation`.
         """
-        wanted, group = np.asarray([*before, *ids], dtype=np.int32), group_of(engine, rope)
+        wanted, group = np.asarray([*before, *ids], dtype=np.int32), group_of(setup, rope)
         with self._lock:
             if self._files is not None:
                 self._files.scan(group)
             entry, n = self._index.best(group, wanted)
         if entry is None or n == len(entry.ids) or n <= len(before):
             return ids
-        tokenizer, own = engine.tokenizer, entry.ids[len(before) :].tolist()
+        tokenizer, own = setup.tokenizer, entry.ids[len(before) :].tolist()
         n -= len(before)
         beginning = tokenizer.decode(ids[:n], skip_special=False)
         text = beginning + tokenizer.decode(own[n:], skip_special=False)
@@ -215,10 +210,10 @@ class PrefixCache(Unique):
         return len(self._index)
 
 
-def group_of(engine: Engine, rope: Rope) -> str:
+def group_of(setup: Setup, rope: Rope) -> str:
     """Return the name of the folder for contexts with this RoPE, of engines that can use each other's."""
-    digest = hashlib.sha256(json.dumps(engine.identity.facts, sort_keys=True).encode())
-    for each in (rope, *map(rope.of, dict.fromkeys(engine.model.config.layer_kinds))):
+    digest = hashlib.sha256(json.dumps(setup.identity.facts, sort_keys=True).encode())
+    for each in (rope, *map(rope.of, dict.fromkeys(setup.model.config.layer_kinds))):
         digest.update(each.inv_freq.numpy().tobytes())  # some scalings depend on the announced length
     return digest.hexdigest()[:16]
 

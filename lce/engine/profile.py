@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
+from lce.engine.context import Context
+from lce.engine.contexts import given_context, prompt_ids
 from lce.engine.engine import Engine
 from lce.engine.graph import one_by_one
+from lce.engine.running import append
 from lce.errors import UsageError, shown
 from lce.profiling import Profile, profiling
 
@@ -27,9 +30,28 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         raise UsageError(f"engine is {shown(engine)}; expected what lce.load returns")
 
     def wait() -> None:
-        for device in engine.layout.devices:
+        for device in engine.setup.layout.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    with one_by_one(), profiling(engine.model.config.n_kv_heads, engine.method.access.chunk_size, wait) as profile:
+    with (
+        one_by_one(),
+        profiling(engine.setup.model.config.n_kv_heads, engine.method.access.chunk_size, wait) as profile,
+    ):
         yield profile
+
+
+def profiled_step(engine: Engine, context: Context) -> Profile:
+    """Run one decode step of `context`; return the step's profile. Afterwards the context ends with the step's token.
+
+    The step is that of the tokens that are not cached yet, as after an answer; if there are none, the last token is
+    appended once more. Example: `profiled_step(engine, context).read_bytes` are the bytes of keys, values and summaries
+    that the step reads.
+    """
+    with profiled(engine) as step:
+        held = given_context(engine.setup, context)
+        prompt_ids(engine.setup, [], held)  # raises if the context is empty
+        if not held.uncached:
+            held.token_ids.append(held.token_ids[-1])
+        append(engine.setup, held, held.uncached, decoding=True)
+    return step

@@ -9,17 +9,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from lce.engine.answer import Answer, Generation, Piece
 from lce.engine.arguments import Options
 from lce.engine.context import Context, Unique
+from lce.engine.setup import Setup
 from lce.errors import UsageError
 from lce.progress import Progress
 from lce.tokenizer.chat import ChatText
-
-if TYPE_CHECKING:
-    from lce.engine.engine import Engine
 
 State = Literal["waiting", "prefill", "decode", "done"]
 Item = Piece | BaseException | None  # None ends the stream
@@ -82,7 +80,7 @@ class Request:
     `threads` are those in which callbacks are called.
     """
 
-    engine: Engine
+    setup: Setup
     prompt: Sequence[int] | ChatText
     ids: list[int]
     options: Options
@@ -138,9 +136,9 @@ class BatchStream(Unique):
         return self._request.state
 
     @property
-    def engine(self) -> Engine:
-        """The engine that answers: that of the request's method, or of its context."""
-        return self._request.engine
+    def setup(self) -> Setup:
+        """The setup of the engine that answers: that of the request's method, or of its context."""
+        return self._request.setup
 
     @property
     def context(self) -> Context | None:

@@ -1,10 +1,9 @@
-"""Samples the next token from logits, scores the tokens of a text, and checks that logits are finite."""
+"""Samples the next token from logits, and checks that logits are finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +13,6 @@ from lce.engine.sampling_options import Sampling
 from lce.errors import ModelError, UsageError
 from lce.profiling import timed
 
-LOGITS_AT_ONCE = 1 << 24  # the most logits that a `Scorer` holds at a time: 64 MiB in float32
 LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller positive temperatures would be 0 in float32
 
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of generation_config.json
@@ -143,56 +141,3 @@ def check_logits(logits: Tensor, first: int) -> None:
             f"the model's logits are not finite after token {token}: its weights hold NaN or infinite numbers, or "
             "float16 overflowed; check the checkpoint, or give dtype='float32'"
         )
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """The scores of the n tokens of a text from `first` on, in tensors on the CPU.
-
-    `logprobs [n]` float32 has each token's natural log-probability given all tokens before it. `likeliest [n]` bool
-    says whether greedy sampling would draw the token.
-    """
-
-    first: int
-    logprobs: Tensor
-    likeliest: Tensor
-
-    def __len__(self) -> int:
-        return len(self.logprobs)
-
-
-class Scorer:
-    """A collector of a text's scores, block by block. `head` maps hidden states `[n, hidden]` to logits `[n, vocab]`.
-
-    Holds at most `LOGITS_AT_ONCE` logits, or those of one token, and 5 bytes for each token.
-    """
-
-    def __init__(self, token_ids: Sequence[int], first: int, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-        self.token_ids = token_ids
-        self.first = first
-        self.head = head
-        self.at_once = max(1, LOGITS_AT_ONCE // vocab_size)
-        self._logprobs = [torch.zeros(0)]
-        self._likeliest = [torch.zeros(0, dtype=torch.bool)]
-
-    def add(self, hidden: Tensor, start: int, before: int = 0) -> None:
-        """Add the hidden states `[n, hidden]` of the text's tokens from `start` on.
-
-        `before` tokens of a context precede the text; token numbers in error messages include them.
-        """
-        stop = min(start + len(hidden), len(self.token_ids) - 1)  # the last token has no next token to score
-        for index in range(max(start, self.first - 1), stop, self.at_once):
-            some = hidden[index - start : min(index + self.at_once, stop) - start]
-            logits = self.head(some)
-            check_logits(logits, before + index)
-            self.note(logits, index + 1)
-
-    def note(self, logits: Tensor, index: int) -> None:
-        """Record the scores of n tokens from `index` on, given the logits `[n, vocab]` that predict them."""
-        targets = torch.tensor(self.token_ids[index : index + len(logits)], device=logits.device)
-        self._logprobs.append((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu())
-        self._likeliest.append((logits.argmax(-1) == targets).cpu())
-
-    def scores(self) -> TokenScores:
-        """Return the collected scores."""
-        return TokenScores(self.first, torch.cat(self._logprobs), torch.cat(self._likeliest))

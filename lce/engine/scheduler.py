@@ -24,10 +24,12 @@ import torch
 
 from lce.engine.answer import Answer, Piece
 from lce.engine.context import Context
+from lce.engine.contexts import new_context, reserve
 from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import Request
+from lce.engine.running import append, lane_of
 from lce.errors import BusyError, CapacityError, DataError, UsageError
 from lce.models.layers import Model
 from lce.models.products import Slices
@@ -147,15 +149,15 @@ class Scheduler:
         lanes = []
         for each in asked:
             assert each.context is not None
-            ids = each.context._uncached
-            lanes.append(each.engine.alone.lane(each.context, ids, decoding=True))
+            ids = each.context.uncached
+            lanes.append(lane_of(each.setup, each.context, ids, decoding=True))
         forward(self.model, lanes)
         for request, lane in zip(asked, lanes, strict=True):
             assert request.context is not None
             request.is_sound = lane.error is None
             try:
                 lane.check()
-                request.context._store_logits(lane)
+                request.context.store_logits(lane)
                 self._say(request, lane.likeliest)
             except BaseException as error:  # a callback may raise any, and it must not end the thread
                 self._end(request, error)
@@ -208,16 +210,16 @@ class Scheduler:
 
     def _begin(self, request: Request) -> Begun:
         """Find the context that a prompt continues, and reserve memory."""
-        engine, options = request.engine, request.options
+        setup, options = request.setup, request.options
         context, is_busy = self._found(request)
         if is_busy:
             return "busy"
         ids, whole = request.ids, request.n_before + len(request.ids) + options.max_tokens
         try:
             if context is None:
-                context = engine.new_context(whole)
+                context = new_context(setup, whole)
             else:
-                engine._reserve(context.cache, whole)
+                reserve(setup, context.cache, whole)
         except CapacityError:
             if context is not None and self.prefixes is not None:
                 self.keep(request, context)
@@ -231,24 +233,24 @@ class Scheduler:
         self.totals.update(prompt_tokens=len(ids), cached_tokens=request.n_read)
         context.token_ids.extend(ids[len(context) - request.n_before :])
         request.report = request.closing.enter_context(reported(options.progress, "prefill"))
-        if context.logits is None and not context._uncached:
+        if context.logits is None and not context.uncached:
             context.cache.truncate(context.cache.nearest(context.cache.length - 1))
         return "begun"
 
     def _found(self, request: Request) -> tuple[Context | None, bool]:
         """Return the kept context with which a prompt begins, if any, and whether the best one is being saved."""
-        engine, start = request.engine, request.start
+        setup, start = request.setup, request.start
         before = [] if start is None else start.token_ids
         request.n_before = len(before)
         if self.prefixes is not None and (start is None or not start.cache.n_evicted):
             whole = len(before) + len(request.ids) + request.options.max_tokens
-            rope = engine.rope_of(whole) if start is None else start._rope
+            rope = setup.rope_of(whole) if start is None else start.rope
             if isinstance(request.prompt, ChatText):
-                request.ids = self.prefixes.spelled(engine, rope, request.prompt, request.ids, before)
+                request.ids = self.prefixes.spelled(setup, rope, request.prompt, request.ids, before)
                 request.result.stats.prompt_tokens = len(request.ids)
-            others = [each.context for each in self._running if each.engine is engine and each.state == "decode"]
+            others = [each.context for each in self._running if each.setup is setup and each.state == "decode"]
             also = [each for each in others if each is not None and not each.cache.n_evicted]
-            context, is_busy = self.prefixes.find(engine, rope, [*before, *request.ids], also, len(before))
+            context, is_busy = self.prefixes.find(setup, rope, [*before, *request.ids], also, len(before))
             if context is not None or is_busy:
                 return context, is_busy
         return None if start is None else start.fork(), False
@@ -256,7 +258,7 @@ class Scheduler:
     def keep(self, request: Request, context: Context) -> None:
         """Keep a context for later requests. One that continues a given context is not saved: its beginning is."""
         if self.prefixes is not None and len(context) > request.n_before and not context.cache.n_evicted:
-            self.prefixes.put(request.engine, context, savable=request.start is None)
+            self.prefixes.put(request.setup, context, savable=request.start is None)
 
     def _begins_again(self, request: Request, error: BaseException) -> bool:
         """Return whether a prompt is to be read anew, because a file of the cache with its beginning is damaged."""
@@ -271,16 +273,16 @@ class Scheduler:
 
     def _read_block(self, request: Request) -> None:
         """Read the next block of a prompt; after the last one, draw the first token."""
-        engine, context, stats = request.engine, request.context, request.result.stats
+        setup, context, stats = request.setup, request.context, request.result.stats
         assert context is not None
-        if uncached := context._uncached[: engine.block]:
+        if uncached := context.uncached[: setup.block]:
             request.is_sound = False
-            engine.alone.append(context, uncached, slices=self._slices)
+            append(setup, context, uncached, slices=self._slices)
             request.is_sound = True
             request.n_read = min(len(request.ids), context.cache.n_tokens - request.n_before)
             if request.report is not None:
                 request.report(context.cache.n_tokens, len(context))
-        if request.cancelled or context._uncached:
+        if request.cancelled or context.uncached:
             return
         stats.prefill_s = time.perf_counter() - request.asked
         if request.reads_only:
@@ -288,7 +290,7 @@ class Scheduler:
             self._end(request)
             return
         request.n_said, request.state = len(context), "decode"
-        eos_ids, tokenizer = engine.alone.eos_ids, engine.tokenizer
+        eos_ids, tokenizer = setup.eos_ids, setup.tokenizer
         request.answer = Answer(request.options, eos_ids, tokenizer, request.result, context.token_ids)
         self._say(request)
 
@@ -306,7 +308,7 @@ class Scheduler:
         try:
             if context is not None:
                 result.stats.memory, result.stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
-                result.warning = result.warning or request.engine.beyond(len(context))
+                result.warning = result.warning or request.setup.beyond(len(context))
                 del context.token_ids[max(context.cache.n_tokens, request.n_said and len(context)) :]
                 ALLOWANCE.give_back(context.cache, len(context))
                 if isinstance(error, DataError) and self.prefixes is not None:

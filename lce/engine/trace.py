@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.methods.observed import Observation
+from lce.engine.arguments import Prompt
+from lce.engine.contexts import new_context, prompt_ids
+from lce.engine.running import append, blocks
+from lce.engine.setup import Setup
+from lce.engine.window import warn
+from lce.errors import UsageError, shown
+from lce.methods.observed import Observation, Observed
 from lce.methods.step import Step
 
 
@@ -61,6 +67,21 @@ class TraceObserver:
             [_joined([part[i] for part in parts], fill) for parts in layers] for i, fill in enumerate(fills)
         )
         return Trace(size, chosen, first, scores, ranks, every[0] if every else None)
+
+
+@torch.inference_mode()
+def trace(setup: Setup, token_ids: Prompt, scores: bool = False) -> Trace:
+    """Prefill a text; return what each head chose: see `Engine.trace`."""
+    if not isinstance(scores, bool):
+        raise UsageError(f"scores is {shown(scores)}; expected True or False")
+    setup.check_undivided("a trace", "load the model without ranks")
+    ids = prompt_ids(setup, token_ids)
+    warn(setup.beyond(len(ids)))
+    context, observer = new_context(setup, len(ids)), TraceObserver(keep_all=scores)
+    driver = replace(setup.driver, method=Observed(setup.method, observer))
+    for part in blocks(ids, setup.block):
+        append(setup, context, part, driver)
+    return observer.trace(setup.method.choices)
 
 
 def ranks_of(scores: Tensor) -> Tensor:

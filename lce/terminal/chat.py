@@ -158,7 +158,7 @@ class ChatLoop:
                 return
             self._note("stopped; the answer so far is kept")
         else:
-            self.output.object(figures.generation_object(stream.result, self.conversation.engine.method))
+            self.output.object(figures.generation_object(stream.result, self.conversation.setup.method))
             self.output.figures(figures.generation_line(stream.result.stats))
         self.files.clear()
 
@@ -172,7 +172,7 @@ class ChatLoop:
 
     def _note_turns(self) -> None:
         """Show the last turns of a chat that goes on."""
-        context, tokenizer = self.conversation.context, self.conversation.engine.tokenizer
+        context, tokenizer = self.conversation.context, self.conversation.setup.tokenizer
         if context is None:
             return
         turns = turns_of(tokenizer, context.token_ids)
@@ -236,7 +236,7 @@ def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) 
     """
     if given.get("temperature") == 0:
         return options.seeded(lce.Sampling(**given))
-    own = engine.recommended_sampling
+    own = engine.setup.recommended_sampling
     sampling, greedy = replace(own or lce.Sampling(**MILD), **given), lce.Sampling()
     source = "the model's generation_config.json" if own else "lce's own, since the model recommends none"
     knobs = [knob.name for knob in fields(sampling) if knob.name not in ("temperature", "seed", "stop")]

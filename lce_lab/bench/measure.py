@@ -152,7 +152,7 @@ def random_text(engine: lce.Engine, seed: int = 0) -> Callable[[int], list[int]]
 
     def ids(length: int) -> list[int]:
         rng = random.Random(seed)
-        return [rng.randrange(engine.model.config.vocab_size) for _ in range(length)]
+        return [rng.randrange(engine.setup.model.config.vocab_size) for _ in range(length)]
 
     return ids
 
@@ -217,16 +217,16 @@ class Bench:
 
     def _most(self, length: int) -> int:
         """Return the most tokens of a context at a length: the text, new tokens, and a block if steps are profiled."""
-        blocks = max(subject.engine.block for subject in self.subjects.values()) if self.profile else 0
+        blocks = max(subject.engine.setup.block for subject in self.subjects.values()) if self.profile else 0
         return length + 2 * self.new_tokens + 8 + blocks
 
     def _measure_machine(self) -> None:
         """Measure the machine's rates with the shapes of a layer's matrices, and keep the best rates of all calls."""
-        c = self.engine.model.config
+        c = self.engine.setup.model.config
         query, key, hidden = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size
         shapes = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
         shapes += [(hidden, c.intermediate_size), (hidden, c.intermediate_size), (c.intermediate_size, hidden)]
-        found = ceilings(shapes, self.ceilings.rows, self.engine.dtype, self.engine.device)
+        found = ceilings(shapes, self.ceilings.rows, self.engine.setup.dtype, self.engine.setup.device)
         self.ceilings = found.best(self.ceilings)
 
     def _counted(self, subject: Subject, length: int) -> Measured:
@@ -262,10 +262,10 @@ class Bench:
         marked = steps.total_s - steps.seconds[OTHER]
         steps.seconds[OTHER] = max(0.0, last.stats.decode_s - marked)  # the time before the first token does not count
         with lce.profiled(engine) as block:
-            engine.prefill(subject.ids(engine.block), context=context)
+            engine.prefill(subject.ids(engine.setup.block), context=context)
         return [
             StepTimes(name, length, step, tokens, {what: s / n for what, s in found.seconds.items()})
-            for step, tokens, found, n in (("decode", 1, steps, n_steps), ("prefill", engine.block, block, 1))
+            for step, tokens, found, n in (("decode", 1, steps, n_steps), ("prefill", engine.setup.block, block, 1))
         ]
 
     @property
@@ -279,14 +279,14 @@ class Bench:
             prefill, decode, first = map(Spread.of, (runs.prefill, runs.decode, runs.first_token))
             weights, cache, flops = runs.weight_bytes, runs.cache_bytes, runs.prefill_flops
             shares = flops / length * prefill.median / best.product, (weights + cache) * decode.median / best.reading
-            counts, warning = (weights, cache, flops), self.subjects[name].engine.beyond(length)
+            counts, warning = (weights, cache, flops), self.subjects[name].engine.setup.beyond(length)
             rows.append(Row(name, length, prefill, decode, first, *counts, *shares, warning))
         return Report(
             self.model,
             machine(),
             lce.__version__,
-            str(engine.dtype).removeprefix("torch."),
-            engine.layout.devices_text,
+            str(engine.setup.dtype).removeprefix("torch."),
+            engine.setup.layout.devices_text,
             engine.window,
             self.repeats,
             self.new_tokens,

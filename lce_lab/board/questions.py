@@ -52,7 +52,7 @@ def rounds(
     out. Raises `UsageError` if no length is left.
     """
     kind = loading["rope"]
-    if kind in (None, "none", engine.rope.kind) or loading["rope_factor"] is not None:
+    if kind in (None, "none", engine.setup.rope.kind) or loading["rope_factor"] is not None:
         return [(loading, lengths)]
     beyond = [length for length in lengths if length > engine.window]
     if not beyond:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lce import load
+from lce import Engine, load
 from lce.errors import DataError, UsageError
 from lce.files import check_new, named, path_of
 from lce.methods import ESA, Full, LayerCache, Step, Wrapped, rotate
@@ -142,9 +142,9 @@ class Calibrator:
         size = options.piece or min(engine.window, 4096)
         reading = ESA(compress="none", far=options.far) if size > engine.window else Full()
         method = Collecting(reading, options.far, lambda name, x: self.seen[name].append(concat_heads(x).cpu()))
-        engine = self.engine = engine.using(method)
-        if engine.rope.follows_length:
-            kind = engine.rope.kind
+        engine = self.engine = Engine(engine.setup.using(method))
+        if engine.setup.rope.follows_length:
+            kind = engine.setup.rope.kind
             remedy = (
                 "give --rope ntk --rope-factor F" if kind == "dynamic" else "ask with -o compress=pca, without maps"
             )
@@ -161,7 +161,7 @@ class Calibrator:
             raise DataError(f"the text has {len(ids)} tokens; expected {least} or more: give a longer one")
         assert isinstance(engine.method, Collecting)
         assert engine.method.far is not None, "resolved"
-        config = engine.model.config
+        config = engine.setup.model.config
         self.layers, self.n_heads, self.n_kv_heads = config.acting_layers, config.n_heads, config.n_kv_heads
         widths = (self.n_heads + self.n_kv_heads) * config.head_dim
         self.held_out = range(HELD_OUT - 1, len(pieces), HELD_OUT)
@@ -169,10 +169,12 @@ class Calibrator:
         n_learned = size * len(self.learned_from)
         # The bounds on `low_dim` are those of `principal`.
         self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)
-        learned_for = LearnedFor(engine.fingerprint, self.low_dim, engine.method.far, engine.window, engine.rope)
+        learned_for = LearnedFor(
+            engine.setup.fingerprint, self.low_dim, engine.method.far, engine.window, engine.setup.rope
+        )
         digest = hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
-        plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.dtype), "text": digest}
-        a_piece = size * widths * engine.dtype.itemsize
+        plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.setup.dtype), "text": digest}
+        a_piece = size * widths * engine.setup.dtype.itemsize
         largest = max(a_piece, 4 * (widths + 2) * self.low_dim)
         self.learned_for, self.work = learned_for, WorkFolder(path_of(f"{out}.work"), plan, largest, note)
         self.work.begin(len(pieces) * a_piece * len(self.layers))
@@ -207,7 +209,9 @@ class Calibrator:
         for index in pieces:
             held = self.work.read(_piece(index, layer))
             found.append(held[0] if held else self.read_piece(index, [layer])[layer])
-        q, k = (torch.cat([tensors[name] for tensors in found]).to(self.engine.device, torch.float32) for name in "qk")
+        q, k = (
+            torch.cat([tensors[name] for tensors in found]).to(self.engine.setup.device, torch.float32) for name in "qk"
+        )
         _check_finite(f"queries or keys of layer {layer}", "check the model's weights, or give --dtype", q, k)
         return q, k
 

@@ -55,9 +55,9 @@ class LceLM(TemplateLM):
         self.max_length = self.arguments.max_length or limit
         self.max_gen_toks = self.arguments.max_gen_toks
         self.batch_size = 1
-        self._device = self.engine.device
+        self._device = self.engine.setup.device
         if limit is not None and self.max_length is not None and self.max_length > limit:
-            _log.warning(self.engine.beyond(self.max_length))
+            _log.warning(self.engine.setup.beyond(self.max_length))
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> LceLM:
@@ -77,7 +77,7 @@ class LceLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """The key of the tokenizer in the harness's cache of requests."""
-        return str(self.engine.fingerprint)
+        return str(self.engine.setup.fingerprint)
 
     @property
     def eot_token_id(self) -> int | None:
@@ -175,9 +175,9 @@ class LceLM(TemplateLM):
         return {
             "lce_version": lce.__version__,
             "lce_engine": repr(engine),
-            "lce_rope": repr(engine.rope),
-            "model_dtype": str(engine.dtype),
-            "model_sha": engine.fingerprint,
+            "lce_rope": repr(engine.setup.rope),
+            "model_dtype": str(engine.setup.dtype),
+            "model_sha": engine.setup.fingerprint,
         }
 
 

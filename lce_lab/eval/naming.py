@@ -25,11 +25,11 @@ EngineKey = tuple[str, ...]  # a sample's values of the fields in OF_ENGINE
 
 def described(engine: lce.Engine) -> dict[str, str]:
     """Return the fields of a record that identify an engine: model, method with knobs, RoPE scaling, and dtypes."""
-    found = {"model": engine.fingerprint, "engine": repr(engine), "rope": repr(engine.rope)}
-    if engine.weights is not None:
-        found["weights"] = engine.weights
-    if engine.layout.kv_dtype != "auto":
-        found["kv_dtype"] = engine.layout.kv_dtype
+    found = {"model": engine.setup.fingerprint, "engine": repr(engine), "rope": repr(engine.setup.rope)}
+    if engine.setup.weights is not None:
+        found["weights"] = engine.setup.weights
+    if engine.setup.layout.kv_dtype != "auto":
+        found["kv_dtype"] = engine.setup.layout.kv_dtype
     if engine.method.user_file is not None:
         found["code"] = engine.method.user_file.digest
     return found

@@ -31,7 +31,7 @@ def read_all(
     lengths = [len(text) for text in texts] if lengths is None else lengths
     order = sorted(range(len(texts)), key=lambda number: (texts[number], -lengths[number]))
     following = [*order[1:], None]
-    alone = engine.rope.follows_length
+    alone = engine.setup.rope.follows_length
     reader = _Reader(engine, lengths[order[0]] if alone else max(lengths))
     try:
         for number, after in zip(order, following, strict=True):
@@ -50,19 +50,19 @@ class _Reader:
     def __init__(self, engine: lce.Engine, length: int) -> None:
         self.engine = engine
         self.context = engine.new_context(length)
-        self.marks = [self.context._mark()]
+        self.marks = [self.context.mark()]
 
     def read(self, text: Sequence[int], n_kept: int) -> lce.Context:
         """Read `text` into the context, and mark the end of the last whole block of `text[:n_kept]`."""
-        context, block = self.context, self.engine.block
+        context, block = self.context, self.engine.setup.block
         n_known = n_common(context.token_ids, text)
         while (n := self.marks[-1].n_tokens) > n_known or (n % block and n != len(text)):
             self.marks.pop()  # the mark is beyond the common beginning, or within a block
-        context._go_back(self.marks[-1])
+        context.go_back(self.marks[-1])
         for stop in (n_kept // block * block, len(text)):
             if len(context) < stop:
                 self.engine.prefill(text[len(context) : stop], context=context)
-                self.marks.append(context._mark())
+                self.marks.append(context.mark())
         return context
 
 

@@ -85,7 +85,7 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
 
 def longest(engine: lce.Engine) -> int | None:
     """Return the largest number of tokens that the engine's method can read; None for no limit."""
-    limit = bisect.bisect_left(range(LONGEST), True, key=lambda n: engine.beyond(n + 1) is not None)
+    limit = bisect.bisect_left(range(LONGEST), True, key=lambda n: engine.setup.beyond(n + 1) is not None)
     return None if limit == LONGEST else limit
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import lce
-from lce.errors import DataError, UsageError, WindowWarning, nearest, shown
+from lce.errors import DataError, UsageError, nearest, shown
 from lce.files import check_folder, named
 from lce_lab.eval.metrics import METRICS
 from lce_lab.eval.naming import described, told
@@ -203,7 +202,7 @@ class _Run:
         As many samples as there are lanes are in the batch, each until its answer is scored.
         """
         lanes: deque[tuple[int, Sample, int, lce.BatchStream]] = deque()
-        with lce.Batch(self.engine, self.asking.lanes, keep=False) as batch:
+        with lce.Batch(self.engine.setup, self.asking.lanes, reuse=False) as batch:
             for index, sample, ids, start in asked:
                 stream = batch.stream(ids, context=start, keep_context=True, **self._options(sample))
                 lanes.append((index, sample, len(ids) + (0 if start is None else len(start)), stream))
@@ -217,7 +216,9 @@ class _Run:
         said = stream.finish()
         assert stream.context is not None
         with stream.context as context:
-            return index, self._answer(index, sample, said, n_prompt, decode_bytes(self.engine, context))
+            return index, self._answer(
+                index, sample, said, n_prompt, lce.profiled_step(self.engine, context).read_bytes
+            )
 
     def _turns(self, group: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
         """Ask all questions, even those with recorded answers, because later answers depend on earlier ones."""
@@ -226,7 +227,7 @@ class _Run:
                 n_prompt = len(context) + len(questions[index])
                 said = self.engine.generate(questions[index], context=context, **self._options(sample))
                 is_last = sample is group[-1][1]
-                n_bytes = decode_bytes(self.engine, context) if is_last else None
+                n_bytes = lce.profiled_step(self.engine, context).read_bytes if is_last else None
                 yield index, self._answer(index, sample, said, n_prompt, n_bytes)
 
     @contextmanager
@@ -258,8 +259,8 @@ class _Run:
         """Return the path of the file for a document, this engine and, with the RoPE scaling `dynamic`, this length."""
         if self.asking.contexts is None:
             return None
-        facts = [self.engine.identity.facts, length if self.engine.rope.follows_length else None, document]
-        identity = f"{json.dumps(facts, sort_keys=True, default=str)}\n{self.engine.block}"
+        facts = [self.engine.setup.identity.facts, length if self.engine.setup.rope.follows_length else None, document]
+        identity = f"{json.dumps(facts, sort_keys=True, default=str)}\n{self.engine.setup.block}"
         return Path(self.asking.contexts) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.lce"
 
     def _options(self, sample: Sample) -> dict[str, Any]:
@@ -284,17 +285,6 @@ class _Run:
             read_bytes=n_bytes,
             **self.about,
         )
-
-
-def decode_bytes(engine: lce.Engine, context: lce.Context) -> int:
-    """Make one decode step; return the bytes of keys, values and their summaries that the step reads."""
-    if not context._uncached:
-        context.token_ids.append(context.token_ids[-1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WindowWarning)
-        with lce.profiled(engine) as step:
-            engine.alone.append(context, context._uncached, decoding=True)  # `prefill` may attend by another method
-    return step.read_bytes
 
 
 def make_folder(folder: str | Path, what: str) -> None:

@@ -154,7 +154,7 @@ def record_after(
     ids = [*before, *prompt_ids(engine, request.prompt)]
     text = _Text.of(engine, ids, request.marks)
     observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, most_bytes)
-    observed = engine.observed(observer)
+    observed = lce.Engine(engine.setup.observed(observer))
     _checked_bytes(observed, request, len(ids), most_bytes, len(before))
     run = _run(observed, observer, request, text, lambda *_: None, context)
     return _recording(engine, name, request, text, [run])
@@ -193,7 +193,7 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, n
     that the queries of a block share are left out.
     """
     assert isinstance(engine.method, Observed)
-    method, c, n = engine.method.inner, engine.model.config, n_tokens + request.max_tokens
+    method, c, n = engine.method.inner, engine.setup.model.config, n_tokens + request.max_tokens
     n_acting = len(c.acting_layers)
     block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, n_acting, c.n_layers - 1)
     n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
@@ -283,7 +283,7 @@ def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[
 
 def facts(engine: Engine, name: str) -> dict[str, Any]:
     """Return what a recording says about its model: name, numbers of layers and heads, and window."""
-    c = engine.model.config
+    c = engine.setup.model.config
     return {"name": name, "layers": c.n_layers, "heads": c.n_heads, "kv_heads": c.n_kv_heads, "window": c.window}
 
 
@@ -309,7 +309,7 @@ def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:
 
 def check_heads(off: Sequence[tuple[int, int]], engine: Engine) -> None:
     """Raise `UsageError` if the model lacks a head of `off`, which has pairs of a layer and a head."""
-    layers, heads = engine.model.config.n_layers, engine.model.config.n_heads
+    layers, heads = engine.setup.model.config.n_layers, engine.setup.model.config.n_heads
     for layer, head in off:
         if not (0 <= layer < layers and 0 <= head < heads):
             expected = f"expected layers 0 to {layers - 1} and heads 0 to {heads - 1}"

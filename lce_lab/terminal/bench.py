@@ -30,7 +30,7 @@ def show_bench(json_file: str | None, force: bool, loading: dict[str, Any], outp
         new_file(json_file, force)
     output, bench = replace(output, json=json_file == "-"), Bench(**what, **loading)
     longest = max(bench.lengths)
-    beyond = next((line for each in bench.subjects.values() if (line := each.engine.beyond(longest))), None)
+    beyond = next((line for each in bench.subjects.values() if (line := each.engine.setup.beyond(longest))), None)
     try:
         with output.noting(beyond), output.bar("bench", " runs") as bar:
             bench.run(bar)

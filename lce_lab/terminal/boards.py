@@ -35,7 +35,7 @@ def add(
     questions = StandardSuite(**suite)
     engine = lce.load(model, **{**loading, "rope": None, "rope_factor": None})
     asked = rounds(engine, loading, lengths or questions.usual_lengths(engine))
-    record, objects = record_of(folder, model, engine.fingerprint), list[dict[str, Any]]()
+    record, objects = record_of(folder, model, engine.setup.fingerprint), list[dict[str, Any]]()
     for how, some in asked:
         run = SuiteRun(model, methods, questions, [TASK], how, output, some, ceiling=True, sharing=engine)
         run.ask_all(str(record))

@@ -155,7 +155,7 @@ def show_perplexities(
             texts = [engine.tokenizer.encode(content, bos=False) for content in contents]
             ends(texts, 2 if streams else longest, stride)
         for length in [max(lengths)] if streams else lengths:
-            unit, noting = " tok" if streams else " windows", output.noting(engine.beyond(length))
+            unit, noting = " tok" if streams else " windows", output.noting(engine.setup.beyond(length))
             with noting as notes, output.bar(f"{method.name} at {length:,}:", unit) as bar:
                 how: dict[str, Any] = {"stride": stride, "record": losses, "about": {"checkpoint": model}}
                 if streams:

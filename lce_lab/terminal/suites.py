@@ -138,7 +138,7 @@ class SuiteRun:
             sizes = [(sample.n_tokens or 0) + (sample.max_tokens or 0) for sample in made.get(0, ())]
             longest = max(*self.lengths, *sizes, 1)
             check_capacity(self.model, self.methods, longest, self.loading)
-            beyond = dict.fromkeys(text for engine in engines if (text := engine.beyond(longest)) not in told)
+            beyond = dict.fromkeys(text for engine in engines if (text := engine.setup.beyond(longest)) not in told)
             told.update(beyond)
             if number == 0:
                 self.output.text(HEADER)
@@ -214,7 +214,7 @@ class SuiteRun:
         score, scale = Score.of(answer for _, answer in asked), self.suite.scale
         self.output.text(self._row(CEILING if ceiling else label, length, found, score), *detail_lines(found))
         cell = {**self.suite.about(task), "method": label, "knobs": knob_values(engine.method), "length": length}
-        cell |= {"ceiling": ceiling, "warning": engine.beyond(length) if length else None, **asdict(score)}
+        cell |= {"ceiling": ceiling, "warning": engine.setup.beyond(length) if length else None, **asdict(score)}
         cell |= {**asdict(found), **{name: scale * cell[name] for name in ("mean", "low", "high")}}
         self.objects.append(cell)
         self.scores.setdefault(label, {})[task.name] = found.score

@@ -70,7 +70,7 @@ def test_a_decode_step_reads_the_weights_and_what_is_cached(
     for length in (60, 160):
         assert min(worker.prefill(length), worker.decode(3)) > 0
         found.append((len(worker.context), worker.reading()[0]))
-    config, (less, more) = worker.engine.model.config, found
+    config, (less, more) = worker.engine.setup.model.config, found
     row = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # bytes of a token's keys and values
     assert more[1] - less[1] == row * (more[0] - less[0])
     stored = (lce.info("demo").folder / "model.safetensors").stat().st_size

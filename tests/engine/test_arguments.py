@@ -57,7 +57,7 @@ WRONG: list[Any] = [
     3 + 4j,
     "\ud800",
 ]
-FOR_ENGINES = {"hold", "keep", "mark", "go_back"}  # methods of Context that engines call
+FOR_ENGINES = {"hold", "store_logits", "mark", "go_back", "of", "check_undivided"}  # what engines call
 Q = torch.ones(2, 3, 4)
 
 
@@ -86,6 +86,7 @@ class Face:
             "operations": (lce.operations, {"model": self.model, "tokens": 10}),
             "quantize": (lce.quantize, {"model": self.model, "out": self.folder / "new" / str(len(self.written()))}),
             "profiled": (lce.profiled, {"engine": self.engine}),
+            "profiled_step": (lce.profiled_step, {"engine": self.engine, "context": self.context.fork()}),
             "Sampling": (lce.Sampling, {}),
             "Engine.generate": (self.engine.generate, {"prompt": [5], "max_tokens": 1}),
             "Engine.stream": (lambda **o: self.engine.stream(**o).finish(), {"prompt": [5], "max_tokens": 1}),
@@ -96,19 +97,15 @@ class Face:
             "Engine.open_context": (self.engine.open_context, {"path": self.folder / "c.lce"}),
             "Engine.conversation": (self.chatty.conversation, {}),
             "Engine.chat": (self.chatty.chat, {"messages": "x", "max_tokens": 1}),
-            "Engine.chat_stream": (
-                lambda **o: self.chatty.chat_stream(**o).finish(),
-                {"messages": "x", "max_tokens": 1},
-            ),
             "Engine.logits": (self.engine.logits, {"token_ids": [5]}),
             "Engine.score": (self.engine.score, {"token_ids": [5, 6]}),
             "Engine.trace": (self.engine.trace, {"token_ids": [5]}),
             "Engine.batch": (lambda **o: self.engine.batch(**o).close(), {}),
-            "Engine.using": (self.engine.using, {"method": "full"}),
-            "Engine.observed": (self.engine.observed, {"observer": TraceObserver()}),
-            "Engine.beyond": (self.engine.beyond, {"n_tokens": 3}),
+            "Setup.using": (self.engine.setup.using, {"method": "full"}),
+            "Setup.observed": (self.engine.setup.observed, {"observer": TraceObserver()}),
+            "Setup.beyond": (self.engine.setup.beyond, {"n_tokens": 3}),
             "Engine.new_context": (self.engine.new_context, {"length": 3}),
-            "Engine.rope_of": (self.engine.rope_of, {"length": 3}),
+            "Setup.rope_of": (self.engine.setup.rope_of, {"length": 3}),
             "Context.save": (self.context.save, {"path": path}),
             "Context.truncate": (self.context.fork().truncate, {"n_tokens": 20}),
             "Context.fork": (self.context.fork, {}),
@@ -144,6 +141,7 @@ NAMES = [
     "plan",
     "operations",
     "profiled",
+    "profiled_step",
     "quantize",
     "Sampling",
     "explain",
@@ -153,7 +151,7 @@ NAMES = [
     "methods.available",
     *(
         f"{cls.__name__}.{name}"
-        for cls in (lce.Engine, lce.Context)
+        for cls in (lce.Engine, lce.Setup, lce.Context)
         for name, _ in inspect.getmembers(cls, callable)
         if not name.startswith("_") and name not in FOR_ENGINES
     ),
@@ -268,8 +266,14 @@ def test_a_list_of_prompts_is_told_from_a_list_of_ids() -> None:
 
 def test_dtypes_and_devices_may_be_pytorchs_own(tiny_model: Path) -> None:
     engine = lce.load(tiny_model, dtype=torch.bfloat16, device=torch.device("cpu"), block="1k", window="4k")
-    assert (engine.dtype, engine.device.type, engine.block, engine.window) == (torch.bfloat16, "cpu", 1024, 4096)
-    assert lce.load(tiny_model, dtype=None, device=None, attention=None).dtype == torch.float32
+    assert (engine.setup.dtype, engine.setup.device.type, engine.setup.block, engine.window) == (
+        torch.bfloat16,
+        "cpu",
+        1024,
+        4096,
+    )
+    plain = lce.load(tiny_model, dtype=None, device=None, attention=None)
+    assert plain.setup.dtype == torch.float32
     assert lce.plan(tiny_model, tokens="2k", dtype=torch.float16).tokens == 2048
     with pytest.raises(lce.UsageError, match=r"unknown dtype torch\.int8"):
         lce.load(tiny_model, dtype=torch.int8)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import lce
+from lce.engine import scheduler
 from lce.engine.batch import Batch
 from lce.engine.requests import BatchStream
 from lce.errors import BusyError, CapacityError, DataError, UsageError
@@ -103,14 +104,14 @@ def check_alike(folder: Path, options: dict[str, Any], times: int = 1) -> Counte
                 within(lambda: next(streams[-1], None))
         found = [facts(finish(stream)) for stream in streams]
         for i, (method, knobs, n, how) in enumerate(CASES):
-            alone = batch.engine_of(method, knobs).generate(tokens(n * times, seed=i), **how)
+            alone = lce.Engine(batch.setup_of(method, knobs)).generate(tokens(n * times, seed=i), **how)
             assert found[i] == facts(alone), method
             held.update(streams[i].result.stats.memory)
     return held
 
 
 def test_a_prompt_that_continues_a_kept_context_reads_only_the_rest(batch: Batch) -> None:
-    engine = batch.engine
+    engine = lce.Engine(batch.setup)
     first, more = tokens(100), tokens(20, seed=1)
     one = finish(batch.stream(first, max_tokens=8))
     two = finish(batch.stream([*first, *one.token_ids, *more], max_tokens=8, logprobs=1))
@@ -125,7 +126,7 @@ def test_a_prompt_that_continues_a_kept_context_reads_only_the_rest(batch: Batch
 @pytest.mark.parametrize("method", ["infllm", "esa", "longheads", "streaming"])
 def test_a_method_that_cannot_go_back_continues_too(method: str, batch: Batch) -> None:
     knobs = PCA if method == "esa" else {}
-    engine = batch.engine_of(method, knobs)
+    engine = lce.Engine(batch.setup_of(method, knobs))
     how: dict[str, Any] = {"method": method, "method_options": knobs, "max_tokens": 8}
     first, more = tokens(150), tokens(20, seed=1)
     one = finish(batch.stream(first, **how))
@@ -151,13 +152,15 @@ def test_requests_share_a_prefix_while_one_of_them_answers(batch: Batch) -> None
     found = [finish(stream) for stream in streams]
     assert sum(each.stats.read_before for each in found) >= 5 * 90
     for ids, each in zip(prompts, found, strict=True):
-        assert facts(each) == facts(batch.engine.generate(ids, max_tokens=40))
+        assert facts(each) == facts(lce.Engine(batch.setup).generate(ids, max_tokens=40))
 
 
 def test_the_same_prompt_again_reads_its_last_token(batch: Batch) -> None:
     ids = tokens(70)
     results = [finish(batch.stream(ids, max_tokens=5)) for _ in range(3)]
-    assert {tuple(each.token_ids) for each in results} == {tuple(batch.engine.generate(ids, max_tokens=5).token_ids)}
+    assert {tuple(each.token_ids) for each in results} == {
+        tuple(lce.Engine(batch.setup).generate(ids, max_tokens=5).token_ids)
+    }
     assert [each.stats.read_before for each in results] == [0, 70, 70] or results[1].stats.read_before >= 69
     assert batch.gauges()["contexts"] == 1
 
@@ -168,7 +171,9 @@ def test_named_contexts_are_read_once_and_stay(batch: Batch, tmp_path: Path) -> 
     asked = [batch.stream(tokens(5, seed=i), context="book", max_tokens=6) for i in range(4)]
     found = [finish(stream) for stream in asked]
     for i, each in enumerate(found):
-        truth = batch.engine.generate(tokens(5, seed=i), context=batch.engine.prefill(text), max_tokens=6)
+        truth = lce.Engine(batch.setup).generate(
+            tokens(5, seed=i), context=lce.Engine(batch.setup).prefill(text), max_tokens=6
+        )
         assert facts(each) == facts(truth)
         assert each.stats.prompt_tokens == 5
     assert len(batch.contexts["book"]) == 80
@@ -201,13 +206,13 @@ def test_turns_on_a_named_context_are_read_once(tiny_model: Path, tmp_path: Path
 
 def test_what_is_read_behind_a_context_without_some_keys_serves_nobody_else(batch: Batch) -> None:
     ids = [*tokens(80), *tokens(9, seed=1)]
-    evicted = batch.engine.evict(batch.engine.prefill(tokens(80)), keep=0.5)
+    evicted = lce.Engine(batch.setup).evict(lce.Engine(batch.setup).prefill(tokens(80)), keep=0.5)
     assert evicted.cache.n_evicted
     finish(batch.stream(ids[80:], context=evicted, max_tokens=4))
     result = finish(batch.stream(ids, max_tokens=4))
     assert result.stats.read_before == 0
     again = finish(batch.stream(ids[80:], context=evicted, max_tokens=4))
-    assert facts(again) == facts(batch.engine.generate(ids[80:], context=evicted, max_tokens=4))
+    assert facts(again) == facts(lce.Engine(batch.setup).generate(ids[80:], context=evicted, max_tokens=4))
 
 
 def test_a_stream_hands_its_context_over(batch: Batch) -> None:
@@ -217,8 +222,8 @@ def test_a_stream_hands_its_context_over(batch: Batch) -> None:
     assert stream.context is not None
     with stream.context as context:
         assert context.token_ids == [*tokens(40), *result.token_ids]
-        more = batch.engine.generate([5], context=context, max_tokens=4)
-    whole = batch.engine.generate([*tokens(40), *result.token_ids, 5], max_tokens=4)
+        more = lce.Engine(batch.setup).generate([5], context=context, max_tokens=4)
+    whole = lce.Engine(batch.setup).generate([*tokens(40), *result.token_ids, 5], max_tokens=4)
     assert more.token_ids == whole.token_ids
     assert finish(batch.stream(tokens(40), max_tokens=5)).stats.read_before == 0  # the context was the caller's alone
     cancelled = batch.stream(tokens(4000), max_tokens=5, keep_context=True)
@@ -230,7 +235,7 @@ def test_a_stream_hands_its_context_over(batch: Batch) -> None:
 def test_a_context_of_a_method_is_asked_by_naming_the_method_or_not(batch: Batch) -> None:
     finish(batch.make_context("book", tokens(60), method="streaming"))
     for i in range(40):  # more engines than a batch keeps
-        batch.engine_of("streaming", {"local": 20 + i})
+        batch.setup_of("streaming", {"local": 20 + i})
     found = [finish(batch.stream([5], context="book", method=name, max_tokens=4)) for name in (None, "streaming")]
     assert facts(found[0]) == facts(found[1])
     with pytest.raises(UsageError, match="of its own"):
@@ -256,8 +261,10 @@ def test_a_prompt_is_read_for_its_caller_and_stays_cached(method: str, batch: Ba
     assert finish(stream).finish_reason == "stop"
     assert stream.context is not None
     assert stream.context.token_ids == text[:100]
-    truth = stream.engine.generate(text, max_tokens=6)
-    assert stream.engine.generate(text[100:], context=stream.context, max_tokens=6).token_ids == truth.token_ids
+    truth = lce.Engine(stream.setup).generate(text, max_tokens=6)
+    assert (
+        lce.Engine(stream.setup).generate(text[100:], context=stream.context, max_tokens=6).token_ids == truth.token_ids
+    )
     assert facts(finish(batch.stream(text, method=method, max_tokens=6))) == facts(truth), (
         "the fork is the caller's own"
     )
@@ -271,7 +278,7 @@ def test_a_named_context_is_read_on_for_the_caller(batch: Batch) -> None:
     finish(stream)
     assert stream.context is not None
     assert stream.context.token_ids == [*tokens(60), *tokens(9)]
-    assert stream.engine.method.name == "streaming"
+    assert lce.Engine(stream.setup).method.name == "streaming"
     assert len(batch.contexts["book"]) == 60
     cancelled = batch.read(tokens(3000))
     cancelled.cancel()
@@ -315,7 +322,7 @@ def test_another_engines_context_is_refused(batch: Batch, tiny_model: Path) -> N
     other = lce.load(tiny_model, block=BLOCK).prefill(tokens(9))
     with pytest.raises(UsageError, match="another engine"):
         batch.stream([5], context=other)
-    closed = batch.engine.prefill(tokens(9))
+    closed = lce.Engine(batch.setup).prefill(tokens(9))
     closed.close()
     with pytest.raises(UsageError, match="closed"):
         finish(batch.stream([5], context=closed))
@@ -366,7 +373,7 @@ def test_a_cancelled_task_loses_no_piece(batch: Batch) -> None:
             except StopAsyncIteration:
                 return text
 
-    assert within(lambda: asyncio.run(main())) == batch.engine.generate(tokens(40), max_tokens=60).text
+    assert within(lambda: asyncio.run(main())) == lce.Engine(batch.setup).generate(tokens(40), max_tokens=60).text
 
 
 def test_a_loop_that_was_closed_ends_nobody_elses_request(batch: Batch) -> None:
@@ -391,7 +398,7 @@ def test_several_tasks_and_threads_may_read_one_stream(batch: Batch) -> None:
 
         return await asyncio.gather(*(read() for _ in range(3)))
 
-    expected = batch.engine.generate(tokens(900), max_tokens=40).text
+    expected = lce.Engine(batch.setup).generate(tokens(900), max_tokens=40).text
     assert sum(map(len, within(lambda: asyncio.run(main())))) > 0
     stream, found = batch.stream(tokens(900), max_tokens=40), list[str]()
     threads = [threading.Thread(target=lambda: found.extend(piece.text for piece in stream)) for _ in range(3)]
@@ -446,9 +453,9 @@ def test_a_callback_that_raises_ends_its_request_alone(error: BaseException, whe
     with pytest.raises(expected):
         for _ in stream:
             pass
-    assert facts(finish(other)) == facts(batch.engine.generate(tokens(40), max_tokens=50))
+    assert facts(finish(other)) == facts(lce.Engine(batch.setup).generate(tokens(40), max_tokens=50))
     again = finish(batch.stream(tokens(100, seed=1), max_tokens=20))  # on what the failed one read
-    assert facts(again) == facts(batch.engine.generate(tokens(100, seed=1), max_tokens=20))
+    assert facts(again) == facts(lce.Engine(batch.setup).generate(tokens(100, seed=1), max_tokens=20))
 
 
 def test_a_callback_that_raises_between_slices_ends_its_request_alone(batch: Batch) -> None:
@@ -459,7 +466,7 @@ def test_a_callback_that_raises_between_slices_ends_its_request_alone(batch: Bat
         with pytest.raises(type(error)):
             for _ in stream:
                 pass
-    assert facts(finish(reading)) == facts(batch.engine.generate(tokens(3000, seed=9), max_tokens=4))
+    assert facts(finish(reading)) == facts(lce.Engine(batch.setup).generate(tokens(3000, seed=9), max_tokens=4))
 
 
 def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Path) -> None:
@@ -476,15 +483,15 @@ def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Pa
 
 def test_a_prompt_that_waits_for_memory_is_not_overtaken(full: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small prompts that come later begin after it, however many there are."""
-    free, new_context, begun = threading.Event(), lce.Engine.new_context, list[int]()
+    free, new_context, begun = threading.Event(), scheduler.new_context, list[int]()
 
-    def limited(self: lce.Engine, length: Any = None) -> lce.Context:
+    def limited(setup: lce.Setup, length: Any = None) -> lce.Context:
         if length > 100 and not free.is_set():
             raise CapacityError("no memory is free")
         begun.append(length)
-        return new_context(self, length)
+        return new_context(setup, length)
 
-    monkeypatch.setattr(lce.Engine, "new_context", limited)
+    monkeypatch.setattr(scheduler, "new_context", limited)
     with full.batch() as batch:
         first = batch.stream(tokens(20), max_tokens=60, stop=lambda text: free.is_set() or free.wait(0.02))
         big = batch.stream(tokens(90, seed=1), max_tokens=20)
@@ -655,13 +662,13 @@ def test_many_threads_ask_at_once(full: lce.Engine) -> None:
         assert len(found) >= 26
         for (i, j), ids in found.items():  # type: ignore[misc]
             method = methods[(i + j) % 4]
-            assert ids == batch.engine_of(method).generate(tokens(20 + i, seed=i), max_tokens=6).token_ids
+            assert ids == lce.Engine(batch.setup_of(method)).generate(tokens(20 + i, seed=i), max_tokens=6).token_ids
 
 
 def test_threads_that_want_a_method_get_one_engine(full: lce.Engine) -> None:
     found: set[int] = set()
     with full.batch() as batch:
-        threads = [threading.Thread(target=lambda: found.add(id(batch.engine_of("dca")))) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: found.add(id(batch.setup_of("dca")))) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -728,7 +735,7 @@ def test_a_lane_that_fails_is_not_kept(batch: Batch, monkeypatch: pytest.MonkeyP
         finish(stream)
     assert len(finish(other).token_ids) == 200 or other.result.finish_reason == "stop"
     assert facts(finish(batch.stream(tokens(90), max_tokens=5))) == facts(
-        batch.engine.generate(tokens(90), max_tokens=5)
+        lce.Engine(batch.setup).generate(tokens(90), max_tokens=5)
     )
 
 
@@ -758,4 +765,4 @@ def test_a_constraint_that_changes_logits_in_place_changes_no_other_answer(batch
     ids = tokens(50)
     assert finish(batch.stream(ids, max_tokens=3, constraint=Sevens())).token_ids == [7, 7, 7]
     found = finish(batch.stream([*ids, 7, 7], max_tokens=3))  # whose logits are kept
-    assert found.token_ids == batch.engine.generate([*ids, 7, 7], max_tokens=3).token_ids
+    assert found.token_ids == lce.Engine(batch.setup).generate([*ids, 7, 7], max_tokens=3).token_ids

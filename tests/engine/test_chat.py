@@ -118,7 +118,7 @@ def test_a_template_that_rewrites_the_history(load: Callable[..., lce.Engine], n
 
 def test_an_end_of_turn_ends_the_answer_and_is_not_read_twice(load: Callable[..., lce.Engine]) -> None:
     engine = load("plain")
-    assert engine.alone.eos_ids == {1, 301}
+    assert engine.setup.eos_ids == {1, 301}
     conversation = engine.conversation()
     conversation.ask(QUESTIONS[0], max_tokens=5)
     conversation.ask(QUESTIONS[1], max_tokens=5)
@@ -247,7 +247,7 @@ def test_one_question_behind_a_document(engine: lce.Engine) -> None:
     assert said.stats.prompt_tokens < 60
     assert len(document) == n
     context = document.fork()
-    stream = engine.chat_stream("Which is larger?", context=context, max_tokens=6)
+    stream = engine.conversation(context=context).stream("Which is larger?", max_tokens=6)
     assert "".join(piece.text for piece in stream) == said.text
     written = engine.tokenizer.decode(context.token_ids[n:-6], skip_special=False)
     assert written == "<|end|>\n<|turn|>user\nWhich is larger?<|end|>\n<|turn|>assistant\n"
@@ -269,7 +269,7 @@ def test_one_question_alone(engine: lce.Engine) -> None:
 
 def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
     base = lce.load(tiny_model)
-    for ask in (base.conversation, lambda: base.chat("Hi"), lambda: base.chat_stream("Hi")):
+    for ask in (base.conversation, lambda: base.chat("Hi"), lambda: base.conversation().stream("Hi")):
         with pytest.raises(lce.ModelError, match="no chat template: it continues text; use generate"):
             ask()
     conversation = engine.conversation()

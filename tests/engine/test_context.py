@@ -73,7 +73,8 @@ def test_two_threads_do_as_one_after_the_other(engine: lce.Engine) -> None:
 def test_a_context_shows_what_users_call(engine: lce.Engine) -> None:
     with engine.prefill(tokens(3)) as context:
         shown = {name for name in dir(context) if not name.startswith("_")}
-    assert shown == set("announced cache close fork logits save source token_ids truncate".split())
+    for_extensions = "data files go_back graph hold mark rope store_logits uncached".split()
+    assert shown == {*"announced cache close fork logits save source token_ids truncate".split(), *for_extensions}
 
 
 def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -> None:
@@ -83,8 +84,8 @@ def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -
     for call in (twin.generate, twin.stream, twin.prefill):
         with pytest.raises(lce.UsageError, match="made by another engine"):
             call("x", context=context)
-    assert context.fork()._files is context._files is not twin.files
-    assert context._files.identity.facts == twin.identity.facts
+    assert context.fork().files is context.files is not twin.setup.files
+    assert context.files.identity.facts == twin.setup.identity.facts
     assert len(context) == 10
 
 
@@ -99,7 +100,7 @@ def test_a_fingerprint_is_read_when_needed(tiny_model: Path, tmp_path: Path, mon
         context.save(tmp_path / "c.lce")
         engine.open_context(tmp_path / "c.lce")
     assert len(calls) == 1
-    assert engine.fingerprint == fingerprint(calls[0])
+    assert engine.setup.fingerprint == fingerprint(calls[0])
 
 
 # Failures
@@ -207,7 +208,7 @@ def test_a_question_that_fails_takes_no_word_of_the_last_answer_along(fragile: l
     with pytest.raises(Interrupted):
         fragile.prefill(question, context=context)
     assert context.token_ids == start + answer
-    assert context._uncached == answer[-1:]
+    assert context.uncached == answer[-1:]
     for each in (context, fork):
         fragile.prefill(question, context=each)
     assert_same(context, contents(fork))
@@ -332,7 +333,7 @@ def test_a_truncated_context_of_8_bits_is_the_same_in_any_budget(tiny_model: Pat
         EVERY[name],
         block=BLOCK,
         kv_dtype="int8",
-        kv_host_budget=roomy.layout.least_budget,
+        kv_host_budget=roomy.setup.layout.least_budget,
         spill_dir=tmp_path,
     )
     contexts = [engine.prefill(tokens(150)) for engine in (roomy, tight)]

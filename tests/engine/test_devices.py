@@ -86,9 +86,9 @@ def test_two_devices_give_what_one_gives(two: Gpus, models: dict[str, Path], kin
 
 def test_each_tensor_is_where_its_layer_is(two: Gpus, models: dict[str, Path]) -> None:
     engine = lce.load(models["qwen3, tied"], CHUNKS, device=[torch.device("cuda:0"), "cuda:1"])
-    assert [(part.first_layer, part.n_layers) for part in engine.layout.by_device] == [(0, 2), (2, 1)]
+    assert [(part.first_layer, part.n_layers) for part in engine.setup.layout.by_device] == [(0, 2), (2, 1)]
     assert "layers 0 to 1 on cuda:0; layers 2 to 2 on cuda:1" in repr(engine)
-    model, first, last = engine.model, torch.device("cuda:0"), torch.device("cuda:1")
+    model, first, last = engine.setup.model, torch.device("cuda:0"), torch.device("cuda:1")
     wanted = [first, first, last]
     assert [{w.device for w in layer.w.values()} for layer in model.layers] == [{device} for device in wanted]
     assert (model.embed.device, model.head.device, model.final_norm.device) == (first, last, last)
@@ -125,8 +125,8 @@ class Copies(TorchDispatchMode):
 def test_hidden_states_move_once_at_each_border(models: dict[str, Path]) -> None:
     with pretended_gpus(3):
         engine = lce.load(models["llama"], CHUNKS, device="cuda:all")
-        assert engine.layout.devices_text == "cuda:0,cuda:1,cuda:2"
-        assert engine.model.borders == {1: torch.device("cuda:1"), 2: torch.device("cuda:2")}
+        assert engine.setup.layout.devices_text == "cuda:0,cuda:1,cuda:2"
+        assert engine.setup.model.borders == {1: torch.device("cuda:1"), 2: torch.device("cuda:2")}
         with Copies() as copies:
             engine.prefill(tokens(20))
     assert copies.found == [("cuda:0", "cuda:1", 20 * 64), ("cuda:1", "cuda:2", 20 * 64)]
@@ -138,8 +138,8 @@ def test_engines_share_weights_where_they_are(two: Gpus, models: dict[str, Path]
     filled = torch.zeros(3 << 30, dtype=torch.uint8, device="cuda:0")
     other = lce.load(models["llama"], "dca", device=BOTH, sharing=engine)
     assert filled.is_cuda
-    assert other.layout.borders == engine.layout.borders
-    assert other.model is engine.model
+    assert other.setup.layout.borders == engine.setup.layout.borders
+    assert other.setup.model is engine.setup.model
     assert not other.prefill(tokens(30)).cache.stacks
     with pytest.raises(UsageError, match=r"on cuda:0,cuda:1; expected torch.float32 on cuda:0, as asked"):
         lce.load(models["llama"], device="cuda:0", sharing=engine)

@@ -106,8 +106,8 @@ def test_progress_is_told_after_each_block(engine: lce.Engine) -> None:
 
 def test_an_engine_is_not_changed_by_use(engine: lce.Engine) -> None:
     def weights() -> dict[str, Tensor]:
-        found = {f"{layer.index}.{name}": w for layer in engine.model.layers for name, w in layer.w.items()}
-        model = engine.model
+        found = {f"{layer.index}.{name}": w for layer in engine.setup.model.layers for name, w in layer.w.items()}
+        model = engine.setup.model
         found |= {"embed": model.embed, "head": model.head, "norm": model.final_norm}
         return {name: weight.clone() for name, weight in found.items() if weight is not None}
 
@@ -180,19 +180,21 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_model(kind: dict[str, str], 
     engine = lce.load(tiny_model, **{"dtype": "bfloat16"} | kind)
     logits = engine.logits(tokens(n))
     assert logits.dtype == torch.float32
-    assert (logits == logits.to(engine.dtype).float()).float().mean() < 0.05
-    hidden = torch.randn(n, engine.model.config.hidden_size, generator=torch.Generator().manual_seed(n)).to(
-        engine.dtype
+    assert (logits == logits.to(engine.setup.dtype).float()).float().mean() < 0.05
+    hidden = torch.randn(n, engine.setup.model.config.hidden_size, generator=torch.Generator().manual_seed(n)).to(
+        engine.setup.dtype
     )
-    head, norm = engine.model.head, engine.model.final_norm
+    head, norm = engine.setup.model.head, engine.setup.model.final_norm
     exact = head if isinstance(head, torch.Tensor) else head.unpacked(0, torch.empty(head.shape))
-    normed = torch.nn.functional.rms_norm(hidden.double(), norm.shape, norm.double(), engine.model.config.norm_eps)
-    error = (engine.model.logits(hidden) - normed @ exact.double().T).abs().max()
+    normed = torch.nn.functional.rms_norm(
+        hidden.double(), norm.shape, norm.double(), engine.setup.model.config.norm_eps
+    )
+    error = (engine.setup.model.logits(hidden) - normed @ exact.double().T).abs().max()
     most = 1e-3 if "weights" in kind else 3e-6  # packed weights are multiplied with 16-bit integers
     assert error <= most
-    alone = torch.cat([engine.model.logits(row[None]) for row in hidden])
-    assert (alone - engine.model.logits(hidden)).abs().max() <= 2 * most
-    assert n > SHARED_ROWS or torch.equal(alone, engine.model.logits(hidden))
+    alone = torch.cat([engine.setup.model.logits(row[None]) for row in hidden])
+    assert (alone - engine.setup.model.logits(hidden)).abs().max() <= 2 * most
+    assert n > SHARED_ROWS or torch.equal(alone, engine.setup.model.logits(hidden))
 
 
 # Logits that are no numbers
@@ -202,16 +204,19 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_model(kind: dict[str, str], 
 @pytest.mark.parametrize("weight", ["head", "embed", "down"])
 def test_logits_that_are_not_finite_drop_their_block(tiny_model: Path, value: float, weight: str) -> None:
     engine = lce.load(tiny_model, block=16)
-    engine.model.embed, engine.model.head = engine.model.embed.clone(), engine.model.head.clone()
+    engine.setup.model.embed, engine.setup.model.head = (
+        engine.setup.model.embed.clone(),
+        engine.setup.model.head.clone(),
+    )
     context = engine.prefill(tokens(20))
     before = context.logits.clone()
     if weight == "head":
-        engine.model.head[7, 3] = value
+        engine.setup.model.head[7, 3] = value
     elif weight == "embed":
-        engine.model.embed[9, 3] = value  # of one token only
+        engine.setup.model.embed[9, 3] = value  # of one token only
     else:
-        engine.model.layers[1].w["down"] = engine.model.layers[1].w["down"].clone()
-        engine.model.layers[1].w["down"][5, 5] = value
+        engine.setup.model.layers[1].w["down"] = engine.setup.model.layers[1].w["down"].clone()
+        engine.setup.model.layers[1].w["down"][5, 5] = value
     question = [*tokens(3), 9]
     for call in (engine.generate, engine.prefill):
         with pytest.raises(lce.ModelError, match="the model's logits are not finite after token 23: its weights hold"):

@@ -129,7 +129,7 @@ def plain_masks(rows: Sequence[Tensor], n: int) -> list[Tensor]:
 
 def scored(engine: lce.Engine, context: lce.Context) -> list[Tensor]:
     passes = repetitions(context.token_ids, engine.tokenizer, None)
-    return attention_peaks(engine.alone, context, passes, lambda done, total: None)
+    return attention_peaks(engine.setup, context, passes, lambda done, total: None)
 
 
 def rows_of(engine: lce.Engine, n_rows: int = N // 2) -> list[Tensor]:
@@ -196,7 +196,7 @@ def test_later_tokens_attend_what_is_kept(share: float, engine: lce.Engine, tiny
 def test_a_model_sees_the_tokens_at_their_own_indices(
     engine: lce.Engine, kept: lce.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, found = type(engine.model), list[list[int]]()
+    kind, found = type(engine.setup.model), list[list[int]]()
     call = kind.__call__
 
     def spied(self: Any, ids: Tensor, indices: Tensor, attend: Any) -> Tensor:
@@ -214,7 +214,7 @@ def test_recorded_decode_steps_agree(tiny_model: Path) -> None:
         engine = loaded(tiny_model, Full(), tape, window=WINDOW)
         kept = engine.evict(engine.prefill(DOCUMENT, length=300), 0.5)
         said.append(engine.generate(QUESTION, context=kept, max_tokens=20).token_ids)
-    assert kept._graph.n_replayed > 10
+    assert kept.graph.n_replayed > 10
     assert said[0] == said[1]
 
 
@@ -228,7 +228,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
 ) -> None:
     """To the bit, whatever the budget and the format."""
     straight = load(tiny_model, kv_dtype=kv_dtype)
-    least = {"kv_host_budget": straight.layout.least_budget, "spill_dir": tmp_path} if budget else {}
+    least = {"kv_host_budget": straight.setup.layout.least_budget, "spill_dir": tmp_path} if budget else {}
     engine, document, path = load(tiny_model, kv_dtype=kv_dtype, **least), tokens(900), tmp_path / "a.lce"
     truth, context = straight.evict(straight.prefill(document), 0.6), engine.evict(engine.prefill(document), 0.6)
     assert truth.cache.length == context.cache.length == 540
@@ -243,7 +243,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
         assert torch.equal(context.logits, truth.logits)
         ours, theirs = (e.generate("", context=c, max_tokens=5) for e, c in ((engine, context), (straight, truth)))
         assert ours.token_ids == theirs.token_ids
-        assert context._uncached == truth._uncached
+        assert context.uncached == truth.uncached
 
 
 def test_the_file_is_smaller_and_says_so(engine: lce.Engine, tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_failure_leaves_the_context_as_it_was(
 def test_tokens_that_are_not_read_yet_are_read_first(engine: lce.Engine) -> None:
     context = engine.prefill(DOCUMENT)
     engine.generate(QUESTION, context=context, max_tokens=4)
-    assert context._uncached
+    assert context.uncached
     kept = engine.evict(context, 0.5)
     assert kept.token_ids == context.token_ids
     assert kept.cache.n_tokens == len(kept)

@@ -6,6 +6,7 @@ On a CPU the tape does the work again instead of recording it; on pretended GPUs
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from weakref import ref
 
@@ -17,6 +18,7 @@ import lce
 from lce.attention import Attended, Attention, Runs
 from lce.attention.torch import Torch
 from lce.engine.graph import Work, one_by_one
+from lce.engine.running import read
 from lce.kernels.cuda import launching
 from lce.methods import (
     Delta,
@@ -80,7 +82,7 @@ class Unable(Again):
 
 def loaded(folder: Path, method: Method, tape: type[Again] | None = Again, **options: object) -> lce.Engine:
     engine = lce.load(folder, method, block=32, **options)
-    engine.alone.tape = tape
+    engine.setup = replace(engine.setup, tape=tape)
     return engine
 
 
@@ -120,9 +122,9 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
     (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], "float32")
     assert ids == plain
     assert torch.allclose(ours, logits, atol=1e-4)
-    assert recorded._graph.refused == ""
-    assert recorded._graph.n_recorded <= 2
-    assert recorded._graph.n_replayed >= 10
+    assert recorded.graph.refused == ""
+    assert recorded.graph.n_recorded <= 2
+    assert recorded.graph.n_replayed >= 10
 
 
 @pytest.mark.cuda
@@ -132,9 +134,9 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
 def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_model: Path) -> None:
     (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], dtype)
-    assert recorded._graph.refused == ""
+    assert recorded.graph.refused == ""
     # "shared" keeps 8 recent queries in a buffer, which is replaced every 8 tokens: one more recording than the others.
-    assert recorded._graph.n_replayed >= (9 if name == "shared" else 10)
+    assert recorded.graph.n_replayed >= (9 if name == "shared" else 10)
     if dtype == "float32":  # in half precision two likely tokens may change places
         assert ids == plain
         assert torch.allclose(ours, logits, atol=1e-3)
@@ -158,8 +160,8 @@ def test_tokens_and_what_is_kept_are_those_of_ordinary_steps(method: Method, tin
         ]
         assert said[0].token_ids == said[1].token_ids
         same_state(*contexts)
-    graph = contexts[1]._graph
-    assert contexts[0]._graph is None
+    graph = contexts[1].graph
+    assert contexts[0].graph is None
     assert graph.n_replayed > 30
     assert graph.n_recorded < 12, "buffers stay where they are from one chunk to the next"
     contexts[1].save(tmp_path / "saved")
@@ -180,7 +182,7 @@ def test_a_step_that_was_launched_early_is_dropped_where_the_text_goes_on_otherw
         for _ in range(4):
             next(stream)
         stream.close()  # a step is under way
-        assert each is not engine or context._graph._early
+        assert each is not engine or context.graph._early
         n = len(context)
         context.truncate(n - 3)
         said.append(each.generate([11], context=context, max_tokens=1).token_ids)  # ends before the next step
@@ -198,7 +200,7 @@ def test_the_step_of_the_likeliest_token_is_under_way_while_the_host_reads_it(ti
     stream = engine.stream([5], context=context, max_tokens=12)
     for _ in range(4):
         next(stream)
-    graph = context._graph
+    graph = context.graph
     early, token_id = graph._early
     assert early.start == context.cache.length
     assert token_id == context.token_ids[-1], "drawn since"
@@ -212,7 +214,7 @@ def test_a_closed_context_frees_its_memory_at_once(tiny_model: Path) -> None:
     engine = loaded(tiny_model, METHODS["full"])
     context = engine.prefill(PROMPT, length=200)
     engine.generate([5], context=context, max_tokens=6)
-    assert context._graph.n_replayed > 0
+    assert context.graph.n_replayed > 0
     memory = [ref(x) for x in context.cache.memory if x is not None]
     gc.disable()
     try:
@@ -228,13 +230,13 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     engine.generate([5], context=context, max_tokens=6)
     n, logits = context.cache.length, context.logits
     bad = torch.full((300,), torch.nan)
-    context._graph._early = None
+    context.graph._early = None
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model, "logits", lambda x: bad[None])
+        patch.setattr(engine.setup.model, "logits", lambda x: bad[None])
         with pytest.raises(lce.ModelError, match="not finite"):
-            engine.alone.read(context)
+            read(engine.setup, context)
     assert (context.cache.length, context.logits) == (n, logits)
-    engine.alone.read(context)
+    read(engine.setup, context)
     plain = loaded(tiny_model, METHODS["longheads"], None)
     again = plain.prefill(context.token_ids, length=200)
     assert torch.allclose(context.logits, again.logits, atol=1e-4)
@@ -258,14 +260,14 @@ def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -
         context = engine.new_context(100)
         found = engine.generate(PROMPT, context=context, max_tokens=12).token_ids
         assert found == truth or "kv_dtype" in options
-        assert context._graph.n_replayed == 0, options
-        assert bool(context._graph.refused) == (not options)
+        assert context.graph.n_replayed == 0, options
+        assert bool(context.graph.refused) == (not options)
     engine = loaded(tiny_model, longheads)
     context = engine.new_context(100)
     with lce.profiled(engine) as profile:
         assert engine.generate(PROMPT, context=context, max_tokens=12).token_ids == truth
     assert profile.calls
-    assert context._graph.n_replayed == 0
+    assert context.graph.n_replayed == 0
     assert len(engine.logits(PROMPT[:33])) == 33, "a block of one token keeps its hidden state"
-    assert loaded(tiny_model, longheads, None).alone.tape is None
-    assert lce.load(tiny_model, longheads).alone.tape is None, "nothing is recorded on a CPU"
+    assert loaded(tiny_model, longheads, None).setup.tape is None
+    assert lce.load(tiny_model, longheads).setup.tape is None, "nothing is recorded on a CPU"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import lce
+from lce.engine import running
 from lce.engine.answer import Answer, Generation
 from lce.engine.arguments import Options
 from lce.engine.lanes import Lane, forward
@@ -34,7 +35,7 @@ def engines_of(folder: Path, **options: Any) -> dict[str, lce.Engine]:
 
 
 def lane_of(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> Lane:
-    return engine.alone.lane(context, ids)
+    return running.lane_of(engine.setup, context, ids)
 
 
 @pytest.mark.timeout(600)  # it may compile the kernels of every method
@@ -60,11 +61,11 @@ def test_every_method_has_the_bits_that_it_has_alone(n_threads: int, options: di
                 ids = texts[name][read[name] : read[name] + n]
                 read[name] += len(ids)
                 single = lane_of(engine, alone[name], ids)
-                (logits,) = forward(engine.model, [single])
+                (logits,) = forward(engine.setup.model, [single])
                 texts[name] += [int(logits.argmax())] if read[name] == len(texts[name]) else []
                 passed[name] = single
             lanes = [lane_of(engines[name], shared[name], lane.token_ids) for name, lane in passed.items()]
-            together = forward(next(iter(engines.values())).model, lanes)
+            together = forward(next(iter(engines.values())).setup.model, lanes)
             for (name, single), lane, logits in zip(passed.items(), lanes, together, strict=True):
                 lane.check()
                 assert torch.equal(logits, single.logits), (turn, name)
@@ -84,7 +85,7 @@ def test_answers_are_driven_by_hand(tiny_model: Path) -> None:
             answers[i].take(row)
         going = [i for i in logits if not answers[i].done]
         lanes = [lane_of(engine, contexts[i], answers[i].result.token_ids[-1:]) for i in going]
-        logits = dict(zip(going, forward(engine.model, lanes), strict=True)) if lanes else {}
+        logits = dict(zip(going, forward(engine.setup.model, lanes), strict=True)) if lanes else {}
     assert [answer.result.text for answer in answers] == truth
 
 
@@ -107,7 +108,7 @@ def beside_a_failing_lane(folder: Path, error: type[BaseException]) -> tuple[lis
     contexts = [engine.prefill(tokens(20, seed=i)) for i, engine in enumerate(engines)]
     pairs = zip(engines, contexts, strict=True)
     lanes = [lane_of(engine, context, [5 + i]) for i, (engine, context) in enumerate(pairs)]
-    return lanes, lambda: forward(good.model, lanes)
+    return lanes, lambda: forward(good.setup.model, lanes)
 
 
 def test_a_lane_that_fails_fails_alone(tiny_model: Path) -> None:
@@ -134,10 +135,10 @@ def test_ctrl_c_is_for_all_lanes(tiny_model: Path) -> None:
 def test_logits_that_are_not_finite_are_one_lane_s_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model, block=BLOCK)
     contexts = [engine.prefill(tokens(9, seed=i)) for i in range(2)]
-    head = engine.model.logits
-    monkeypatch.setattr(engine.model, "logits", lambda x: head(x).index_fill(0, torch.tensor([1]), torch.nan))
+    head = engine.setup.model.logits
+    monkeypatch.setattr(engine.setup.model, "logits", lambda x: head(x).index_fill(0, torch.tensor([1]), torch.nan))
     lanes = [lane_of(engine, context, [5]) for context in contexts]
-    forward(engine.model, lanes)
+    forward(engine.setup.model, lanes)
     assert [lane.cache.length for lane in lanes] == [10, 9]
     with pytest.raises(lce.ModelError, match="not finite after token 9"):
         lanes[1].check()
@@ -146,8 +147,8 @@ def test_logits_that_are_not_finite_are_one_lane_s_error(tiny_model: Path, monke
 def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model, block=BLOCK)
     lanes = [lane_of(engine, engine.prefill(tokens(9, seed=i)), [5]) for i in range(2)]
-    monkeypatch.setattr(engine.model, "layers", [None])
-    assert torch.stack(forward(engine.model, lanes)).isnan().all()
+    monkeypatch.setattr(engine.setup.model, "layers", [None])
+    assert torch.stack(forward(engine.setup.model, lanes)).isnan().all()
     assert [lane.cache.length for lane in lanes] == [9, 9]
     for lane in lanes:
         with pytest.raises(AttributeError):
@@ -155,7 +156,7 @@ def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatc
 
 
 def test_from_a_stream_to_the_model_there_are_six_frames(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, depths = type(engine.model), set[int]()
+    kind, depths = type(engine.setup.model), set[int]()
     call, here = kind.__call__, sys._getframe()
 
     def counted(model: Any, *args: Any) -> Tensor:

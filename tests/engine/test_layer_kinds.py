@@ -12,6 +12,7 @@ import lce
 from lce.attention import Attention
 from lce.cache.tiers import TierStack
 from lce.engine.lanes import forward
+from lce.engine.running import lane_of
 from lce.kernels.cuda import launching
 from lce.methods import Observed, QueryBlock
 from lce.models.config import LayerKind, ModelConfig, RopeConfig
@@ -97,7 +98,7 @@ def test_budgets_change_nothing_and_old_chunks_of_sliding_layers_stay_down(
         monkeypatch.setattr(TierStack, what, noting(getattr(TierStack, what), read))
     whole = load(made, name, block=16)
     expected = whole.prefill(ids)
-    layout = whole.layout
+    layout = whole.setup.layout
     options: dict[str, Any] = {"block": 16, "kv_host_budget": layout.least_budget, "spill_dir": tmp_path}
     engine = load(made, name, **options)
     context = engine.prefill(ids)
@@ -132,7 +133,7 @@ def test_lanes_of_a_pass_attend_on_their_own(made: Path) -> None:
     contexts = [engine.prefill(tokens(30 + 25 * i, i)) for i in range(3)]
     alone = [engine.prefill([7], context=context.fork()).logits for context in contexts]
     assert torch.equal(
-        torch.stack(forward(engine.model, [engine.alone.lane(x, [7]) for x in contexts])), torch.stack(alone)
+        torch.stack(forward(engine.setup.model, [lane_of(engine.setup, x, [7]) for x in contexts])), torch.stack(alone)
     )
 
 
@@ -141,7 +142,7 @@ def test_layers_on_two_devices(made: Path) -> None:
     with pretended_gpus(2):
         engine = load(made, "dca", device="cuda:0,cuda:1", block=64)
         assert (engine.logits(ids).cpu() - load(made, "dca", device="cpu").logits(ids)).abs().max() <= 1e-3
-        assert [part.acting_layers for part in engine.layout.by_device] == [(1,), (3,)]
+        assert [part.acting_layers for part in engine.setup.layout.by_device] == [(1,), (3,)]
 
 
 @pytest.mark.parametrize("name", ["dca", "longheads"])
@@ -149,10 +150,10 @@ def test_recorded_steps_turn_by_each_layers_rope(made: Path, name: str, monkeypa
     """On a CPU, where the work is done again, and on a pretended GPU, whose graph holds operators alone."""
     engine = load(made, name, block=32)
     expected = engine.generate(TEXT, max_tokens=14).token_ids
-    engine.alone.tape = Again
+    engine.setup = replace(engine.setup, tape=Again)
     context = engine.prefill(TEXT)
     assert engine.generate("", max_tokens=14, context=context).token_ids == expected
-    assert context._graph.n_replayed >= 6, context._graph.refused
+    assert context.graph.n_replayed >= 6, context.graph.refused
     if name == "dca":
         monkeypatch.setattr(Attention, "choose", lambda name: PlainRuns())
         monkeypatch.setattr(launching, "installed", lambda: False)
@@ -160,7 +161,7 @@ def test_recorded_steps_turn_by_each_layers_rope(made: Path, name: str, monkeypa
             engine = load(made, name, block=64, device="cuda")
             context = engine.prefill(TEXT)
             assert engine.generate("", max_tokens=7, context=context).token_ids == expected[:7]
-            assert context._graph.n_replayed >= 3, context._graph.refused
+            assert context.graph.n_replayed >= 3, context.graph.refused
 
 
 def test_a_trace_shows_that_sliding_layers_choose_nothing(made: Path) -> None:
@@ -241,9 +242,9 @@ def test_kinds_are_part_of_the_model_and_a_plain_model_stays_what_it_was(made: P
 
 
 def test_pages_of_sliding_layers_leave_the_pool_first(made: Path, tmp_path: Path) -> None:
-    least = load(made, "longheads", block=16).layout.least_budget
+    least = load(made, "longheads", block=16).setup.layout.least_budget
     engine = load(made, "longheads", block=16, kv_host_budget=2 * least, spill_dir=tmp_path)
     pool = engine.prefill(tokens(300)).cache.tiers[0]
-    layers = (pool.slots.group[pool.slots.group >= 0] // engine.layout.n_groups).tolist()
+    layers = (pool.slots.group[pool.slots.group >= 0] // engine.setup.layout.n_groups).tolist()
     assert len(layers) > 100
     assert sum(layer in ACTING for layer in layers) >= 0.9 * len(layers)

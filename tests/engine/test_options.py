@@ -79,12 +79,12 @@ def test_generation_options_are_the_knobs_and_the_fields() -> None:
 def test_an_engine_with_another_method_has_the_same_options(tiny_model: Path) -> None:
     given: dict[str, Any] = {"window": 48, "block": "1k", "rope": "linear", "rope_factor": 2, "kv_host_budget": "1MiB"}
     engine = lce.load(tiny_model, "full", dtype="bfloat16", prefill_method="streaming", **given)
-    other = engine.using("streaming")
-    assert (other.window, other.block, other.rope, other.dtype) == (48, 1024, engine.rope, engine.dtype)
-    assert other.layout.budgets == engine.layout.budgets
+    other = engine.setup.using("streaming")
+    assert (other.window, other.block, other.rope, other.dtype) == (48, 1024, engine.setup.rope, engine.setup.dtype)
+    assert other.layout.budgets == engine.setup.layout.budgets
     assert other.method == lce.methods.Streaming(local=44)
     sharing = lce.load(tiny_model, "full", sharing=engine, **given | {"window": 64}, dtype="bfloat16")
-    assert sharing.using("streaming").window == 64
+    assert sharing.setup.using("streaming").window == 64
 
 
 def test_none_is_an_option_that_is_not_given() -> None:

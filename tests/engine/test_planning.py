@@ -146,7 +146,7 @@ def test_a_plan_counts_activations_of_a_block(tiny_model: Path) -> None:
 
 def test_a_plan_says_what_the_method_can_read() -> None:
     plan, engine = lce.plan("demo", tokens="20k"), lce.load("demo")
-    assert (plan.fits, plan.readable, plan.warning) == (True, 512, engine.beyond(20480))
+    assert (plan.fits, plan.readable, plan.warning) == (True, 512, engine.setup.beyond(20480))
     assert lce.plan("demo", tokens=512).warning is None
     stretched = lce.plan("demo", tokens="20k", rope="linear", rope_factor=64)
     assert (stretched.readable, stretched.warning) == (512 * 64, None)

@@ -72,7 +72,7 @@ def test_a_prefix_is_found_after_a_restart(engine: lce.Engine, tmp_path: Path) -
 def test_each_method_has_contexts_of_its_own(engine: lce.Engine, tmp_path: Path) -> None:
     ids = tokens(120)
     ask(engine, tmp_path, ids)
-    other = engine.using("dca")
+    other = lce.Engine(engine.setup.using("dca"))
     found = ask(other, tmp_path, ids)
     assert found.stats.read_before == 0
     assert found.token_ids == other.generate(ids, max_tokens=4).token_ids
@@ -150,7 +150,7 @@ def test_a_context_larger_than_the_budget_is_not_kept(engine: lce.Engine, tmp_pa
 
 def test_memory_has_a_budget_too(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine.batch() as batch:
-        batch._prefixes.memory = 3 * engine.layout.token_bytes * 256
+        batch._prefixes.memory = 3 * engine.setup.layout.token_bytes * 256
         for seed in range(12):
             batch.stream(tokens(100, seed=seed), max_tokens=1).finish()
         assert batch.gauges()["kept_bytes"] <= batch._prefixes.memory
@@ -595,7 +595,7 @@ def test_a_context_that_is_being_saved_is_waited_for(
 def test_a_file_whose_rows_are_damaged_is_forgotten(full: lce.Engine, folder: Path) -> None:
     with full.batch(cache_dir=folder) as batch:
         (path,) = listed(folder)
-        context, busy = batch._prefixes.find(full, full.rope_of(len(TEXT) + 1), [*TEXT, 5])
+        context, busy = batch._prefixes.find(full.setup, full.setup.rope_of(len(TEXT) + 1), [*TEXT, 5])
         assert context is not None
         assert not busy
         assert batch._prefixes.forget(context, DataError("mine"))
@@ -623,11 +623,11 @@ def test_a_file_that_has_just_appeared_belongs_to_its_entry_alone(
 def test_a_file_for_which_a_budget_is_too_small_stays(
     full: lce.Engine, folder: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(self: lce.Engine, path: Path) -> lce.Context:
+    def refused(setup: lce.Setup, path: Path) -> lce.Context:
         raise lce.CapacityError("memory is short")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lce.Engine, "open_context", refused)
+        patch.setattr(kept_files, "open_context", refused)
         (found,) = asked(full, folder, [*TEXT[:150], 5])
         assert found.stats.read_before == 0
         assert len(listed(folder)) == 2

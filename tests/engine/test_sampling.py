@@ -182,12 +182,14 @@ def test_what_a_checkpoint_recommends(tiny_model: Path, tmp_path: Path) -> None:
     for fields, expected in cases:
         file.write_text(json.dumps(fields))
         engine = lce.load(tmp_path)
-        assert (plain.recommended_sampling, engine.recommended_sampling) == (None, expected)
-        assert engine.identity.fingerprint() == plain.identity.fingerprint(), "contexts of either open in the other"
+        assert (plain.setup.recommended_sampling, engine.setup.recommended_sampling) == (None, expected)
+        assert engine.setup.identity.fingerprint() == plain.setup.identity.fingerprint(), (
+            "contexts of either open in the other"
+        )
         assert engine.generate(IDS, max_tokens=5).token_ids == plain.generate(IDS, max_tokens=5).token_ids, "greedy"
     file.write_text('{"temperature": "hot"}')
     with pytest.raises(lce.ModelError, match=r"generation_config.json: temperature is 'hot'; .* temperature of 0"):
-        _ = lce.load(tmp_path).recommended_sampling
+        _ = lce.load(tmp_path).setup.recommended_sampling
 
 
 def slow(engine: lce.Engine, ids: list[int], first: int = 1) -> tuple[Tensor, Tensor]:
@@ -204,7 +206,7 @@ def equal(found: lce.TokenScores, expected: tuple[Tensor, Tensor]) -> bool:
 
 @pytest.mark.parametrize("first", [1, 33, 149, 150])
 def test_scores_are_those_of_the_whole_logits(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    monkeypatch.setattr("lce.engine.sampling.LOGITS_AT_ONCE", 7 * engine.model.config.vocab_size)
+    monkeypatch.setattr("lce.engine.scoring.LOGITS_AT_ONCE", 7 * engine.setup.model.config.vocab_size)
     found = engine.score(IDS, first=first)
     assert (found.first, len(found)) == (first, len(IDS) - first)
     assert equal(found, slow(engine, IDS, first))
@@ -212,9 +214,9 @@ def test_scores_are_those_of_the_whole_logits(engine: lce.Engine, monkeypatch: p
 
 def test_no_more_logits_are_made_than_fit(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
-    head = engine.model.logits
-    monkeypatch.setattr(engine.model, "logits", lambda x: rows.append(len(x)) or head(x))
-    monkeypatch.setattr("lce.engine.sampling.LOGITS_AT_ONCE", 7 * engine.model.config.vocab_size)
+    head = engine.setup.model.logits
+    monkeypatch.setattr(engine.setup.model, "logits", lambda x: rows.append(len(x)) or head(x))
+    monkeypatch.setattr("lce.engine.scoring.LOGITS_AT_ONCE", 7 * engine.setup.model.config.vocab_size)
     engine.score(IDS, first=140)
     assert max(rows) <= 7
     assert sum(rows) == 10 + 5  # those of the scored tokens, and of each block's last

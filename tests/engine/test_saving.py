@@ -67,7 +67,7 @@ def load(
     engine = lce.load(model, method, block=BLOCK, kv_dtype=kv_dtype)
     if spill_dir is None:
         return engine
-    least = engine.layout.least_budget
+    least = engine.setup.layout.least_budget
     return lce.load(model, method, block=BLOCK, kv_host_budget=least, spill_dir=spill_dir, kv_dtype=kv_dtype)
 
 
@@ -114,7 +114,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
         assert torch.equal(context.logits, truth.logits)
         ours, theirs = (e.generate("", context=c, max_tokens=5) for e, c in ((engine, context), (straight, truth)))
         assert ours.token_ids == theirs.token_ids
-        assert context._uncached == truth._uncached
+        assert context.uncached == truth.uncached
 
 
 @pytest.mark.parametrize(("name", "budget"), [("longheads", SMALL), ("esa", None)])
@@ -143,7 +143,7 @@ def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
     more: int, document: Path, engine: lce.Engine, tiny_model: Path
 ) -> None:
     """Without a folder for the rest."""
-    budget, answers = engine.layout.least_budget + more, list[bool]()
+    budget, answers = engine.setup.layout.least_budget + more, list[bool]()
     bounded = lce.load(tiny_model, engine.method, block=BLOCK, kv_host_budget=budget)
     context, truth = bounded.open_context(document), engine.open_context(document)
     for seed in range(12):
@@ -249,7 +249,7 @@ def test_every_key_and_value_is_guarded(kv_dtype: str, tiny_model: Path, tmp_pat
     """Full attention reads all of them, and all scales."""
     engine = load(tiny_model, "full", kv_dtype=kv_dtype)
     engine.prefill(tokens(300)).save(tmp_path / "full.lce")
-    file = engine.layout.file(300)
+    file = engine.setup.layout.file(300)
     draw = random.Random(1)
     for _ in range(12):
         with changed(tmp_path / "full.lce", tmp_path) as (path, data):
@@ -271,7 +271,7 @@ def test_other_files_are_refused(document: Path, engine: lce.Engine, tiny_model:
     save_file(tensors, tmp_path / "next.lce", {"lce": '{"format": "lce context 99"}'})
     with pytest.raises(DataError, match="lce context 99"):
         engine.open_context(tmp_path / "next.lce")
-    contradiction = {"format": FORMAT, "identity": engine.identity.facts, "pages": 3}
+    contradiction = {"format": FORMAT, "identity": engine.setup.identity.facts, "pages": 3}
     save_file(tensors, tmp_path / "said.lce", {"lce": json.dumps(contradiction)})
     with pytest.raises(DataError, match="contradicts its contents"):
         engine.open_context(tmp_path / "said.lce")
@@ -477,7 +477,7 @@ def test_a_file_is_described_without_an_engine(document: Path, engine: lce.Engin
     info = describe(document)
     assert (info.complete, info.method, info.window, info.tokens, info.cached) == (True, "longheads", 64, 300, 300)
     assert (info.rope, info.rope_factor, info.dtype, info.format) == ("none", 1.0, "float32", FORMAT)
-    assert (info.lce, info.model) == (lce.__version__, engine.identity.model)
+    assert (info.lce, info.model) == (lce.__version__, engine.setup.identity.model)
     assert info.file_bytes == document.stat().st_size
     assert lce.methods.make(info.method, info.knobs) == engine.method
     with pytest.raises(DataError, match="cannot read"):
@@ -606,7 +606,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     path = tmp_path / "c.lce"
     truth = engine.generate([5, 6, 7], context=engine.open_context(document), max_tokens=12).token_ids
     script = READER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
-    rows_start, rows_stop = engine.layout.file(300).rows_start, engine.layout.file(300).checks_start
+    rows_start, rows_stop = engine.setup.layout.file(300).rows_start, engine.setup.layout.file(300).checks_start
     shutil.copy(document, path)
     with start(script) as process:
         assert process.line() == "ready\n"
@@ -674,7 +674,7 @@ def test_a_context_with_an_answer_goes_on_into_a_file(document: Path, engine: lc
     """The last token of the answer is not in its cache yet."""
     context = engine.open_context(document)
     said = answer(engine, context)
-    assert context._uncached
+    assert context.uncached
     engine.prefill_file(tokens(40, 2), tmp_path / "c.lce", context=context)
     ids = [*tokens(300), *tokens(9, 1), *said, *tokens(40, 2)]
     found = engine.open_context(tmp_path / "c.lce")

@@ -136,7 +136,7 @@ def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
             assert len(said) >= len(base) + len(QUESTION)
         else:
             assert said in (base.token_ids, whole.token_ids)
-        context._hold()  # raises if the context is in use
+        context.hold()  # raises if the context is in use
         assert calls.answer(context) == calls.truth(said)
         found = os.listdir(calls.path.parent)
         assert found in ([], [calls.path.name])

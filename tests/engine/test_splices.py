@@ -63,7 +63,7 @@ def test_a_context_of_two_files_is_refused(name: str, kv_dtype: str, tiny_model:
         truths.append(answer(engine, engine.open_context(tmp_path / file)))
     one, n_read = (tmp_path / "one").read_bytes(), 0
     for other in ("other", "again"):
-        for data in spliced(one, (tmp_path / other).read_bytes(), borders(engine.layout, len(one))):
+        for data in spliced(one, (tmp_path / other).read_bytes(), borders(engine.setup.layout, len(one))):
             path.write_bytes(data)
             try:
                 assert answer(engine, engine.open_context(path)) in truths

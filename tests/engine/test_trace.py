@@ -52,7 +52,7 @@ def test_an_observed_engine_continues_the_contexts_of_the_plain_one(tiny_model: 
     engine = lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=BLOCK)
     ids, observer = tokens(96), TraceObserver()
     context = engine.prefill(ids[:64])
-    watched = engine.observed(observer)
+    watched = lce.Engine(engine.setup.observed(observer))
     found = watched.generate(ids[64:], context=context, max_tokens=5)
     truth = engine.generate(ids, max_tokens=5)
     assert (found.token_ids, found.text) == (truth.token_ids, truth.text)

@@ -94,7 +94,7 @@ def text_of(recording: dict[str, Any]) -> str:
 def test_a_recording_has_the_choices_of_the_engines_own_trace(client: TestClient, engine: lce.Engine) -> None:
     recording = recorded(client, **HEADS)
     run = recording["runs"][0]
-    own = engine.using(lce.methods.make("longheads", HEADS["method_options"]))
+    own = lce.Engine(engine.setup.using(lce.methods.make("longheads", HEADS["method_options"])))
     ids = own.tokenizer.encode_parts(own.tokenizer.render_chat(HI, True))
     answer = own.generate(ids, max_tokens=6).token_ids
     assert "".join(recording["tokens"]) == own.tokenizer.decode(ids, skip_special=False)

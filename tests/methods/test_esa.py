@@ -90,7 +90,7 @@ def test_maps_learned_for_something_else_are_refused(
 
 def test_maps_made_in_memory_are_checked_by_their_sizes() -> None:
     q, k, v = vectors(1, 8, 4, 20, 64)
-    n_layers = lce.load("demo").model.config.n_layers
+    n_layers = lce.load("demo").setup.model.config.n_layers
     maps = LowDimMaps([learned(8, 4, 64, 6)] * n_layers)
     lce.load("demo", ESA(maps=maps, low_dim=6, far=3))
     lce.methods.run(ESA(maps=maps, low_dim=6, far=3), q, k, v, window=8)

@@ -14,7 +14,6 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets, CacheLayout
 from lce.methods import Driver, Full, Rope, RopeConfig, SelfExtend, grouped_keys
-from lce_lab.eval.running import decode_bytes
 from tests import oracle
 from tests.checkpoints import tokens
 from tests.running import cut, run, vectors
@@ -142,7 +141,7 @@ def test_a_decode_step_reads_as_much_as_with_a_fixed_group(tiny_model: Path) -> 
     found = []
     for method in (AUTO, SelfExtend(group=8)):
         engine = lce.load(tiny_model, method, block=32)
-        found.append(decode_bytes(engine, engine.prefill(tokens(300))))
+        found.append(lce.profiled_step(engine, engine.prefill(tokens(300))).read_bytes)
     assert found[0] == found[1] > 0
 
 

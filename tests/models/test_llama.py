@@ -65,10 +65,10 @@ def test_any_dtype_is_read_as_any_other(stored: str, wanted: str, tmp_path: Path
     folder = save_tiny(tmp_path, torch_dtype=stored)
     engine = lce.load(folder, dtype=wanted)
     dtype = getattr(torch, stored if wanted == "auto" else wanted)
-    assert engine.dtype == dtype
+    assert engine.setup.dtype == dtype
     weight = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert weight.dtype == getattr(torch, stored)
-    assert torch.equal(engine.model.head, weight.to(dtype))
+    assert torch.equal(engine.setup.model.head, weight.to(dtype))
     ids = list(range(10, 70))
     logits = engine.logits(ids)
     assert logits.dtype == torch.float32
@@ -82,7 +82,7 @@ def test_what_layers_add_to_large_hidden_states_is_not_lost(n: int, tmp_path: Pa
     folder, logits = save_tiny(tmp_path, torch_dtype="bfloat16"), []
     for dtype in ("bfloat16", "float32"):
         engine = lce.load(folder, dtype=dtype)
-        engine.model.embed.mul_(1024)
+        engine.setup.model.embed.mul_(1024)
         logits.append(engine.logits(tokens(n)))
     assert (logits[0] - logits[1]).abs().mean() < 5e-4
 
@@ -90,10 +90,10 @@ def test_what_layers_add_to_large_hidden_states_is_not_lost(n: int, tmp_path: Pa
 def test_a_model_that_is_overwritten_or_cut_short_answers_as_before(tmp_path: Path) -> None:
     folder, ids = save_tiny(tmp_path), list(range(2, 60))
     engine, file = lce.load(folder), folder / "model.safetensors"
-    logits, fingerprint, size = engine.logits(ids), engine.fingerprint, file.stat().st_size
+    logits, fingerprint, size = engine.logits(ids), engine.setup.fingerprint, file.stat().st_size
     for raw in (bytes(size), b""):
         with file.open("r+b") as opened:
             opened.truncate(len(raw))
             opened.write(raw)
         assert torch.equal(engine.logits(ids), logits)
-    assert engine.fingerprint == fingerprint
+    assert engine.setup.fingerprint == fingerprint

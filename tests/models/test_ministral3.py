@@ -39,7 +39,7 @@ class TestMinistral3(FamilyTests):
 def test_queries_grow_with_their_index_in_the_text(tmp_path: Path) -> None:
     """One token everywhere: the queries of the first layer differ by 1 + beta ln(1 + i // 16) alone."""
     save_kind(tmp_path, KINDS["ministral-3"])
-    model = lce.load(tmp_path).model
+    model = lce.load(tmp_path).setup.model
     seen: list[Tensor] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

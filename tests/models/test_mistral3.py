@@ -56,8 +56,8 @@ def test_same_logits_as_transformers(name: str, tied: bool, tmp_path: Path) -> N
     for block in (None, 1, 7, 64):
         engine = lce.load(tmp_path, block=block)
         assert difference(engine.logits(ids()), truth) <= 1e-4
-    assert engine.model.config.architecture == type(TEXTS[name]).__name__.replace("Config", "ForCausalLM")
-    assert engine.model.config.dtype == "float32"
+    assert engine.setup.model.config.architecture == type(TEXTS[name]).__name__.replace("Config", "ForCausalLM")
+    assert engine.setup.model.config.dtype == "float32"
 
 
 def test_a_stored_head_is_used_where_nothing_says_that_it_is_not_tied(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_stored_head_is_used_where_nothing_says_that_it_is_not_tied(tmp_path: 
     for text in (config["text_config"], without(config["text_config"], "tie_word_embeddings")):
         (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
         engine = lce.load(tmp_path)
-        assert engine.model.config.tied == ("tie_word_embeddings" not in text)
+        assert engine.setup.model.config.tied == ("tie_word_embeddings" not in text)
         assert difference(engine.logits(ids()), truth) <= 1e-4
 
 

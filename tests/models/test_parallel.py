@@ -256,7 +256,7 @@ def test_a_context_goes_from_two_ranks_to_three_and_to_one(tmp_path: Path) -> No
 def in_other_ways(group: Any, model: Path, folder: Path) -> list[Any]:
     """What an engine says in chats, with another method, after an eviction and a truncation, and when it scores."""
     engine = lce.load(model, lce.methods.make("longheads", CHUNKS), ranks=group, block=32)
-    chat, whole = engine.conversation("be brief"), engine.using("full")
+    chat, whole = engine.conversation("be brief"), lce.Engine(engine.setup.using("full"))
     found = [chat.stream(question, max_tokens=5).finish().token_ids for question in ("one", "two")]
     context, file = whole.prefill(IDS), folder / f"{group is None}.lce"
     half = whole.evict(context, 0.5)

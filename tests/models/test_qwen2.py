@@ -51,7 +51,7 @@ def test_a_window_is_of_all_layers_or_of_none(tmp_path: Path) -> None:
     windowed = {**SLIDING, "layer_types": None}
     for n_full, expected in ((0, 24), (2, None), (28, None)):
         changed = edited(folder, tmp_path / f"{n_full}", windowed | {"max_window_layers": n_full})
-        assert lce.load(changed).model.config.sliding_window == expected
+        assert lce.load(changed).setup.model.config.sliding_window == expected
     message = "max_window_layers is 1; expected 0 or at least num_hidden_layers, 2: one kind .*; set use_sliding_window"
     with pytest.raises(ModelError, match=message):
         lce.load(edited(folder, tmp_path / "a", windowed | {"max_window_layers": 1}))

@@ -130,7 +130,7 @@ def test_a_new_family_is_one_file(tiny_model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     code = (
         "import sys, lce, lce.models; lce.models.__path__.append(sys.argv[1]); engine = lce.load(sys.argv[2]);"
-        "print(type(engine.model).__name__, engine.window, engine.logits([3, 4]).shape)"
+        "print(type(engine.setup.model).__name__, engine.window, engine.logits([3, 4]).shape)"
     )
     assert output(code, tmp_path, model, cwd=ROOT) == "Parrot 48 torch.Size([2, 300])\n"
 

@@ -117,15 +117,15 @@ def test_dynamic_is_fixed_by_the_announced_length(tiny_model: Path) -> None:
     engine = lce.load(tiny_model, rope="dynamic", rope_factor=2.0)
     ids = [(7 * i) % 290 + 5 for i in range(200)]
     announced = engine.prefill(ids[:100], length=200)
-    frequencies = announced._rope.inv_freq.clone()
+    frequencies = announced.rope.inv_freq.clone()
     engine.prefill(ids[100:], context=announced)
-    assert torch.equal(announced._rope.inv_freq, frequencies)
+    assert torch.equal(announced.rope.inv_freq, frequencies)
     whole = engine.logits(ids)[-1]
     assert (announced.logits - whole).abs().max() <= 1e-4
     unannounced = engine.prefill(ids[:100])
-    frequencies = unannounced._rope.inv_freq.clone()
+    frequencies = unannounced.rope.inv_freq.clone()
     fork = unannounced.fork()
     engine.prefill(ids[100:], context=unannounced)
-    assert torch.equal(unannounced._rope.inv_freq, frequencies)
-    assert torch.equal(fork._rope.inv_freq, frequencies)
+    assert torch.equal(unannounced.rope.inv_freq, frequencies)
+    assert torch.equal(fork.rope.inv_freq, frequencies)
     assert (unannounced.logits - whole).abs().max() > 1e-2

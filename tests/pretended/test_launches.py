@@ -40,11 +40,11 @@ def test_launches_of_a_recorded_step(
     assert bound is not None
     counted = []
     for n_layers in (2, 1):
-        monkeypatch.setattr(engine.model, "layers", engine.model.layers[:n_layers])
-        tape = CudaTape(engine.device)
+        monkeypatch.setattr(engine.setup.model, "layers", engine.setup.model.layers[:n_layers])
+        tape = CudaTape(engine.setup.device)
         work = (
-            DecodeGraph(engine.model, engine.alone.driver, engine.device, tape)
-            ._prepared(context.cache, context._rope, bound)
+            DecodeGraph(engine.setup.model, engine.setup.driver, engine.setup.device, tape)
+            ._prepared(context.cache, context.rope, bound)
             .work
         )
 

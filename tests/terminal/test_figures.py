@@ -82,7 +82,7 @@ def test_a_model(tiny_model: Path) -> None:
     assert (found["n_layers"], found["n_heads"], found["n_kv_heads"], found["head_dim"]) == (2, 4, 2, 16)
     assert (found["window"], found["dtype"], found["vocab_size"]) == (64, "float32", 300)
     assert found["weight_bytes"] == 4 * found["parameters"]
-    assert found["fingerprint"] == lce.load(tiny_model).fingerprint
+    assert found["fingerprint"] == lce.load(tiny_model).setup.fingerprint
     assert (found["tokenizer"], found["chat_template"]) == ("tokenizer.json", False)
     assert found["methods"]["longheads"]["chunk_size"] == 2
     assert found["methods"]["dca"]["chunk_size"] == 48

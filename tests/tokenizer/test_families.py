@@ -247,7 +247,7 @@ def test_an_engine_reads_a_chat_and_stops_at_the_end_of_a_turn(tmp_path: Path, k
     ends = [tokenizer.encode(token)[0] for token in ("<|im_end|>", "<|endoftext|>")]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "bos_token_id": ends[1]}))
     engine = lce.load(tmp_path)
-    assert engine.model.config.eos_ids == tuple(ends)
+    assert engine.setup.model.config.eos_ids == tuple(ends)
     text = engine.tokenizer.chat(CONVERSATIONS["system"])
     result = engine.generate(text, max_tokens=4)
     assert result.stats.prompt_tokens == len(tokenizer.encode(text))

@@ -17,8 +17,8 @@ IDS = list(range(2, 402))
 def test_full_attention_is_the_same_to_the_bit(factor: float, tmp_path: Path) -> None:
     changed = rescale(DEMO, factor, tmp_path / "new")
     old, new = lce.load("demo"), lce.load(tmp_path / "new")
-    assert changed == 2 * old.model.config.n_layers
-    assert old.fingerprint != new.fingerprint
+    assert changed == 2 * old.setup.model.config.n_layers
+    assert old.setup.fingerprint != new.setup.fingerprint
     assert torch.equal(old.logits(IDS), new.logits(IDS))
 
 

@@ -57,7 +57,7 @@ def test_a_turn_ends_at_a_token_that_only_the_vocabulary_knows(
         pair for pair in metadata.pop("tokenizer.ggml.merges") if old not in (*pair.split(), pair.replace(" ", ""))
     ]
     engine = lce.load(save_gguf(tmp_path / "ends.gguf", model, **metadata, **{"tokenizer.ggml.merges": merges}))
-    assert engine.model.config.eos_ids == (1, free[2])
+    assert engine.setup.model.config.eos_ids == (1, free[2])
     ended = engine.generate(IDS, max_tokens=4)
     assert ended.finish_reason == "stop"
     assert ended.token_ids == free[: free.index(free[2])]
@@ -72,7 +72,7 @@ def test_plans_count_weights_as_they_are_stored(tiny_model: Path, gguf: Path) ->
     assert isinstance(stored, lce.ModelInfo)
     assert stored.weight_bytes
     assert stored.weight_bytes * 0.99 < packed.tiers["device"].weights < stored.weight_bytes * 1.05
-    assert lce.load(gguf / "tiny-Q8_0.gguf").dtype == torch.bfloat16
+    assert lce.load(gguf / "tiny-Q8_0.gguf").setup.dtype == torch.bfloat16
 
 
 def test_types_are_listed_by_kind_of_tensor(model: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_types_are_listed_by_kind_of_tensor(model: SimpleNamespace, tiny_model: 
 def test_a_folder_stands_for_its_only_file_and_any_shard_for_all(
     model: SimpleNamespace, tiny_model: Path, gguf: Path, tmp_path: Path
 ) -> None:
-    expected = lce.load(gguf / "tiny-F32.gguf").fingerprint
+    expected = lce.load(gguf / "tiny-F32.gguf").setup.fingerprint
     (tmp_path / "one").mkdir()
     shutil.copy(gguf / "tiny-F32.gguf", tmp_path / "one")
     shutil.copy(gguf / "tiny-F32.gguf", tmp_path / "sha256-0123")  # as Ollama calls its files
@@ -106,7 +106,7 @@ def test_a_folder_stands_for_its_only_file_and_any_shard_for_all(
     shards = sorted(first.parent.iterdir())
     assert len(shards) == 3
     for path in (tmp_path / "one", tmp_path / "sha256-0123", first.parent, *shards):
-        assert lce.load(path).fingerprint == expected
+        assert lce.load(path).setup.fingerprint == expected
     shards[1].unlink()
     assert_error(run("info", shards[2]), 3, "1 of 3 shards are missing")
 
@@ -145,7 +145,7 @@ def test_maps_beside_a_file_are_its_own(gguf: Path, tmp_path: Path) -> None:
         shutil.copy(gguf / name, tmp_path)
     engine = lce.load(tmp_path / "tiny-F32.gguf")
     layers = [LowDimMap.unbiased(torch.randn(64, 8), torch.randn(32, 8)) for _ in range(2)]
-    learned_for = LearnedFor(engine.fingerprint, 8, 32, engine.window, engine.rope)
+    learned_for = LearnedFor(engine.setup.fingerprint, 8, 32, engine.window, engine.setup.rope)
     save_maps(LowDimMaps(layers), tmp_path / "tiny-F32.esa_maps.safetensors", learned_for)
     assert lce.load(tmp_path / "tiny-F32.gguf", lce.methods.ESA(low_dim=8)).generate(IDS, max_tokens=2).token_ids
     with pytest.raises(UsageError, match="this model has no calibrated maps"):

@@ -45,14 +45,14 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: Hub, tiny_model: P
     assert sorted(x.name for x in snapshot(hub).iterdir()) == sorted(x.name for x in tiny_model.iterdir())
     assert (snapshot(hub) / "config.json").is_symlink()
     n_asked = len(hub.asked)
-    assert lce.load(NAME).fingerprint == engine.fingerprint == lce.load(tiny_model).fingerprint
+    assert lce.load(NAME).setup.fingerprint == engine.setup.fingerprint == lce.load(tiny_model).setup.fingerprint
     found, there = lce.info(NAME), lce.info(snapshot(hub))
     assert isinstance(found, lce.ModelInfo)
     assert isinstance(there, lce.ModelInfo)
     assert (found.folder, found.identity) == (there.folder, there.identity)
     assert len(hub.asked) == n_asked
     hub.models[NAME]["config.json"] += b" "  # another commit: what is here is taken all the same
-    assert lce.load(NAME).fingerprint == engine.fingerprint
+    assert lce.load(NAME).setup.fingerprint == engine.setup.fingerprint
     assert len(hub.asked) == n_asked
 
 
@@ -68,7 +68,7 @@ def test_shards_are_those_of_the_index(hub: Hub, tiny_model: Path) -> None:
         "weight_map": dict.fromkeys(load_file(tiny_model / "model.safetensors"), "model-00001-of-00001.safetensors")
     }
     hub.models[NAME]["model.safetensors.index.json"] = json.dumps(index).encode()
-    assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+    assert lce.load(NAME).setup.fingerprint == lce.load(tiny_model).setup.fingerprint
     assert hub.fetched()[-2:] == ["model.safetensors.index.json", "model-00001-of-00001.safetensors"]
     n_asked = len(hub.asked)
     lce.load(NAME)
@@ -87,7 +87,7 @@ def test_plan_and_info_download_no_weights(hub: Hub, tiny_model: Path) -> None:
     assert hub.fetched().count("config.json") == 1
     whole = lce.info(NAME)
     assert isinstance(whole, lce.ModelInfo)
-    assert whole.fingerprint == lce.load(tiny_model).fingerprint
+    assert whole.setup.fingerprint == lce.load(tiny_model).setup.fingerprint
 
 
 def test_a_cache_that_another_tool_left_is_enough(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_cache_that_another_tool_left_is_enough(hub: Hub, tiny_model: Path, mo
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     n_asked = len(hub.asked)
     for name in (f"{NAME}@v1", f"{NAME}@{hub.commit(NAME)}", f"{NAME}@v1/"):
-        assert lce.load(name).fingerprint == lce.load(tiny_model).fingerprint
+        assert lce.load(name).setup.fingerprint == lce.load(tiny_model).setup.fingerprint
     assert len(hub.asked) == n_asked
     with pytest.raises(
         ModelError, match=f"{NAME} is no file or folder, and is not in the hub's cache, .*HF_HUB_OFFLINE"
@@ -159,7 +159,7 @@ def test_a_download_that_breaks_off_goes_on(hub: Hub, tiny_model: Path, monkeypa
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     hub.add(NAME, tiny_model)
     hub.broken = {"model.safetensors"}
-    assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+    assert lce.load(NAME).setup.fingerprint == lce.load(tiny_model).setup.fingerprint
     assert hub.fetched().count("model.safetensors") == 2
 
 
@@ -199,7 +199,7 @@ def test_another_host_gets_no_token(hub: Hub, tiny_model: Path, monkeypatch: pyt
     with serving() as other:
         other.add(NAME, tiny_model)
         hub.elsewhere = other.address.replace("127.0.0.1", "localhost")
-        assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+        assert lce.load(NAME).setup.fingerprint == lce.load(tiny_model).setup.fingerprint
         assert other.fetched()
         assert {token for *_, token in other.asked} == {None}
         assert {token for *_, token in hub.asked} == {"Bearer hf_secret"}
@@ -208,7 +208,7 @@ def test_another_host_gets_no_token(hub: Hub, tiny_model: Path, monkeypatch: pyt
 def test_what_is_here_is_no_hub_id(hub: Hub, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, tmp_path / NAME)
-    assert lce.load(NAME).fingerprint == lce.load(tiny_model).fingerprint
+    assert lce.load(NAME).setup.fingerprint == lce.load(tiny_model).setup.fingerprint
     (tmp_path / "owner" / "empty").mkdir()
     with pytest.raises(ModelError, match=r"has no config.json; expected a checkpoint's folder"):
         lce.load("owner/empty")
@@ -273,7 +273,7 @@ def test_a_gguf_file_of_the_hub_is_a_model(
             call()
     hub.sizes = {}
     engine = lce.load("owner/x-GGUF:q8_0")
-    assert engine.fingerprint == lce.load(path).fingerprint
+    assert engine.setup.fingerprint == lce.load(path).setup.fingerprint
     assert hub.fetched() == [path.name]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     found, there = lce.info("owner/x-GGUF"), lce.info(path)

@@ -11,6 +11,7 @@ from torch import Tensor
 import lce
 from lce.cache.layer import LayerCache
 from lce.engine.lanes import forward
+from lce.engine.running import lane_of
 from lce.kernels.cpu.layer_jobs import LayerJobs
 from lce.kernels.cpu.replay import Replays
 from lce.kernels.cpu.threads import Jobs
@@ -268,8 +269,8 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
             n = (len(lanes), 3, 1, len(lanes))[turn % 4]
             shift = turn // 5 % len(lanes)
             some = [*lanes[shift:], *lanes[:shift]][:n]
-            now = [engines[name].alone.lane(each, [5 + turn], decoding=True) for name, each in some]
-            found.append(torch.stack(forward(engines[some[0][0]].model, now)))
+            now = [lane_of(engines[name].setup, each, [5 + turn], decoding=True) for name, each in some]
+            found.append(torch.stack(forward(engines[some[0][0]].setup.model, now)))
             for lane in now:
                 lane.check()
         return found

@@ -1,5 +1,6 @@
 """A benchmark of a tiny model: every row is there, and its work is what the formulas say."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_every_method_and_length(tiny_model: Path) -> None:
 def test_weights_are_shared_with_the_same_model_alone(tiny_model: Path, tmp_path: Path) -> None:
     engine, other = lce.load(tiny_model), save_tiny(tmp_path, seed=1)
     shared = lce.load(tiny_model, "longheads", sharing=engine)
-    assert shared.model is engine.model
+    assert shared.setup.model is engine.setup.model
     assert shared.generate([5, 6], max_tokens=4).token_ids == engine.generate([5, 6], max_tokens=4).token_ids
     with pytest.raises(UsageError, match="another model"):
         lce.load(other, sharing=engine)
@@ -68,7 +69,7 @@ def test_an_end_token_ends_no_measurement(tiny_model: Path, monkeypatch: pytest.
     subject, generate, calls = Subject(engine), engine.generate, []
     context, first = subject.prefill(8, 60)
     plain = engine.generate([], context=context.fork(), max_tokens=20).token_ids
-    engine.alone.eos_ids = frozenset(plain[3::2])
+    engine.setup = replace(engine.setup, eos_ids=frozenset(plain[3::2]))
     monkeypatch.setattr(engine, "generate", lambda *args, **how: calls.append(generate(*args, **how)) or calls[-1])
     context, first = subject.prefill(8, 60)
     assert subject.decode(context, 20, first) > 0

@@ -40,7 +40,7 @@ def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     engine = lce.load(tiny_model, method=ESA(maps=str(out), low_dim=8, **KNOBS))
     assert engine.generate(TEXT[:400], max_tokens=4).token_ids
-    assert engine.method.maps.learned_for == LearnedFor(engine.fingerprint, 8, 8, 64, engine.rope)
+    assert engine.method.maps.learned_for == LearnedFor(engine.setup.fingerprint, 8, 8, 64, engine.setup.rope)
     layers = engine.method.maps.layers
     assert all(bool(maps.query_bias.any()) and bool(maps.key_bias.any()) for maps in layers.values())
 

@@ -114,7 +114,7 @@ def test_the_model_says_what_it_is(folder: Path) -> None:
     assert lm.engine.method == lce.methods.LongHeads(chunk_size=4, chunks=8).resolve(64)
     assert lm.max_length is None  # no limit
     about = lm.get_model_info()
-    assert about["model_sha"] == lm.tokenizer_name == lm.engine.fingerprint
+    assert about["model_sha"] == lm.tokenizer_name == lm.engine.setup.fingerprint
     assert about["lce_engine"] == repr(lm.engine)
     assert "linear" in about["lce_rope"]
 

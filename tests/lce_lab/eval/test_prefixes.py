@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import lce
+from lce.engine import running
 from lce_lab.eval.prefixes import read_all
 from tests.checkpoints import save_tiny, tokens
 
@@ -68,9 +69,9 @@ def test_what_texts_have_in_common_is_read_once(
 ) -> None:
     engine = lce.load(folder, block=BLOCK, rope=rope, rope_factor=None if rope == "none" else 2.0)
     read = []
-    append = engine.alone.append
+    append = running.append
     monkeypatch.setattr(
-        engine.alone, "append", lambda context, ids, *a: read.append(len(ids)) or append(context, ids, *a)
+        running, "append", lambda setup, context, ids, *a: read.append(len(ids)) or append(setup, context, ids, *a)
     )
     contexts = [context for _, context in read_all(engine, TEXTS)]
     different = [text for number, text in enumerate(TEXTS) if text not in TEXTS[:number]]
@@ -81,7 +82,7 @@ def test_what_texts_have_in_common_is_read_once(
 
 def test_the_longest_is_refused_before_any_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(folder)
-    monkeypatch.setattr(engine.alone, "append", None)
+    monkeypatch.setattr(running, "append", None)
     with pytest.raises(lce.CapacityError):
         next(read_all(engine, TEXTS, [1 << 50] * len(TEXTS)))
     assert list(read_all(engine, [])) == []

@@ -60,8 +60,8 @@ def test_the_longest_text_that_can_be_read(folder: Path, options: dict[str, Any]
     engine = lce.load(folder, **options)
     assert longest(engine) == expected
     if expected:
-        assert engine.beyond(expected) is None
-        assert engine.beyond(expected + 1) is not None
+        assert engine.setup.beyond(expected) is None
+        assert engine.setup.beyond(expected + 1) is not None
 
 
 @pytest.mark.parametrize("method", ["full", lce.methods.LongHeads(chunk_size=4, chunks=8)], ids=["full", "longheads"])
@@ -133,7 +133,9 @@ def test_generations_end_before_the_first_stop(folder: Path) -> None:
 
 def test_a_stop_may_be_a_special_token(folder: Path) -> None:
     engine = lce.load(folder)
-    engine.model.head = torch.zeros_like(engine.model.head)  # the likeliest token is then the first one, <s>
+    engine.setup.model.head = torch.zeros_like(
+        engine.setup.model.head
+    )  # the likeliest token is then the first one, <s>
     for until, n_written in ((("x",), 9), (("x", "<s>"), 1)):
         context = engine.prefill(TEXT)
         assert requests._written(engine, context, Generating(until, 9)) == ""

@@ -10,7 +10,7 @@ from tokenizers import normalizers, processors
 import lce
 from lce.errors import DataError
 from lce_lab.eval.record import Record
-from lce_lab.eval.running import Asking, Shard, answers, decode_bytes, evaluate, is_decided
+from lce_lab.eval.running import Asking, Shard, answers, evaluate, is_decided
 from lce_lab.eval.sample import Sample
 from lce_lab.eval.suite import MadeSuite, make_tasks
 from tests.checkpoints import save_tiny
@@ -89,6 +89,7 @@ def test_nothing_recorded_is_asked_again(engine: lce.Engine, tmp_path: Path, mon
     score = evaluate(engine, made(), setting=SETTING, record=record)
     for name in ("generate", "prefill", "new_context"):
         monkeypatch.delattr(lce.Engine, name)
+    monkeypatch.delattr(lce.Batch, "stream")
     assert evaluate(engine, made(), setting=SETTING, record=record) == score
     assert evaluate(engine, made(), setting=SETTING, record=Record(record.path)) == score
     with pytest.raises(AttributeError):  # another setting is other samples
@@ -216,10 +217,10 @@ def test_bytes_read_are_those_of_all_keys_and_values_for_full_attention(tiny_mod
     context = engine.prefill("some text that is not long")
     n = len(context) + 1
     assert (
-        decode_bytes(engine, context) == n * 2 * 2 * 2 * 16 * 4
+        lce.profiled_step(engine, context).read_bytes == n * 2 * 2 * 2 * 16 * 4
     )  # keys and values, layers, KV heads, dimensions, bytes
     engine.generate([], context=context, max_tokens=3)
-    assert decode_bytes(engine, context) == len(context) * 2 * 2 * 2 * 16 * 4
+    assert lce.profiled_step(engine, context).read_bytes == len(context) * 2 * 2 * 2 * 16 * 4
 
 
 def test_bytes_read_are_those_of_the_method_that_writes(tiny_model: Path) -> None:
@@ -228,10 +229,10 @@ def test_bytes_read_are_those_of_the_method_that_writes(tiny_model: Path) -> Non
     found = []
     for before in (None, "self_extend"):
         engine = lce.load(tiny_model, method, prefill_method=before)
-        found.append(decode_bytes(engine, engine.prefill(ids)))
+        found.append(lce.profiled_step(engine, engine.prefill(ids)).read_bytes)
     full = lce.load(tiny_model)
     assert abs(found[0] - found[1]) < found[0] // 5, "other values in the second layer choose other pages"
-    assert found[1] < decode_bytes(full, full.prefill(ids)) // 2
+    assert found[1] < lce.profiled_step(full, full.prefill(ids)).read_bytes // 2
 
 
 def test_what_cannot_be_asked_is_refused(engine: lce.Engine, tmp_path: Path) -> None:

@@ -55,7 +55,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_tiny(tmp_path_factory.mktemp("one-layer"), num_hidden_layers=1)
     engine = lce.load(folder)
     maps = LowDimMaps([LowDimMap.unbiased(torch.randn(64, 16), torch.randn(32, 16))])
-    save_maps(maps, folder / "esa_maps.safetensors", LearnedFor(engine.fingerprint, 16, 32, engine.window, engine.rope))
+    save_maps(
+        maps,
+        folder / "esa_maps.safetensors",
+        LearnedFor(engine.setup.fingerprint, 16, 32, engine.window, engine.setup.rope),
+    )
     return folder
 
 

@@ -1,0 +1,123 @@
+"""Prefills a document into a context, or straight into a context file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from lce.engine.answer import Stats
+from lce.engine.arguments import Prompt
+from lce.engine.context import Context
+from lce.engine.contexts import appended, context_of, own_context, prompt_ids
+from lce.engine.planning import ALLOWANCE
+from lce.engine.running import append, blocks, read
+from lce.engine.saving import PrefillJob, Target
+from lce.engine.setup import Setup
+from lce.engine.window import warn
+from lce.errors import UsageError
+from lce.files import path_of
+from lce.progress import Progress, check_progress, reported
+from lce.sizes import count
+
+
+def prefill(
+    setup: Setup,
+    document: Prompt,
+    context: Context | None = None,
+    length: int | str | None = None,
+    progress: Progress | bool | None = None,
+) -> Context:
+    """Append a document to `context`, or to a new context: see `Engine.prefill`."""
+    announced = 0 if length is None else count(length, "length", least=0)
+    ids = prompt_ids(setup, document, own_context(setup, context))
+
+    def work(held: Context) -> Context:
+        held.token_ids.extend(ids)
+        with reported(progress, "prefill") as tell:
+            read(setup, held, tell)
+        return held
+
+    return appended(setup, context, len(ids), announced, work)
+
+
+def prefill_file(
+    setup: Setup,
+    document: Prompt,
+    path: str | Path,
+    context: Context | None = None,
+    length: int | str | None = None,
+    checkpoint_every: int | str | None = None,
+    force: bool = False,
+    progress: Progress | bool | None = None,
+    shrink: Callable[[Context, Progress], Context] | None = None,
+) -> Stats:
+    """Prefill a document into the context file `path`: see `Engine.prefill_file`.
+
+    With `shrink`, the text is prefilled in memory, and what `shrink` returns for its context is written.
+    """
+    every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
+    path, ids = path_of(path), prompt_ids(setup, document, own_context(setup, context))
+    wanted = 0 if length is None else count(length, "length", least=0)
+    check_progress(progress)
+    if shrink is not None or setup.ranks.count > 1 or (context is not None and context.cache.n_evicted):
+        if every is not None:
+            raise UsageError("checkpoint_every is for a prefill on one rank that keeps all keys; leave it out")
+        target = Target(path, force, context.data.saves if context else ())
+        return _file_from_memory(setup, ids, target, context, wanted, progress, shrink)
+    with nullcontext() if context is None else context.hold():
+        before = None if context is None else context.data
+        ids = ids if before is None else [*before.token_ids, *ids]
+        announced = max(len(ids), wanted) if before is None else before.announced
+        ALLOWANCE.planner(setup.layout, into_file=True).check(len(ids))
+        warn(setup.beyond(len(ids)))
+        target = Target(path, force, () if before is None else before.saves)
+        job = PrefillJob(target, setup.layout, setup.identity, ids, announced)
+        try:
+            held = context_of(setup, job.start(before))
+            ALLOWANCE.promise(held.cache, len(ids))
+            stats = Stats(prompt_tokens=len(held.uncached), read_before=held.cache.length)
+            started = time.perf_counter()
+            with torch.inference_mode(), reported(progress, "prefill") as tell:
+                for part in blocks(held.uncached, setup.block, tell, done=held.cache.length):
+                    if held.cache.length - job.n_written >= (every or len(ids)):
+                        job.checkpoint(held.data)
+                    append(setup, held, part)
+            stats.prefill_s = time.perf_counter() - started
+            job.finish(held.data)
+        except BaseException as error:
+            job.abandon(error)
+            raise
+    stats.memory, stats.traffic = held.cache.bytes_by_tier, held.cache.traffic
+    return stats
+
+
+def _file_from_memory(
+    setup: Setup,
+    ids: list[int],
+    target: Target,
+    context: Context | None,
+    length: int,
+    progress: Progress | bool | None,
+    shrink: Callable[[Context, Progress], Context] | None,
+) -> Stats:
+    """Prefill a document in memory, shrink its context, if asked to, and write the file."""
+    target.check()
+    n = len(ids)
+    stats, whole = Stats(prompt_tokens=n, read_before=len(context or ())), n if shrink is None else 2 * n
+    with reported(progress, "prefill") as tell:
+        started, held = time.perf_counter(), None if context is None else context.fork()
+        held = prefill(setup, ids, held, length, lambda done, _: tell(done, whole))
+        stats.prefill_s = time.perf_counter() - started
+        with held:
+            written = held
+            if shrink is not None:
+                written = shrink(held, lambda done, total: tell(n + done * n // total, whole))
+                stats.evict_s = time.perf_counter() - started - stats.prefill_s
+            with written:
+                setup.files.save(target, written.data)
+                stats.memory, stats.traffic = written.cache.bytes_by_tier, written.cache.traffic
+    return stats

@@ -1,0 +1,179 @@
+"""The generation loop of one context: prefills the prompt in blocks, then decodes token by token."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from lce.engine.answer import Answer, Generation, Piece
+from lce.engine.arguments import Options, generation_options
+from lce.engine.context import Context
+from lce.engine.contexts import new_context, own_context, reserve
+from lce.engine.lanes import Lane, forward
+from lce.engine.setup import Setup
+from lce.engine.stream import CancelFlag, Stream
+from lce.engine.window import warn
+from lce.errors import UsageError
+from lce.methods.run import Driver
+from lce.models.products import Slices
+from lce.progress import Progress, reported
+from lce.system import uses_threads
+from lce.tokenizer.tokenizer import NoTokenizer
+
+Rest = Literal["nothing", "answer", "blocks"]  # what a generation that fails leaves in its context
+
+
+class _Cancelled(Exception):
+    """An exception that ends the prefill of a cancelled stream; `pieces` catches it."""
+
+
+def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
+    """Check the options of `Engine.generate`. Raises `UsageError` for those that cannot be used with this engine."""
+    options = generation_options(given)
+    own_context(setup, options.context)
+    options.sampling.check(setup.model.config.vocab_size)
+    if options.sampling.stop and isinstance(setup.tokenizer, NoTokenizer):
+        raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
+    if setup.ranks.count > 1 and options.sampling.seed is None and not options.sampling.greedy:
+        seed = setup.ranks.exchange(secrets.randbits(62))[0]  # ranks with one seed draw the same tokens
+        options = replace(options, sampling=replace(options.sampling, seed=seed))
+    return options
+
+
+def stream(setup: Setup, ids: list[int], options: Options, flag: CancelFlag, rest: Rest = "answer") -> Stream:
+    """Return a stream of the answer to the prompt `ids`; `rest` stays in the context if the generation fails."""
+    result = Generation(logprobs=None if options.logprobs is None else [])
+    result.warning = warn(setup.beyond(len(ids) + len(options.context or ())))
+    return Stream(_reserved_pieces(setup, ids, options, result, flag, rest), result, flag)
+
+
+def _reserved_pieces(
+    setup: Setup, ids: list[int], options: Options, result: Generation, flag: CancelFlag, rest: Rest
+) -> Generator[Piece, None, None]:
+    """Reserve the context and memory for all tokens, then yield the answer's pieces."""
+    n_new = len(ids) + options.max_tokens
+    if flag.is_set:
+        return
+    context = new_context(setup, n_new) if options.context is None else options.context
+    with context.hold():
+        reserve(setup, context.cache, len(context) + n_new)
+        yield from pieces(setup, context, ids, options, result, flag, rest)
+        result.warning = result.warning or warn(setup.beyond(len(context)))
+
+
+def lane_of(
+    setup: Setup,
+    context: Context,
+    ids: Sequence[int],
+    driver: Driver | None = None,
+    *,
+    ahead: bool = False,
+    decoding: bool = False,
+) -> Lane:
+    """Return a `Lane` that appends `ids`. With a `driver`, or without a `tape`, no step is recorded."""
+    if setup.tape is not None and context.graph is None:
+        from lce.engine.graph import DecodeGraph
+
+        context.graph = DecodeGraph(setup.model, setup.driver, setup.device, setup.tape(setup.device))
+    recorder = context.graph if driver is None and setup.tape is not None else None
+    return Lane(driver or setup.driver, context.cache, context.rope, ids, recorder, ahead=ahead, decoding=decoding)
+
+
+def append(
+    setup: Setup,
+    context: Context,
+    ids: Sequence[int],
+    driver: Driver | None = None,
+    *,
+    slices: Slices | None = None,
+    **how: bool,
+) -> Lane:
+    """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
+
+    After an error or an interruption the cache has all tokens of the block or none.
+    """
+    lane = lane_of(setup, context, ids, driver, **how)
+    uses_threads()
+    try:
+        forward(setup.model, [lane], slices)
+        lane.check()
+    except Exception as error:
+        context.data.blame(error)
+        raise
+    finally:
+        context.store_logits(lane)
+    return lane
+
+
+def read(setup: Setup, context: Context, progress: Progress | None = None) -> None:
+    """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again."""
+    if context.logits is None and len(context) == context.cache.n_tokens > 0:
+        context.cache.truncate(context.cache.nearest(context.cache.length - 1))
+    for ids in blocks(context.uncached, setup.block, progress):
+        append(setup, context, ids)
+
+
+def pieces(
+    setup: Setup,
+    context: Context,
+    ids: Sequence[int],
+    options: Options,
+    result: Generation,
+    flag: CancelFlag,
+    rest: Rest,
+) -> Iterator[Piece]:
+    """Prefill the prompt `ids` after a context's tokens, then yield the answer's text until `flag` is set.
+
+    `rest` says what stays in the context if the call fails or is cancelled. The answer's tokens so far, which
+    `result` has too, stay if it is "answer" or "blocks", blocks of an incomplete prefill only if it is "blocks".
+    Without them the context goes back to its state before the call.
+    """
+    stats, started, mark = result.stats, time.perf_counter(), context.mark()
+    said: int | None = None  # the number of the context's tokens before the answer; None during prefill
+    try:
+        stats.prompt_tokens, stats.read_before = len(ids), len(context)
+        context.token_ids.extend(ids)
+        with reported(options.progress, "prefill") as report:
+
+            def tell(done: int, total: int) -> None:
+                report(done, total)
+                if flag.is_set:
+                    raise _Cancelled
+
+            read(setup, context, tell)
+        stats.prefill_s = time.perf_counter() - started
+        said, answer = len(context), Answer(options, setup.eos_ids, setup.tokenizer, result, context.token_ids)
+        logits, likeliest = context.logits, None
+        while not flag.is_set:
+            assert logits is not None
+            text = answer.take(logits, likeliest)
+            context.token_ids.extend(result.token_ids[len(context) - said :])
+            if text:
+                yield Piece(text)
+            if answer.done:
+                break
+            lane = append(setup, context, context.uncached, ahead=answer.ahead, decoding=True)
+            logits, likeliest = lane.logits, lane.likeliest
+    except BaseException as error:
+        if said is not None and rest != "nothing":
+            context.token_ids[said:] = result.token_ids
+        elif rest == "blocks":
+            del context.token_ids[max(mark.n_tokens, context.cache.n_tokens) :]
+        else:
+            context.go_back(mark)
+        if not isinstance(error, _Cancelled):
+            raise
+    finally:
+        stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+
+
+def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
+    """Yield `ids` in blocks, and call `progress` after each. Progress begins at `done`, the tokens read before."""
+    for start in range(0, len(ids), block):
+        part = ids[start : start + block]
+        yield part
+        if progress:
+            progress(done + start + len(part), done + len(ids))
