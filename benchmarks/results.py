@@ -122,7 +122,8 @@ def tables(name: str) -> str:
 def page() -> str:
     """Return the page as the records make it."""
     prose = PROSE.read_text(encoding="utf-8")
-    return re.sub(r"^\{\{(\w+)\}\}$", lambda found: tables(found[1]), prose, flags=re.MULTILINE)
+    made = re.sub(r"^\{\{(\w+)\}\}$", lambda found: tables(found[1]), prose, flags=re.MULTILINE)
+    return made.replace("| --- |", "|---|").replace(" ---: |", "---:|")
 
 
 def main() -> None:
