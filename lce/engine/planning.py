@@ -14,7 +14,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -159,8 +159,9 @@ class Planner:
     def refusal(self, n_tokens: int) -> str | None:
         """Return why `n_tokens` tokens do not fit, the longest length that fits, and a remedy; None if they fit."""
         lacking = [(tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits]
-        if not lacking:
-            return None
+        return self._reason(n_tokens, lacking) if lacking else None
+
+    def _reason(self, n_tokens: int, lacking: Sequence[tuple[str, Need]]) -> str:
         devices = [(tier, need) for tier, need in lacking if tier not in (HOST, DISK)]
         tier, need = max(devices, key=lambda each: each[1].keys_and_values) if devices else lacking[0]
         part = next((part for part in self.layout.by_device if part.device_tier == tier), None)

@@ -47,13 +47,13 @@ class Sampling(Record):
     """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
 
     `logit_bias` maps token ids to numbers that are added to their logits, -100 to 100. Penalties come next, also at
-    temperature 0. `repetition_penalty` divides the positive logits and multiplies the
-    negative ones of all tokens in context, prompt and answer so far; 1 is off. `presence_penalty` is subtracted from
-    the logits of tokens in the answer so far, `frequency_penalty` once for each time the token is there; 0 is off.
+    temperature 0. `repetition_penalty` divides the positive logits and multiplies the negative ones of all tokens in
+    context, prompt and answer so far. `presence_penalty` is subtracted from the logits of tokens in the answer so far,
+    `frequency_penalty` once for each time the token is there.
 
     With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
     keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
-    whose probability is at least `min_p` times that of the likeliest. `top_k` 0, `top_p` 1 and `min_p` 0 drop nothing.
+    whose probability is at least `min_p` times that of the likeliest. By default no filter drops a token.
     The same `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the
     strings `stop`. A function `stop` is called with the text so far after each token; True ends the text.
     """
