@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lce.engine.devices import devices_of
 from lce.errors import RankError, UsageError, shown
 from lce.methods.base import Method
 from lce.models.config import ModelConfig
 from lce.models.layers import Model
 from lce.models.products import SummedMatrix, VocabularyPart
-from lce.models.ranks import ALONE, LIMIT_S, Division, Ranks
+from lce.models.ranks import LIMIT_S, Division, Ranks
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import ROW_BLOCK, Scheme
 from lce.weights.slices import Slice, block_size, check_cuts, sliced
@@ -27,13 +28,11 @@ LAUNCH = "torchrun --nproc-per-node 2 -m lce ..."
 
 
 def ranks_of(value: object) -> Ranks:
-    """Return the ranks that a user names: None (this process alone), "all" of torchrun's, or a process group.
+    """Return the ranks that a user names: "all" of torchrun's, or a process group.
 
     "all" joins the processes that torchrun started, unless torch.distributed has a group already. Tensors on CPUs go by
     gloo, tensors on GPUs by NCCL.
     """
-    if value is None:
-        return ALONE
     if not dist.is_available():
         raise UsageError("this PyTorch has no torch.distributed, so ranks cannot be used; leave ranks out")
     if isinstance(value, str) and value == "all":
@@ -67,26 +66,20 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def device_for(ranks: Ranks, device: Any) -> Any:
-    """Return the device that a user named; of several GPUs here, "auto" and "cuda" are the one of this rank."""
-    if ranks.count == 1 or not torch.cuda.is_available() or str(device) not in ("None", "auto", "cuda"):
-        return device
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.rank)) % torch.cuda.device_count()}"
+def devices_for(ranks: Ranks, device: Any) -> tuple[torch.device, ...]:
+    """Return the device that a user named, of one of several ranks; "auto" and "cuda" are this rank's GPU, if any.
 
-
-def check_devices(ranks: Ranks, devices: Sequence[torch.device]) -> None:
-    """Raise `UsageError` for several devices on one rank. Make a GPU the one by which ranks exchange objects."""
-    if ranks.count > 1 and len(devices) > 1:
+    Ranks exchange objects by that GPU. Raises `UsageError` for several devices.
+    """
+    if torch.cuda.is_available() and str(device) in ("None", "auto", "cuda"):
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.rank)) % torch.cuda.device_count()}"
+    devices = devices_of(device)
+    if len(devices) > 1:
         names = ",".join(map(str, devices))
         raise UsageError(f"device is {names} with {ranks.count} ranks; expected one device for each rank: leave it out")
-    if ranks.count > 1 and devices[0].type == "cuda":
+    if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-
-
-def check_method(ranks: Ranks, method: Method) -> None:
-    """Raise `UsageError` for a method in which heads of different ranks would depend on each other."""
-    if ranks.count > 1 and (why := method.couples_heads):
-        raise UsageError(f"{method.label} cannot be divided among {ranks.count} ranks: {why}; or load without ranks")
+    return devices
 
 
 def check_same(ranks: Ranks, *facts: object) -> None:
@@ -97,11 +90,19 @@ def check_same(ranks: Ranks, *facts: object) -> None:
 
 
 def division_of(
-    config: ModelConfig, ranks: Ranks, family: type[Model], checkpoint: Checkpoint, schemes: Mapping[str, Scheme]
+    config: ModelConfig,
+    ranks: Ranks,
+    family: type[Model],
+    method: Method,
+    checkpoint: Checkpoint,
+    schemes: Mapping[str, Scheme],
 ) -> Division:
-    """Return the division of a model whose matrices `schemes` round. Raises `UsageError` if there can be none."""
-    if ranks.count == 1:
-        return Division(config)
+    """Return the division of a model whose matrices `schemes` round. Raises `UsageError` if there can be none.
+
+    There is none for a method in which heads of different ranks would depend on each other.
+    """
+    if why := method.couples_heads:
+        raise UsageError(f"{method.label} cannot be divided among {ranks.count} ranks: {why}; or load without ranks")
     table = family.table(config, checkpoint.shapes)
     if any(words in (("query",), ("key",)) and not name.endswith("_bias") for name, (_, words) in table.items()):
         whole = "it normalises the queries and keys of all heads together"
@@ -121,7 +122,7 @@ def division_of(
 def weights_of(
     division: Division, family: type[Model], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return what `Model.weights` returns, with the shapes that this rank has."""
+    """Return what `Model.weights` returns, with the shapes that one of several ranks has."""
     slices = _slices(division, family, stored)
     whole = family.weights(division.config, stored)
     return {
@@ -130,9 +131,7 @@ def weights_of(
 
 
 def part_of(division: Division, family: type[Model], checkpoint: Checkpoint, ignore: Sequence[str]) -> Checkpoint:
-    """Return a checkpoint of what this rank has."""
-    if division.ranks.count == 1:
-        return checkpoint
+    """Return a checkpoint of what one of several ranks has."""
     checkpoint.check(dict(family.weights(division.config, checkpoint.shapes).values()), ignore)
     return sliced(checkpoint, _slices(division, family, checkpoint.shapes))
 

@@ -16,12 +16,12 @@ from lce.engine.devices import devices_of
 from lce.engine.engine import Engine
 from lce.engine.options import LoadOptions, option, plain, takes
 from lce.engine.setup import Setup
-from lce.engine.sizing import dtype_of, facts_of, fitted, sizes_of
+from lce.engine.sizing import dtype_of, facts_of, fitted, sizes_of, weights_of
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
 from lce.models.layers import Model
-from lce.models.ranks import Division, Ranks
+from lce.models.ranks import ALONE, Division, Ranks
 from lce.models.registry import model_class, read_config
 from lce.progress import notice
 from lce.system import keep_freed_memory, usable_cores, uses_threads
@@ -42,16 +42,6 @@ class Loading(LoadOptions):
     )
 
 
-def _load(given: Loading) -> Setup:
-    """Do what `load` does."""
-    if (threads := plain(given.threads)) is not None:
-        torch.set_num_threads(_within_cores(threads, usable_cores()))
-    ranks = dividing.ranks_of(given.ranks)
-    made = ranks.together(partial(_loaded, given, ranks))
-    dividing.check_same(ranks, made.division.config, made.method, made.block, made.dtype, made.rope, made.weights)
-    return made
-
-
 @takes(Loading)
 def load(given: Loading) -> Engine:
     """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
@@ -60,12 +50,20 @@ def load(given: Loading) -> Engine:
     `length` tokens; its name is printed on stderr. Raises `ModelError` for what is no valid model or cannot be had, and
     `UsageError` for options that cannot be used. The options:
     """
-    return Engine(_load(given))
+    if (threads := plain(given.threads)) is not None:
+        torch.set_num_threads(_within_cores(threads, usable_cores()))
+    if given.ranks is None:
+        return Engine(_loaded(given, ALONE))
+    ranks = dividing.ranks_of(given.ranks)
+    made = ranks.together(partial(_loaded, given, ranks))
+    dividing.check_same(ranks, made.division.config, made.method, made.block, made.dtype, made.rope, made.weights)
+    return Engine(made)
 
 
 def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:
     """Return a setup with another method, and another setup's weights and options."""
-    return _load(replace(given, method=method, sharing=Engine(sharing), prefill_method=None, threads=None))
+    other = {"method": method, "sharing": Engine(sharing), "prefill_method": None, "threads": None}
+    return load(**vars(given) | other).setup
 
 
 def _loaded(given: Loading, ranks: Ranks) -> Setup:
@@ -73,8 +71,8 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     source, sharing = source_of(given.model), given.sharing
     config = read_config(source)
     tokenizer = source.tokenizer(config.vocab_size)
-    devices = devices_of(dividing.device_for(ranks, given.device))
-    dividing.check_devices(ranks, devices)
+    divided = ranks.count > 1
+    devices = dividing.devices_for(ranks, given.device) if divided else devices_of(given.device)
     if devices[0].type == "cpu":
         keep_freed_memory()
     checkpoint = source.checkpoint
@@ -83,9 +81,9 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     like = sharing.setup.layout if isinstance(sharing, Engine) else None
     borders = like.borders if like is not None and like.devices == devices else None
     chosen = fitted(given.method, facts, plain(given.length), given.prefill_method)
-    dividing.check_method(ranks, chosen)
-    schemes = family.schemes(config, scheme, checkpoint.shapes) if scheme else {}
-    division = dividing.division_of(config, ranks, family, checkpoint, schemes)
+    schemes, division = family.schemes(config, scheme, checkpoint.shapes) if scheme else {}, Division(config)
+    if divided:
+        division = dividing.division_of(config, ranks, family, chosen, checkpoint, schemes)
     made = sizes_of(given, facts, division, chosen, dtype, devices, scheme, checkpoint, borders)
     layout, backend = made.layout, Attention.choose(given.attention)
     if sharing is not None:
@@ -98,12 +96,14 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
 
 def _model(division: Division, checkpoint: Checkpoint, layout: CacheLayout, schemes: Mapping[str, Scheme]) -> Model:
     """Load the weights of one of several ranks, and return the model."""
-    config = division.config
+    config, divided, part = division.config, division.ranks.count > 1, checkpoint
     family = model_class(config)
     if layout.dtype != checkpoint.dtype() or (checkpoint.quantised and not checkpoint.manifest):
         uses_threads()  # converting weights may start threads
-    wanted, ignore = dividing.weights_of(division, family, checkpoint.shapes), (*family.unused, *config.unused)
-    loaded = dividing.part_of(division, family, checkpoint, ignore).load(
+    wanted, ignore = weights_of(division, family, checkpoint.shapes), (*family.unused, *config.unused)
+    if divided:
+        part = dividing.part_of(division, family, checkpoint, ignore)
+    loaded = part.load(
         wanted,
         dtype=layout.dtype,
         device=lambda name: layout.part_of(family.layer_of(name, config)).device,
@@ -115,7 +115,9 @@ def _model(division: Division, checkpoint: Checkpoint, layout: CacheLayout, sche
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
         loaded["head"].copy_(loaded["embed"])
-    return family(division.own, dividing.joined(division, family, loaded, [*checkpoint.shapes]))
+    if divided:
+        loaded = dividing.joined(division, family, loaded, [*checkpoint.shapes])
+    return family(division.own, loaded)
 
 
 @cache

@@ -27,6 +27,7 @@ from lce.methods.own_window import access_of
 from lce.methods.registry import AUTO, as_method
 from lce.methods.step import ModelFacts
 from lce.models.config import LongRope, ModelConfig, RopeConfig
+from lce.models.layers import Model
 from lce.models.ranks import Division
 from lce.models.registry import model_class, read_config
 from lce.sizes import count
@@ -135,7 +136,7 @@ def sizes_of(
     if checkpoint and devices[0].type == "cpu":
         schemes = {**schemes, **checkpoint.schemes}
     sizes = {}
-    for name, (published, shape) in dividing.weights_of(division, family, stored).items():
+    for name, (published, shape) in weights_of(division, family, stored).items():
         unrounded = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)
         sizes[name] = schemes[published].n_bytes(shape) if published in schemes else unrounded
     layout = CacheLayout(
@@ -155,6 +156,15 @@ def sizes_of(
         sliding_layers=config.sliding_layers,
     )
     return Planned(config, facts.window, facts.rope, chosen, layout, sizes)
+
+
+def weights_of(
+    division: Division, family: type[Model], stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return what `Model.weights` returns, with the shapes that this rank has."""
+    if division.ranks.count > 1:
+        return dividing.weights_of(division, family, stored)
+    return family.weights(division.config, stored)
 
 
 def fitted(
