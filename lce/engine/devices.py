@@ -60,10 +60,8 @@ def device_of(name: object) -> torch.device:
 def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
     """Divide `n_layers` layers among devices by free memory (see `counts_of`); return each later device's first layer.
 
-    Returns () for one device. `sizes` has each weight's bytes, by lce's name. A tied head is copied to the last device.
+    `sizes` has each weight's bytes, by lce's name. A tied head is copied to the last device.
     """
-    if len(devices) == 1:
-        return ()
     if len(devices) > n_layers:
         raise UsageError(f"{len(devices)} devices for {n_layers} layers; expected one layer or more on each device")
     free = [system.free_memory(device) or 0 for device in devices]

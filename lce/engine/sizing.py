@@ -139,6 +139,8 @@ def sizes_of(
     for name, (published, shape) in weights_of(division, family, stored).items():
         unrounded = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)
         sizes[name] = schemes[published].n_bytes(shape) if published in schemes else unrounded
+    if borders is None:
+        borders = borders_of(devices, config.n_layers, sizes) if len(devices) > 1 else ()
     layout = CacheLayout(
         config.n_layers,
         config.n_heads,
@@ -152,7 +154,7 @@ def sizes_of(
         chosen.state,
         chosen.could_keep,
         kv_dtype=kv_dtype_of(options.kv_dtype),
-        borders=borders_of(devices, config.n_layers, sizes) if borders is None else borders,
+        borders=borders,
         sliding_layers=config.sliding_layers,
     )
     return Planned(config, facts.window, facts.rope, chosen, layout, sizes)
