@@ -61,8 +61,9 @@ class KVCache:
     while everything is in buffers. Tokens beyond the budgets go to `file` or, if it is None, to a spill file in the
     layout's folder, if the layout has one.
 
-    Lengths count rows. A row has one token's keys and values, the same token in all KV heads, except in the first
-    `evicted.n_rows` rows: there each KV head has tokens of its own, in their order, and `n_evicted` tokens have no row.
+    `length` and sizes count rows; `n_tokens`, `nearest` and `truncate` count tokens. A row has one token's keys and
+    values, the same token in all KV heads, except in the first `evicted.n_rows` rows: there each KV head has tokens of
+    its own, in their order, and `n_evicted` tokens have no row.
     """
 
     layout: CacheLayout
@@ -98,6 +99,20 @@ class KVCache:
     def n_tokens(self) -> int:
         """The number of committed tokens of the text, with or without a row."""
         return self.length + self.n_evicted
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens have a row in every KV head, so that other texts with the same beginning can use them."""
+        return not self.n_evicted
+
+    @property
+    def fixed(self) -> int:
+        """The number of first tokens into which the cache cannot go back."""
+        return self.evicted.n_tokens
+
+    def rows_of(self, n_tokens: int) -> int:
+        """Return the number of rows that the text's first `n_tokens` tokens take."""
+        return n_tokens - self.n_evicted
 
     @property
     def tiers(self) -> list[Tier]:
@@ -207,18 +222,18 @@ class KVCache:
         every block replaces can only go back to 0 tokens. Raises `UsageError` for a length within evicted tokens.
         """
         self.settle()
-        if n_tokens < self.evicted.n_rows:
+        if n_tokens < self.fixed:
             raise UsageError(
-                f"this context cannot go back into its first {self.evicted.n_tokens:,} tokens, of which keys were "
+                f"this context cannot go back into its first {self.fixed:,} tokens, of which keys were "
                 "evicted; prefill the text again"
             )
-        found, before = n_tokens, n_tokens + 1
+        found, before = self.rows_of(n_tokens), -1
         while found != before:  # until all states agree: one state's answer may be impossible for another
             before = found
             for layer in self.layers:
                 for state in layer.state.values():
                     found = state.nearest(found, layer.length)
-        return found
+        return found + self.n_evicted
 
     def mark(self, n_tokens: int | None = None) -> Mark:
         """Return a mark for `go_back`: of all tokens, or of the first `n_tokens`, a number that `nearest` returned.
@@ -229,9 +244,9 @@ class KVCache:
         """
         self.settle()
         unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]
-        n_tokens = self.length if n_tokens is None else n_tokens
-        states = [{name: x.mark(n_tokens) for name, x in layer.state.items()} for layer in self.layers]
-        return Mark(n_tokens, states, unrounded)
+        n_rows = self.length if n_tokens is None else self.rows_of(n_tokens)
+        states = [{name: x.mark(n_rows) for name, x in layer.state.items()} for layer in self.layers]
+        return Mark(n_rows, states, unrounded)
 
     def go_back(self, mark: Mark) -> None:
         """Restore the cache bit for bit as it was at `mark`. Copies at most the recent tokens of each layer."""
@@ -241,8 +256,8 @@ class KVCache:
 
     def truncate(self, n_tokens: int) -> None:
         """Keep only the first `n_tokens` tokens. Raises `UsageError` unless `nearest` allows this length."""
-        if not 0 <= n_tokens <= self.length:
-            raise UsageError(f"cannot go back to {n_tokens:,} tokens; expected 0 to {self.length:,}")
+        if not 0 <= n_tokens <= self.n_tokens:
+            raise UsageError(f"cannot go back to {n_tokens:,} tokens; expected 0 to {self.n_tokens:,}")
         if (nearest := self.nearest(n_tokens)) < n_tokens:
             raise UsageError(
                 f"cannot go back to {n_tokens:,} tokens: what the method keeps of them is gone; "

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.cache.kv import UNROUNDED, Eviction
+from lce.cache.kv import UNROUNDED, Eviction, KVCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes, read_all
@@ -83,6 +83,16 @@ class Manifest:
         if evicted is None or evicted.n_rows > read:
             raise contradiction(path)
         return cls(raw, file_id, identity, pages, text, version, capacity, read, announced, evicted)
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of the text's tokens that are cached."""
+        return self.read + self.evicted.n_tokens - self.evicted.n_rows
+
+    def described(self, cache: KVCache) -> KVCache:
+        """Return a cache with the file's rows, which now says which tokens the rows have."""
+        cache.evicted = self.evicted
+        return cache
 
 
 def _eviction_of(raw: Mapping[str, Any]) -> Eviction | None:
@@ -163,6 +173,13 @@ def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> by
     size = size or 8 + -(-len(raw) // 8) * 8
     assert 8 + len(raw) <= size, "the header is larger than its space"
     return (size - 8).to_bytes(8, "little") + raw.ljust(size - 8)
+
+
+def cache_facts(cache: KVCache) -> dict[str, Any]:
+    """Return the manifest's entries about the cache: its format, its rows, and which tokens have none."""
+    if cache.is_whole:
+        return {"format": FORMAT, "read": cache.length}
+    return {"format": EVICTED, "read": cache.length, "evicted": list(cache.evicted)}
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:

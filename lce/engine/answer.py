@@ -20,7 +20,7 @@ class Stats:
 
     `prompt_tokens` counts the tokens of the call's prompt, `read_before` those that the context had before the call.
     `first_token_s` is the time from the beginning of the call to the first token, `decode_s` the time after that token,
-    `evict_s` the time of `Engine.evict`.
+    `more_s` has the time of further work, by its name.
     `memory` has the cache's bytes by tier (device, host, disk), `traffic` each tier's hits, misses and copied bytes.
     """
 
@@ -30,7 +30,7 @@ class Stats:
     prefill_s: float = 0.0
     first_token_s: float = 0.0
     decode_s: float = 0.0
-    evict_s: float = 0.0
+    more_s: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
 

@@ -91,7 +91,7 @@ class Batch(Unique):
         prefixes = self._prefixes if reuse else None
         self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, prefixes, self._changed)
         self._process = os.getpid()
-        atexit.register(self._exit)
+        atexit.register(self._at_exit)
 
     def setup_of(self, method: str | Method | None = None, options: Mapping[str, Any] | None = None) -> Setup:
         """Return the setup for a method and its knobs, with the batch's model; the batch's own setup for None.
@@ -262,9 +262,9 @@ class Batch(Unique):
         if threading.get_ident() in self._scheduler.threads and self._scheduler.thread.is_alive():
             raise UsageError("a request's callback cannot close its batch; cancel the request, or close later")
         self._stop(drain_s, save=self._reuse)
-        atexit.unregister(self._exit)
+        atexit.unregister(self._at_exit)
 
-    def _exit(self) -> None:
+    def _at_exit(self) -> None:
         """End the threads before the interpreter ends: a thread within a library's code would abort the process."""
         if os.getpid() == self._process:
             self._stop(0.0, save=False)

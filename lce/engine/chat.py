@@ -195,7 +195,7 @@ class Conversation(Unique):
         wanted = [*self.context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed
         n_kept, cache = _common(self.context.token_ids, wanted[:-1]), self.context.cache
         if n_kept < min(len(self.context), cache.n_tokens):  # the last token is read again for its logits
-            n_kept = cache.nearest(max(0, n_kept - 1 - cache.n_evicted)) + 1 + cache.n_evicted
+            n_kept = cache.nearest(max(0, n_kept - 1)) + 1
         whole = past.n_tokens if past.n_tokens is not None and past.n_tokens <= n_kept else None
         self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))], whole)
         if n_kept < len(self.context):

@@ -128,17 +128,16 @@ class Context(Unique):
         are prefilled again if the method's state cannot go back to exactly `n_tokens`: at most those of an incomplete
         chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. The new blocks may begin at other tokens.
 
-        Raises `UsageError`, too, for fewer tokens than `Engine.evict` had before it. At exactly that many nothing is
-        prefilled again, and the next call must have a prompt.
+        Raises `UsageError`, too, for fewer tokens than `cache.fixed`. At exactly that many nothing is prefilled again,
+        and the next call must have a prompt.
         """
         with self.hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)
             if n_tokens > len(self):
                 raise UsageError(f"n_tokens is {n_tokens}; expected {len(self)} or less, the length of the context")
             if n_tokens < self.cache.n_tokens:
-                n_rows = n_tokens - self.cache.n_evicted
-                least = min(n_rows, self.cache.evicted.n_rows)
-                self.cache.truncate(self.cache.nearest(max(0, n_rows - 1, least)))
+                again = max(n_tokens - 1, min(n_tokens, self.cache.fixed))  # the last token is read again, if possible
+                self.cache.truncate(self.cache.nearest(again))
             del self.token_ids[n_tokens:]  # last: if interrupted before this, the next call prefills again
 
     def close(self) -> None:
@@ -176,4 +175,4 @@ class Context(Unique):
             self._last = (cache.length, logits)
         finally:
             del self.token_ids[max(n_tokens, self.cache.n_tokens) :]
-            ALLOWANCE.give_back(self.cache, max(self.announced, len(self)) - self.cache.n_evicted)
+            ALLOWANCE.give_back(self.cache, self.cache.rows_of(max(self.announced, len(self))))

@@ -34,12 +34,13 @@ def open_context(setup: Setup, path: str | Path) -> Context:
 
 def context_of(setup: Setup, data: ContextData) -> Context:
     """Return the context that `data` has the parts of."""
-    return Context(data, setup.rope_of(data.announced), setup.files)
+    rope = setup.rope_of(data.announced, data.cache.n_tokens - data.cache.length)
+    return Context(data, rope, setup.files)
 
 
 def reserve(setup: Setup, cache: KVCache, length: int) -> None:
     """Reserve memory for `length` tokens of a cache, if `ALLOWANCE` has enough. Raises `CapacityError` if not."""
-    before, n_rows = ALLOWANCE.promised(cache), length - cache.n_evicted
+    before, n_rows = ALLOWANCE.promised(cache), cache.rows_of(length)
 
     def promise() -> None:
         ALLOWANCE.promise(cache, n_rows)

@@ -66,7 +66,7 @@ class DividedFiles(ContextFiles):
         kept = {name: self._heads_of(x) for name, x in whole.tensors().items() if not name.startswith(UNROUNDED)}
         for layer in cache.layers:
             layer.state = restored_states(layer.layout, layer.index, kept)
-        cache.evicted = whole.evicted
+        cache = replace(whole, layout=cache.layout, layers=cache.layers, stacks=cache.stacks, file=None)
         logits = None if data.logits is None else data.logits.to(self.own.device)
         return replace(data, cache=cache, logits=logits)
 
@@ -150,7 +150,8 @@ class _Gathered(KVCache):
         layers: list[LayerCache] = [
             _GatheredLayer(layer, layout, buffer, None, {}, n, heads=heads) for layer in layout.layers
         ]
-        return cls(layout, layers, evicted=heads.cache.evicted, heads=heads)
+        same = vars(heads.cache) | {"layout": layout, "layers": layers, "stacks": [], "file": None}
+        return cls(**same, heads=heads)
 
     def tensors(self) -> dict[str, Tensor]:
         assert self.heads is not None

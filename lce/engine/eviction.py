@@ -17,6 +17,7 @@ has cannot read them.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +76,18 @@ def evicted_file(
 ) -> Stats:
     """Prefill a document into a context file with the share `keep` of its keys: see `Engine.prefill_file`."""
     _check(setup, keep, own_context(setup, context))
-    return prefill_file(setup, document, path, context, shrink=lambda held, tell: evict(setup, held, keep, tell), **how)
+    seconds = 0.0
+
+    def shrink(held: Context, tell: Progress) -> Context:
+        nonlocal seconds
+        started = time.perf_counter()
+        made = evict(setup, held, keep, tell)
+        seconds = time.perf_counter() - started
+        return made
+
+    stats = prefill_file(setup, document, path, context, shrink=shrink, **how)
+    stats.more_s["evict"] = seconds
+    return stats
 
 
 def _check(setup: Setup, keep: object, context: Context | None) -> None:
@@ -87,7 +99,7 @@ def _check(setup: Setup, keep: object, context: Context | None) -> None:
         raise UsageError(f"keys are evicted under the method full alone, and this engine has {method.label}; load full")
     if config.sliding_window is not None or any(kind.sliding_window is not None for kind in config.kinds):
         raise UsageError("keys are not evicted of a model with a sliding window, which must know each key's position")
-    if context is not None and context.cache.n_evicted:
+    if context is not None and not context.cache.is_whole:
         raise UsageError("keys of this context were evicted before, which is done once; prefill its text again")
 
 

@@ -191,7 +191,7 @@ class DecodeGraph:
     def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
         """Return the current recording, or a new one if `bound` or the tensors of the cache have changed."""
         memory = [None if x is None else ref(x) for x in cache.memory]  # a tensor's `ref` is always the same object
-        found, layers, n_evicted = self._recording, cache.layers, cache.n_evicted
+        found, layers = self._recording, cache.layers
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
             return found
         self._recording = None  # frees the memory of the graph
@@ -207,8 +207,8 @@ class DecodeGraph:
 
         def work() -> None:
             """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
-            attend = driver.recorded(layers, rope, index, bound, n_evicted)
-            logits = model.logits(model(token, index + n_evicted if n_evicted else index, attend))[0]
+            attend = driver.recorded(layers, rope, index, bound)
+            logits = model.logits(model(token, rope.positions(index), attend))[0]
             kept.copy_(logits)
             numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
 

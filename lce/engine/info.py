@@ -69,8 +69,8 @@ class ContextInfo:
     the other begin with "prefill_method.". `kv_dtype` is the format of keys and values in the file:
     "int8", "int8-device", or "auto" for `dtype`. `weights` is the quantisation scheme of the model, if any. A file that
     is not `complete` is an unfinished prefill with `cached` tokens so far. `method_file` names the user's file of code
-    that registered the method, if any; lce runs it only if a user names it. Each KV head lacks the keys of `evicted`
-    of the tokens.
+    that registered the method, if any; lce runs it only if a user names it. Of the `cached` tokens, each KV head has
+    keys and values of `rows`.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class ContextInfo:
     file_bytes: int
     format: str = FORMAT
     method_file: str | None = None
-    evicted: int = 0
+    rows: int = 0
 
 
 def info(path: str | Path, check: bool = False, *, progress: bool | Progress | None = None) -> ModelInfo | ContextInfo:
@@ -169,7 +169,6 @@ def describe(path: str | Path) -> ContextInfo:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise contradiction(file) from None
-    n_evicted = header.manifest.evicted.n_tokens - header.manifest.evicted.n_rows
     return ContextInfo(
         path=path,
         complete=complete,
@@ -179,9 +178,9 @@ def describe(path: str | Path) -> ContextInfo:
         rope=rope["kind"],
         rope_factor=rope["factor"],
         tokens=n_tokens,
-        cached=header.manifest.read + n_evicted,
+        cached=header.manifest.n_tokens,
         announced=header.manifest.announced,
-        evicted=n_evicted,
+        rows=header.manifest.read,
         format=header.manifest.raw["format"],
         file_bytes=header.file_bytes if complete else part.stat().st_size if part.exists() else 0,
         method_file=file_of(facts),

@@ -53,10 +53,11 @@ class Lane:
     likeliest: int | None = None
     error: Exception | None = None
     start: int = field(init=False)
+    first: int = field(init=False)  # the index in the text of the lane's first token
     block: Block = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start = self.cache.length
+        self.start, self.first = self.cache.length, self.cache.n_tokens
 
     @property
     def stop(self) -> int:
@@ -66,7 +67,7 @@ class Lane:
     @property
     def indices(self) -> tuple[int, int]:
         """The index of the lane's first token in the text, and the index after the last."""
-        return self.start + self.cache.n_evicted, self.stop + self.cache.n_evicted
+        return self.first, self.first + len(self.token_ids)
 
     def check(self) -> None:
         """Raise the lane's error, if any, and forget it."""

@@ -63,7 +63,7 @@ def prefill_file(
     path, ids = path_of(path), prompt_ids(setup, document, own_context(setup, context))
     wanted = 0 if length is None else count(length, "length", least=0)
     check_progress(progress)
-    if shrink is not None or setup.ranks.count > 1 or (context is not None and context.cache.n_evicted):
+    if shrink is not None or setup.ranks.count > 1 or not (context is None or context.cache.is_whole):
         if every is not None:
             raise UsageError("checkpoint_every is for a prefill on one rank that keeps all keys; leave it out")
         target = Target(path, force, context.data.saves if context else ())
@@ -116,7 +116,6 @@ def _file_from_memory(
             written = held
             if shrink is not None:
                 written = shrink(held, lambda done, total: tell(n + done * n // total, whole))
-                stats.evict_s = time.perf_counter() - started - stats.prefill_s
             with written:
                 setup.files.save(target, written.data)
                 stats.memory, stats.traffic = written.cache.bytes_by_tier, written.cache.traffic

@@ -227,8 +227,8 @@ def _cut(context: Context, n_tokens: int) -> Context:
     """Cut a context back to its first tokens."""
     if n_tokens < len(context):
         cache = context.cache
-        n_kept = n_tokens if n_tokens > cache.n_tokens else cache.nearest(n_tokens - cache.n_evicted) + cache.n_evicted
+        n_kept = n_tokens if n_tokens > cache.n_tokens else cache.nearest(n_tokens)
         del context.token_ids[n_tokens:]
         if n_kept < cache.n_tokens:
-            cache.truncate(n_kept - cache.n_evicted)
+            cache.truncate(n_kept)
     return context

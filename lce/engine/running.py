@@ -111,7 +111,7 @@ def append(
 def read(setup: Setup, context: Context, progress: Progress | None = None) -> None:
     """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again."""
     if context.logits is None and len(context) == context.cache.n_tokens > 0:
-        context.cache.truncate(context.cache.nearest(context.cache.length - 1))
+        context.cache.truncate(context.cache.nearest(context.cache.n_tokens - 1))
     for ids in blocks(context.uncached, setup.block, progress):
         append(setup, context, ids)
 

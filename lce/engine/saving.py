@@ -17,7 +17,7 @@ from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, restored_states, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
-from lce.cache.manifest import EVICTED, FORMAT, MOST_TOKENS, REMEDY, Manifest, contradiction
+from lce.cache.manifest import MOST_TOKENS, REMEDY, Manifest, contradiction
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import Descriptor, raw_bytes
 from lce.engine.identity import Identity
@@ -67,18 +67,15 @@ class ContextData:
 
     def manifest(self, identity: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
         """Return the manifest of the file that `draft` becomes: the facts that an engine must match to use the file."""
-        evicted = {"evicted": list(self.cache.evicted)} if self.cache.n_evicted else {}
         return {
-            "format": EVICTED if evicted else FORMAT,
             "lce": __version__,
             "file_id": draft.file_id,
             "identity": identity,
             "text": text_hash(self.token_ids),
             "pages": headers.page_facts(draft.layout.cache),
             "capacity": draft.layout.n_tokens,
-            "read": self.cache.length,
             "announced": self.announced,
-            **evicted,
+            **headers.cache_facts(self.cache),
         }
 
 
@@ -215,12 +212,11 @@ def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str
     """
     tokens, logits = small.pop("tokens", None), small.pop("logits", None)
     most = manifest.capacity if own else MOST_TOKENS
-    n_cached = manifest.read + manifest.evicted.n_tokens - manifest.evicted.n_rows
     if (
         tokens is None
         or tokens.dtype != torch.int32
         or len(tokens.shape) != 1
-        or not max(1, n_cached) <= tokens.shape[0] <= most
+        or not max(1, manifest.n_tokens) <= tokens.shape[0] <= most
         or manifest.capacity != (tokens.shape[0] if own else manifest.read)
         or (logits is not None and (logits.dtype, logits.shape) != (torch.float32, (vocab_size,)))
     ):
@@ -231,10 +227,9 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
     """Return the context of an opened file. The file's rows are read-only, unless the file is a prefill job's `own`."""
     manifest, tensors, ids = snapshot.manifest, snapshot.small, _ids_of(path, snapshot, vocab_size)
     try:
-        cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
+        cache = manifest.described(restored(layout, snapshot.rows, manifest.read, tensors, own=own))
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise contradiction(path) from None
-    cache.evicted = manifest.evicted
     logits = tensors.get("logits")
     last = None if logits is None else logits.to(layout.devices[-1])
     return ContextData(cache, ids, last, manifest.announced, named(path), {manifest.file_id})

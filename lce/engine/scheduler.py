@@ -234,7 +234,7 @@ class Scheduler:
         context.token_ids.extend(ids[len(context) - request.n_before :])
         request.report = request.closing.enter_context(reported(options.progress, "prefill"))
         if context.logits is None and not context.uncached:
-            context.cache.truncate(context.cache.nearest(context.cache.length - 1))
+            context.cache.truncate(context.cache.nearest(context.cache.n_tokens - 1))
         return "begun"
 
     def _found(self, request: Request) -> tuple[Context | None, bool]:
@@ -242,14 +242,14 @@ class Scheduler:
         setup, start = request.setup, request.start
         before = [] if start is None else start.token_ids
         request.n_before = len(before)
-        if self.prefixes is not None and (start is None or not start.cache.n_evicted):
+        if self.prefixes is not None and (start is None or start.cache.is_whole):
             whole = len(before) + len(request.ids) + request.options.max_tokens
             rope = setup.rope_of(whole) if start is None else start.rope
             if isinstance(request.prompt, ChatText):
                 request.ids = self.prefixes.spelled(setup, rope, request.prompt, request.ids, before)
                 request.result.stats.prompt_tokens = len(request.ids)
             others = [each.context for each in self._running if each.setup is setup and each.state == "decode"]
-            also = [each for each in others if each is not None and not each.cache.n_evicted]
+            also = [each for each in others if each is not None and each.cache.is_whole]
             context, is_busy = self.prefixes.find(setup, rope, [*before, *request.ids], also, len(before))
             if context is not None or is_busy:
                 return context, is_busy
@@ -257,7 +257,7 @@ class Scheduler:
 
     def keep(self, request: Request, context: Context) -> None:
         """Keep a context for later requests. One that continues a given context is not saved: its beginning is."""
-        if self.prefixes is not None and len(context) > request.n_before and not context.cache.n_evicted:
+        if self.prefixes is not None and len(context) > request.n_before and context.cache.is_whole:
             self.prefixes.put(request.setup, context, savable=request.start is None)
 
     def _begins_again(self, request: Request, error: BaseException) -> bool:

@@ -138,9 +138,9 @@ class Setup:
         """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
         return beyond(self.method, self.model.config, self.window, self.rope, count(n_tokens, "n_tokens", least=0))
 
-    def rope_of(self, length: int) -> Rope:
-        """Return the RoPE of a context that is announced to have `length` tokens in the end."""
-        return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length)
+    def rope_of(self, length: int, offset: int = 0) -> Rope:
+        """Return the RoPE of a context that is announced to have `length` tokens in the end; see `Rope.positions`."""
+        return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length, offset)
 
     def using(self, method: str | Method) -> Setup:
         """Return a setup with another method, and this setup's weights and options.

@@ -67,14 +67,14 @@ class Driver:
         if n_tokens == 1:  # decode: a token mostly chooses what the previous token chose
             cache.prefetch(0)
         whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
-        whole = replace(whole, decoding=decoding, n_evicted=cache.n_evicted)
+        whole = replace(whole, decoding=decoding)
         firsts, kinds = [part.first_layer for part in cache.layout.by_device], self.methods.items()
         steps = {
             first: [(method, replace(whole, rope=rope.of(kind), memo={})) for kind, method in kinds] for first in firsts
         }
         return Block(cache, steps, self.numbers)
 
-    def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int, n_evicted: int = 0) -> Attend:
+    def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
         """Return a function that computes a layer's attention for one token, whose index `at [1]` is on the device.
 
         The method's `decodes` must be true, and the cache must have space for the token. The caller begins and commits
@@ -82,7 +82,7 @@ class Driver:
         of at most `bound` tokens.
         """
         facts = self.attention, self.window, self.n_kv_heads, self.sliding_window
-        how: Any = {"at": at, "bound": bound, "n_evicted": n_evicted}
+        how: Any = {"at": at, "bound": bound}
         steps = [DeviceStep(rope.of(kind), *facts, **how) for kind in self.methods]
         methods, numbers = [*self.methods.values()], self.numbers
 

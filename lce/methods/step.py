@@ -33,7 +33,7 @@ class Step:
 
     With a `stride` above 1 the queries are every `stride`-th token from `start` on: see `strided`.
 
-    If tokens were evicted, indices count rows of the cache, and the token in row i is at position `i + n_evicted`.
+    Indices count rows of the cache; a token's position follows by `Rope.positions`.
     """
 
     start: int
@@ -50,7 +50,6 @@ class Step:
     at: Tensor | None = field(default=None, kw_only=True)
     decoding: bool = field(default=False, kw_only=True)  # whether a generation appends a token that it sampled
     stride: int = field(default=1, kw_only=True)
-    n_evicted: int = field(default=0, kw_only=True)  # above 0 under `full` alone: see `lce.engine.eviction`
 
     def part(self, start: int, stop: int) -> Step:
         """Return the step of the block's queries `start..stop-1`, counted from the block's first query."""
@@ -97,8 +96,7 @@ class Step:
         """Return the rotation of the block's queries or keys to their absolute positions, `[T, D/2]`."""
 
         def make() -> Turn:
-            indices = self.positions(like.device)
-            return self.rope.turn(indices + self.n_evicted if self.n_evicted else indices, like.dtype)
+            return self.rope.turn(self.rope.positions(self.positions(like.device)), like.dtype)
 
         return self.once("true turn", make)
 

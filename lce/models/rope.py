@@ -25,10 +25,10 @@ class Rope:
     context starts. `length` never changes, because cached keys are rotated with frequencies that depend on `length`.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0, offset: int = 0) -> None:
         self.config = config
         self.head_dim = head_dim
-        self.window, self.length = window, length
+        self.window, self.length, self.offset = window, length, offset
         self._kinds: dict[LayerKind, Rope] = {}
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
         self.scale = _scale(config)
@@ -41,8 +41,12 @@ class Rope:
         if own is None:
             return self
         if kind not in self._kinds:
-            self._kinds[kind] = Rope(own, self.head_dim, self.window, self.length)
+            self._kinds[kind] = Rope(own, self.head_dim, self.window, self.length, self.offset)
         return self._kinds[kind]
+
+    def positions(self, rows: Tensor) -> Tensor:
+        """Return the positions of the tokens in these rows of the context's cache: `offset` more than the rows."""
+        return rows + self.offset if self.offset else rows
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Return cosines and sines of the rotation to `positions`, `[*positions.shape, D/2]` each, on their device."""

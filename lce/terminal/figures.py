@@ -32,8 +32,8 @@ def prefill_line(stats: Stats, decode: str = "") -> str:
     """Return the line of speeds and sizes printed after a prefill; `decode` is a text with a generation's speeds."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
-    evict = f"evict {stats.evict_s:.2f} s | " if stats.evict_s else ""
-    return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {evict}{decode}{memory_text(stats)}"
+    more = "".join(f"{name} {seconds:.2f} s | " for name, seconds in stats.more_s.items())
+    return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {more}{decode}{memory_text(stats)}"
 
 
 def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
@@ -62,7 +62,9 @@ def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
 def stats_object(stats: Stats) -> dict[str, Any]:
     """Return the statistics of a run as JSON, with its speeds and the peak memory of the process."""
     speeds = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
-    return {**dataclasses.asdict(stats), **speeds, "peak_memory": peak_memory()}
+    found = dataclasses.asdict(stats)
+    more = {f"{name}_s": seconds for name, seconds in found.pop("more_s").items()}
+    return {**found, **more, **speeds, "peak_memory": peak_memory()}
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
@@ -206,8 +208,8 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
     }
     if context.method_file is not None:
         rows["method file"] = context.method_file
-    if context.evicted:
-        rows["evicted"] = f"{context.evicted:,} tokens in each KV head"
+    if context.rows < context.cached:
+        rows["evicted"] = f"{context.cached - context.rows:,} tokens in each KV head"
     if context.announced > context.tokens:
         rows["announced"] = f"{context.announced:,} tokens in the end"
     if ends is not None:

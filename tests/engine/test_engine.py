@@ -1,5 +1,6 @@
 """The engine: one text however it is asked for, its figures, and prompts and options that are refused."""
 
+import ast
 import json
 import shutil
 import sys
@@ -295,3 +296,53 @@ def test_writing_moves_nothing(engine: lce.Engine) -> None:
     before = [layer.buffer.k.data_ptr() for layer in context.cache.layers]
     assert len(list(stream)) > 10
     assert [layer.buffer.k.data_ptr() for layer in context.cache.layers] == before
+
+
+# Structure
+
+PACKAGES = ("lce", "lce_lab", "lce_serve")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The names with one underscore that the classes of a file define: methods, fields and attributes of `self`."""
+    found: set[str] = set()
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(owner):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.AnnAssign | ast.Assign):
+                targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+                names = [inner for target in targets for inner in ast.walk(target)]
+                found |= {each.id for each in names if isinstance(each, ast.Name)}
+                found |= {each.attr for each in names if isinstance(each, ast.Attribute)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def strangers(folder: Path) -> list[str]:
+    """The places where a file uses a `_name` of another object that only classes of other files define."""
+    trees = {file: ast.parse(file.read_text()) for name in PACKAGES for file in (folder / name).rglob("*.py")}
+    private = {file: private_names(tree) for file, tree in trees.items()}
+    every = set().union(*private.values())
+    return [
+        f"{file.relative_to(folder)}:{node.lineno}: {ast.unparse(node)}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in every - private[file]
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
+def test_no_file_uses_what_is_private_to_another_files_class() -> None:
+    assert strangers(Path(lce.__file__).parents[1]) == []
+
+
+def test_a_use_of_what_is_private_is_found(tmp_path: Path) -> None:
+    (tmp_path / "lce").mkdir()
+    (tmp_path / "lce" / "one.py").write_text("class One:\n    def __init__(self):\n        self._own = 1\n")
+    (tmp_path / "lce" / "two.py").write_text("def f(one):\n    return one._own + one._other\n")
+    assert strangers(tmp_path) == ["lce/two.py:2: one._own"]
+
+
+def test_an_engine_has_few_members(tiny_model: Path) -> None:
+    assert len([name for name in dir(lce.load(tiny_model)) if not name.startswith("_")]) <= 18
