@@ -36,6 +36,11 @@ class Eviction(NamedTuple):
     n_tokens: int = 0
     n_rows: int = 0
 
+    @property
+    def n_lost(self) -> int:
+        """The number of tokens that have no row: later tokens are in the row of their index minus this number."""
+        return self.n_tokens - self.n_rows
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -63,7 +68,7 @@ class KVCache:
 
     `length` and sizes count rows; `n_tokens`, `nearest` and `truncate` count tokens. A row has one token's keys and
     values, the same token in all KV heads, except in the first `evicted.n_rows` rows: there each KV head has tokens of
-    its own, in their order, and `n_evicted` tokens have no row.
+    its own, in their order, and `evicted.n_lost` tokens have no row.
     """
 
     layout: CacheLayout
@@ -91,28 +96,17 @@ class KVCache:
         return self.layers[0].length
 
     @property
-    def n_evicted(self) -> int:
-        """The number of tokens that have no row: later tokens are in the row of their index minus this number."""
-        return self.evicted.n_tokens - self.evicted.n_rows
-
-    @property
     def n_tokens(self) -> int:
         """The number of committed tokens of the text, with or without a row."""
-        return self.length + self.n_evicted
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all tokens have a row in every KV head, so that other texts with the same beginning can use them."""
-        return not self.n_evicted
+        return self.length + self.evicted.n_lost
 
     @property
     def fixed(self) -> int:
-        """The number of first tokens into which the cache cannot go back."""
-        return self.evicted.n_tokens
+        """The number of first tokens that do not all have a row in every KV head; 0: all tokens have.
 
-    def rows_of(self, n_tokens: int) -> int:
-        """Return the number of rows that the text's first `n_tokens` tokens take."""
-        return n_tokens - self.n_evicted
+        The cache cannot go back into these tokens, and other texts with the same beginning cannot use them.
+        """
+        return self.evicted.n_tokens
 
     @property
     def tiers(self) -> list[Tier]:
@@ -227,13 +221,13 @@ class KVCache:
                 f"this context cannot go back into its first {self.fixed:,} tokens, of which keys were "
                 "evicted; prefill the text again"
             )
-        found, before = self.rows_of(n_tokens), -1
+        found, before = n_tokens - self.evicted.n_lost, -1
         while found != before:  # until all states agree: one state's answer may be impossible for another
             before = found
             for layer in self.layers:
                 for state in layer.state.values():
                     found = state.nearest(found, layer.length)
-        return found + self.n_evicted
+        return found + self.evicted.n_lost
 
     def mark(self, n_tokens: int | None = None) -> Mark:
         """Return a mark for `go_back`: of all tokens, or of the first `n_tokens`, a number that `nearest` returned.
@@ -244,7 +238,7 @@ class KVCache:
         """
         self.settle()
         unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]
-        n_rows = self.length if n_tokens is None else self.rows_of(n_tokens)
+        n_rows = self.length if n_tokens is None else n_tokens - self.evicted.n_lost
         states = [{name: x.mark(n_rows) for name, x in layer.state.items()} for layer in self.layers]
         return Mark(n_rows, states, unrounded)
 

@@ -87,7 +87,7 @@ class Manifest:
     @property
     def n_tokens(self) -> int:
         """The number of the text's tokens that are cached."""
-        return self.read + self.evicted.n_tokens - self.evicted.n_rows
+        return self.read + self.evicted.n_lost
 
     def described(self, cache: KVCache) -> KVCache:
         """Return a cache with the file's rows, which now says which tokens the rows have."""
@@ -177,7 +177,7 @@ def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> by
 
 def cache_facts(cache: KVCache) -> dict[str, Any]:
     """Return the manifest's entries about the cache: its format, its rows, and which tokens have none."""
-    if cache.is_whole:
+    if not cache.fixed:
         return {"format": FORMAT, "read": cache.length}
     return {"format": EVICTED, "read": cache.length, "evicted": list(cache.evicted)}
 

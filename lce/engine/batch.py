@@ -18,12 +18,11 @@ from typing import Any, Self
 
 from lce.engine.answer import Generation
 from lce.engine.arguments import Options, Prompt, Prompts
-from lce.engine.context import Context, Unique
-from lce.engine.contexts import open_context, own_context, prompt_ids
+from lce.engine.context import Context, Unique, open_context, own_context
 from lce.engine.options import check_names
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
-from lce.engine.running import checked_options
+from lce.engine.running import checked_options, prompt_ids
 from lce.engine.scheduler import Scheduler
 from lce.engine.setup import Setup
 from lce.engine.window import warn
@@ -78,18 +77,16 @@ class Batch(Unique):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"cache_dir is {shown(str(folder))}: {error.strerror}; name another folder") from None
-        self._reuse = reuse
         self._changed = threading.Condition()
         memory = (free_host_memory() or 8 << 30) // 2
         if cache_memory is not None:
             memory = in_bytes(cache_memory, "cache_memory")
-        self._prefixes = PrefixCache(folder, memory, budget, self._wake)
+        self._prefixes = PrefixCache(folder, memory, budget, self._wake, reuse)
         self._choosing = threading.Lock()  # for `_setups`
         self._setups: dict[Method, Setup] = {setup.method: setup}
         self._named: dict[str, tuple[Setup, Context]] = {}
         self._prefixes.learn(setup)
-        prefixes = self._prefixes if reuse else None
-        self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, prefixes, self._changed)
+        self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, self._prefixes, self._changed)
         self._process = os.getpid()
         atexit.register(self._at_exit)
 
@@ -148,7 +145,7 @@ class Batch(Unique):
     ) -> BatchStream:
         """Read a prompt. The stream ends, without pieces, when it is read; its `context` is then the caller's own.
 
-        The context is one of the stream's `engine`. Arguments and errors are those of `stream`.
+        The context is one of the engine of the stream's `setup`. Arguments and errors are those of `stream`.
         """
         setup, start = self._started(method, method_options, context)
         return self._submit(
@@ -158,12 +155,12 @@ class Batch(Unique):
     def _give_fork(self, request: Request, context: Context) -> None:
         """Give the caller of a request a fork, and keep the context for later requests."""
         request.hold(context.fork())
-        self._scheduler.keep(request, context)
+        self._prefixes.keep(request, context)
 
     def _started(
         self, method: str | Method | None, options: Mapping[str, Any] | None, context: str | Context | None
     ) -> tuple[Setup, Context | None]:
-        """Return the engine of a request, and the context that its prompt continues, if any."""
+        """Return the setup of a request, and the context that its prompt continues, if any."""
         setup = self.setup_of(method, options)
         if not isinstance(context, str):
             return setup, own_context(setup, context)
@@ -261,7 +258,7 @@ class Batch(Unique):
             raise UsageError(f"drain_s is {shown(drain_s)}; expected a number of seconds")
         if threading.get_ident() in self._scheduler.threads and self._scheduler.thread.is_alive():
             raise UsageError("a request's callback cannot close its batch; cancel the request, or close later")
-        self._stop(drain_s, save=self._reuse)
+        self._stop(drain_s, save=self._prefixes.reuse)
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:

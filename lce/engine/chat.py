@@ -9,9 +9,8 @@ from typing import Any, Unpack
 
 from lce.engine.answer import Generation
 from lce.engine.arguments import GenerationOptions, generation_options
-from lce.engine.context import Context, Unique
-from lce.engine.contexts import new_context, prompt_ids
-from lce.engine.running import Rest, stream
+from lce.engine.context import Context, Unique, new_context
+from lce.engine.running import Rest, prompt_ids, stream
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Stream
 from lce.errors import UsageError

@@ -1,11 +1,12 @@
-"""A context: a sequence of tokens that an engine has prefilled and can continue."""
+"""A context: a sequence of tokens that an engine has prefilled and can continue. Makes and checks contexts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, TypeVar
 
 from torch import Tensor
 
@@ -13,13 +14,17 @@ from lce.cache.kv import KVCache, Mark
 from lce.engine.lanes import Lane
 from lce.engine.planning import ALLOWANCE
 from lce.engine.saving import ContextData, ContextFiles, Target
-from lce.errors import UsageError
+from lce.engine.setup import Setup
+from lce.engine.window import warn
+from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.models.rope import Rope
 from lce.sizes import count
 
 if TYPE_CHECKING:
     from lce.engine.graph import DecodeGraph
+
+T = TypeVar("T")
 
 
 class ContextMark(NamedTuple):
@@ -175,4 +180,74 @@ class Context(Unique):
             self._last = (cache.length, logits)
         finally:
             del self.token_ids[max(n_tokens, self.cache.n_tokens) :]
-            ALLOWANCE.give_back(self.cache, self.cache.rows_of(max(self.announced, len(self))))
+            ALLOWANCE.give_back(self.cache, _rows(self.cache, max(self.announced, len(self))))
+
+
+def new_context(setup: Setup, length: int | str) -> Context:
+    """Return an empty context: see `Engine.new_context`."""
+    cache, announced = KVCache.empty(setup.layout), count(length, "length")
+    reserve(setup, cache, announced)
+    return context_of(setup, ContextData(cache, announced=announced))
+
+
+def open_context(setup: Setup, path: str | Path) -> Context:
+    """Open a context file: see `Engine.open_context`."""
+    return context_of(setup, setup.files.open(path_of(path)))
+
+
+def context_of(setup: Setup, data: ContextData) -> Context:
+    """Return the context that `data` has the parts of."""
+    rope = setup.rope_of(data.announced, data.cache.n_tokens - data.cache.length)
+    return Context(data, rope, setup.files)
+
+
+def reserve(setup: Setup, cache: KVCache, length: int) -> None:
+    """Reserve memory for `length` tokens of a cache, if `ALLOWANCE` has enough. Raises `CapacityError` if not."""
+    before, n_rows = ALLOWANCE.promised(cache), _rows(cache, length)
+
+    def promise() -> None:
+        ALLOWANCE.promise(cache, n_rows)
+        cache.reserve(n_rows)
+
+    try:
+        setup.ranks.together(promise)
+    except BaseException:
+        ALLOWANCE.give_back(cache, before)
+        raise
+
+
+def _rows(cache: KVCache, n_tokens: int) -> int:
+    """Return the number of rows that a cache takes when it has `n_tokens` tokens of the text."""
+    return cache.length + n_tokens - cache.n_tokens
+
+
+def own_context(setup: Setup, context: object) -> Context | None:
+    """Return a context of this engine, or None. Raises `UsageError` for another engine's context."""
+    if context is None:
+        return None
+    if not isinstance(context, Context):
+        raise UsageError(f"context is {shown(context)}; expected what prefill, open_context or fork returns")
+    if context.files is not setup.files:
+        raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
+    return context
+
+
+def given_context(setup: Setup, context: object) -> Context:
+    """Return a context of this engine. Raises `UsageError` for None and for another engine's context."""
+    if (own := own_context(setup, context)) is None:
+        raise UsageError("context is None; expected what prefill, open_context or fork returns")
+    return own
+
+
+def appended(setup: Setup, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:
+    """Call `work`, which appends `n_new` tokens, on `context` or a new context. Undo all changes after an error."""
+    held = new_context(setup, max(n_new, announced)) if context is None else context
+    with held.hold():
+        warn(setup.beyond(len(held) + n_new))
+        reserve(setup, held.cache, max(len(held) + n_new, announced))
+        mark = held.mark()
+        try:
+            return work(held)
+        except BaseException:
+            held.go_back(mark)
+            raise

@@ -24,16 +24,27 @@ from lce.errors import LceError, RankError
 from lce.models.ranks import Division, Ranks
 
 
+@dataclass(frozen=True, eq=False)
 class DividedFiles(ContextFiles):
-    """The context files of an engine whose heads are divided among ranks. All ranks make each call."""
+    """The context files of an engine whose heads are divided among ranks. All ranks make each call.
 
-    def __init__(self, layout: CacheLayout, identity: Identity, division: Division) -> None:
+    `layout` is that of all heads, `own` that of this rank's heads.
+    """
+
+    own: CacheLayout
+    division: Division
+
+    @classmethod
+    def of(cls, own: CacheLayout, identity: Identity, division: Division) -> DividedFiles:
+        """Return the files of an engine whose rank has this layout."""
         config, cpu = division.config, torch.device("cpu")
-        whole = replace(layout, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, device=cpu, budgets=Budgets())
-        super().__init__(whole, identity)
-        self.own = layout
-        self.division = division
-        self.ranks = division.ranks
+        whole = replace(own, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, device=cpu, budgets=Budgets())
+        return cls(whole, identity, own, division)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the model."""
+        return self.division.ranks
 
     def save(self, target: Target, data: ContextData) -> None:
         """Write a context file on the first rank. If this fails, raise an error on all ranks."""

@@ -31,8 +31,7 @@ from lce.cache.kv import Eviction, KVCache
 from lce.cache.layer import LayerCache
 from lce.engine.answer import Stats
 from lce.engine.arguments import Prompt
-from lce.engine.context import Context
-from lce.engine.contexts import context_of, given_context, own_context, reserve
+from lce.engine.context import Context, context_of, given_context, own_context, reserve
 from lce.engine.prefilling import prefill_file
 from lce.engine.running import append, blocks, read
 from lce.engine.setup import Setup
@@ -99,7 +98,7 @@ def _check(setup: Setup, keep: object, context: Context | None) -> None:
         raise UsageError(f"keys are evicted under the method full alone, and this engine has {method.label}; load full")
     if config.sliding_window is not None or any(kind.sliding_window is not None for kind in config.kinds):
         raise UsageError("keys are not evicted of a model with a sliding window, which must know each key's position")
-    if context is not None and not context.cache.is_whole:
+    if context is not None and context.cache.fixed:
         raise UsageError("keys of this context were evicted before, which is done once; prefill its text again")
 
 

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lce.engine.context import Context
-from lce.engine.contexts import open_context
+from lce.engine.context import Context, open_context
 from lce.engine.prefix_index import Entry, Ids, PrefixIndex
 from lce.engine.setup import Setup
 from lce.errors import CapacityError, LceError

@@ -11,7 +11,6 @@ import torch
 
 from lce.attention import Attention
 from lce.cache.layout import CacheLayout
-from lce.engine import dividing
 from lce.engine.devices import devices_of
 from lce.engine.engine import Engine
 from lce.engine.options import LoadOptions, option, plain, takes
@@ -54,6 +53,8 @@ def load(given: Loading) -> Engine:
         torch.set_num_threads(_within_cores(threads, usable_cores()))
     if given.ranks is None:
         return Engine(_loaded(given, ALONE))
+    from lce.engine import dividing  # who has no ranks never loads it
+
     ranks = dividing.ranks_of(given.ranks)
     made = ranks.together(partial(_loaded, given, ranks))
     dividing.check_same(ranks, made.division.config, made.method, made.block, made.dtype, made.rope, made.weights)
@@ -71,7 +72,8 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     source, sharing = source_of(given.model), given.sharing
     config = read_config(source)
     tokenizer = source.tokenizer(config.vocab_size)
-    divided = ranks.count > 1
+    if divided := ranks.count > 1:
+        from lce.engine import dividing
     devices = dividing.devices_for(ranks, given.device) if divided else devices_of(given.device)
     if devices[0].type == "cpu":
         keep_freed_memory()
@@ -96,7 +98,9 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
 
 def _model(division: Division, checkpoint: Checkpoint, layout: CacheLayout, schemes: Mapping[str, Scheme]) -> Model:
     """Load the weights of one of several ranks, and return the model."""
-    config, divided, part = division.config, division.ranks.count > 1, checkpoint
+    config, part = division.config, checkpoint
+    if divided := division.ranks.count > 1:
+        from lce.engine import dividing
     family = model_class(config)
     if layout.dtype != checkpoint.dtype() or (checkpoint.quantised and not checkpoint.manifest):
         uses_threads()  # converting weights may start threads

@@ -11,11 +11,11 @@ import torch
 
 from lce.engine.answer import Stats
 from lce.engine.arguments import Prompt
-from lce.engine.context import Context
-from lce.engine.contexts import appended, context_of, own_context, prompt_ids
+from lce.engine.context import Context, appended, context_of, own_context
 from lce.engine.planning import ALLOWANCE
-from lce.engine.running import append, blocks, read
-from lce.engine.saving import PrefillJob, Target
+from lce.engine.prefill_job import PrefillJob
+from lce.engine.running import append, blocks, prompt_ids, read
+from lce.engine.saving import Target
 from lce.engine.setup import Setup
 from lce.engine.window import warn
 from lce.errors import UsageError
@@ -63,7 +63,7 @@ def prefill_file(
     path, ids = path_of(path), prompt_ids(setup, document, own_context(setup, context))
     wanted = 0 if length is None else count(length, "length", least=0)
     check_progress(progress)
-    if shrink is not None or setup.ranks.count > 1 or not (context is None or context.cache.is_whole):
+    if shrink is not None or setup.ranks.count > 1 or (context is not None and context.cache.fixed):
         if every is not None:
             raise UsageError("checkpoint_every is for a prefill on one rank that keeps all keys; leave it out")
         target = Target(path, force, context.data.saves if context else ())

@@ -20,6 +20,7 @@ import numpy as np
 from lce.engine.context import Context, Unique
 from lce.engine.kept_files import KeptFiles
 from lce.engine.prefix_index import Entry, PrefixIndex, common
+from lce.engine.requests import Request
 from lce.engine.setup import Setup
 from lce.models.rope import Rope
 from lce.progress import notice
@@ -34,13 +35,16 @@ FORKED_TOKENS = 128  # copying so many tokens' keys and values for a first fork 
 class PrefixCache(Unique):
     """The contexts that a batch keeps; any thread may use it. `memory` and `disk` are budgets in bytes.
 
-    Without a `folder` nothing is written. `changed` is called when a context has been saved.
+    Without a `folder` nothing is written. `changed` is called when a context has been saved. Without `reuse`, every
+    prompt is read whole, and no context is kept.
     """
 
     _instead = "make another batch"
 
-    def __init__(self, folder: Path | None, memory: int, disk: int, changed: Callable[[], None]) -> None:
-        self.memory, self.changed = memory, changed
+    def __init__(
+        self, folder: Path | None, memory: int, disk: int, changed: Callable[[], None], reuse: bool = True
+    ) -> None:
+        self.memory, self.changed, self.reuse = memory, changed, reuse
         self._lock = threading.RLock()
         self._index = PrefixIndex()
         self._files = None if folder is None else KeptFiles(folder, disk, self._index, self._lock, self._saved)
@@ -53,6 +57,24 @@ class PrefixCache(Unique):
         if self._files is not None:
             with self._lock:
                 self._files.scan(group_of(setup, setup.rope_of(1)))
+
+    def beginning(self, request: Request, running: Sequence[Request]) -> tuple[Context | None, bool]:
+        """Return the context with which a request's prompt begins, if any, and whether the best one is being saved."""
+        setup, start = request.setup, request.start
+        before = [] if start is None else start.token_ids
+        request.n_before = len(before)
+        if self.reuse and (start is None or not start.cache.fixed):
+            whole = len(before) + len(request.ids) + request.options.max_tokens
+            rope = setup.rope_of(whole) if start is None else start.rope
+            if isinstance(request.prompt, ChatText):
+                request.ids = self.spelled(setup, rope, request.prompt, request.ids, before)
+                request.result.stats.prompt_tokens = len(request.ids)
+            others = [each.context for each in running if each.setup is setup and each.state == "decode"]
+            also = [each for each in others if each is not None and not each.cache.fixed]
+            context, is_busy = self.find(setup, rope, [*before, *request.ids], also, len(before))
+            if context is not None or is_busy:
+                return context, is_busy
+        return None if start is None else start.fork(), False
 
     def find(
         self, setup: Setup, rope: Rope, ids: Sequence[int], also: Sequence[Context] = (), known: int = 0
@@ -111,10 +133,15 @@ class PrefixCache(Unique):
                     self._index.remove(entry)
         return bool(found)
 
-    def put(self, setup: Setup, context: Context, *, savable: bool = True) -> None:
-        """Keep a context, which nobody else uses from now on. Contexts of which it is a continuation are given up."""
-        if not context.cache.length:
+    def keep(self, request: Request, context: Context) -> None:
+        """Keep a request's context, which nobody else uses from now on, for later requests.
+
+        Contexts of which it is a continuation are given up. One that continues a given context is not saved: its
+        beginning is.
+        """
+        if not self.reuse or len(context) <= request.n_before or context.cache.fixed or not context.cache.length:
             return
+        setup, savable = request.setup, request.start is None
         entry = Entry(np.asarray(context.token_ids, np.int32), group_of(setup, context.rope), context, used=time.time())
         with self._lock:
             for other in self._index.prefixes(entry):

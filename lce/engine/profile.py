@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from lce.engine.context import Context
-from lce.engine.contexts import given_context, prompt_ids
+from lce.engine.context import Context, given_context
 from lce.engine.engine import Engine
 from lce.engine.graph import one_by_one
-from lce.engine.running import append
+from lce.engine.running import append, prompt_ids
 from lce.errors import UsageError, shown
 from lce.profiling import Profile, profiling
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lce.engine.answer import Answer, Generation, Piece
-from lce.engine.arguments import Options, generation_options
-from lce.engine.context import Context
-from lce.engine.contexts import new_context, own_context, reserve
+from lce.engine.arguments import Options, generation_options, ids_of
+from lce.engine.context import Context, new_context, own_context, reserve
 from lce.engine.lanes import Lane, forward
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Stream
@@ -41,6 +40,17 @@ def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
         seed = setup.ranks.exchange(secrets.randbits(62))[0]  # ranks with one seed draw the same tokens
         options = replace(options, sampling=replace(options.sampling, seed=seed))
     return options
+
+
+def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> list[int]:
+    """Return a prompt as checked token ids. Text that continues a context gets no beginning-of-text token."""
+    if isinstance(prompt, str):
+        ids = setup.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
+    else:
+        ids = ids_of(prompt, setup.model.config.vocab_size)
+    if not ids and (context is None or not len(context)):
+        raise UsageError("the prompt is empty; expected some text")
+    return ids
 
 
 def stream(setup: Setup, ids: list[int], options: Options, flag: CancelFlag, rest: Rest = "answer") -> Stream:

@@ -23,8 +23,7 @@ from typing import Literal
 import torch
 
 from lce.engine.answer import Answer, Piece
-from lce.engine.context import Context
-from lce.engine.contexts import new_context, reserve
+from lce.engine.context import new_context, reserve
 from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
@@ -34,7 +33,6 @@ from lce.errors import BusyError, CapacityError, DataError, UsageError
 from lce.models.layers import Model
 from lce.models.products import Slices
 from lce.progress import reported
-from lce.tokenizer.chat import ChatText
 
 SLOWDOWN = 1.6  # A pass of decode and the slice of prefill after it take so many times the shortest pass of decode.
 FORGET = 1.002  # With each pass, what counts as the shortest one grows by this factor.
@@ -46,8 +44,7 @@ Begun = Literal["begun", "busy", "no memory"]
 class Scheduler:
     """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order.
 
-    `changed` guards the queue, and is notified when something happens for which a request may wait. Without `prefixes`,
-    every prompt is read whole, and no context is kept.
+    `changed` guards the queue, and is notified when something happens for which a request may wait.
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class Scheduler:
         model: Model,
         max_lanes: int,
         max_waiting: int,
-        prefixes: PrefixCache | None,
+        prefixes: PrefixCache,
         changed: threading.Condition,
     ) -> None:
         self.model, self.max_lanes, self.max_waiting, self.prefixes = model, max_lanes, max_waiting, prefixes
@@ -107,7 +104,7 @@ class Scheduler:
         with torch.inference_mode():
             while True:
                 with self._changed:
-                    while not self._has_work():
+                    while not (self._running or self._waiting):
                         if self._ending is not None:
                             return
                         self._changed.wait()
@@ -121,9 +118,6 @@ class Scheduler:
                 except BaseException as error:  # a fault of ours: it must not end the thread, for others wait for it
                     for request in [*self._running]:
                         self._end(request, error)
-
-    def _has_work(self) -> bool:
-        return bool(self._running or self._waiting)
 
     def _admit(self) -> None:
         """Let requests in, in their order, while there are lanes."""
@@ -211,7 +205,7 @@ class Scheduler:
     def _begin(self, request: Request) -> Begun:
         """Find the context that a prompt continues, and reserve memory."""
         setup, options = request.setup, request.options
-        context, is_busy = self._found(request)
+        context, is_busy = self.prefixes.beginning(request, self._running)
         if is_busy:
             return "busy"
         ids, whole = request.ids, request.n_before + len(request.ids) + options.max_tokens
@@ -221,10 +215,9 @@ class Scheduler:
             else:
                 reserve(setup, context.cache, whole)
         except CapacityError:
-            if context is not None and self.prefixes is not None:
-                self.keep(request, context)
-            is_freed = self.prefixes is not None and self.prefixes.shrink(1)
-            if is_freed or any(each.state in ("prefill", "decode") for each in self._running):
+            if context is not None:
+                self.prefixes.keep(request, context)
+            if self.prefixes.shrink(1) or any(each.state in ("prefill", "decode") for each in self._running):
                 return "no memory"
             raise
         request.context, request.state = context, "prefill"
@@ -237,35 +230,12 @@ class Scheduler:
             context.cache.truncate(context.cache.nearest(context.cache.n_tokens - 1))
         return "begun"
 
-    def _found(self, request: Request) -> tuple[Context | None, bool]:
-        """Return the kept context with which a prompt begins, if any, and whether the best one is being saved."""
-        setup, start = request.setup, request.start
-        before = [] if start is None else start.token_ids
-        request.n_before = len(before)
-        if self.prefixes is not None and (start is None or start.cache.is_whole):
-            whole = len(before) + len(request.ids) + request.options.max_tokens
-            rope = setup.rope_of(whole) if start is None else start.rope
-            if isinstance(request.prompt, ChatText):
-                request.ids = self.prefixes.spelled(setup, rope, request.prompt, request.ids, before)
-                request.result.stats.prompt_tokens = len(request.ids)
-            others = [each.context for each in self._running if each.setup is setup and each.state == "decode"]
-            also = [each for each in others if each is not None and each.cache.is_whole]
-            context, is_busy = self.prefixes.find(setup, rope, [*before, *request.ids], also, len(before))
-            if context is not None or is_busy:
-                return context, is_busy
-        return None if start is None else start.fork(), False
-
-    def keep(self, request: Request, context: Context) -> None:
-        """Keep a context for later requests. One that continues a given context is not saved: its beginning is."""
-        if self.prefixes is not None and len(context) > request.n_before and context.cache.is_whole:
-            self.prefixes.put(request.setup, context, savable=request.start is None)
-
     def _begins_again(self, request: Request, error: BaseException) -> bool:
         """Return whether a prompt is to be read anew, because a file of the cache with its beginning is damaged."""
         context = request.context
         if request.is_sound or context is None or not isinstance(error, DataError):
             return False
-        if self.prefixes is None or not self.prefixes.forget(context, error):
+        if not self.prefixes.forget(context, error):
             return False
         request.closing.close()
         request.context, request.state, request.is_sound, request.n_read = None, "waiting", True, 0
@@ -311,12 +281,12 @@ class Scheduler:
                 result.warning = result.warning or request.setup.beyond(len(context))
                 del context.token_ids[max(context.cache.n_tokens, request.n_said and len(context)) :]
                 ALLOWANCE.give_back(context.cache, len(context))
-                if isinstance(error, DataError) and self.prefixes is not None:
+                if isinstance(error, DataError):
                     self.prefixes.forget(context, error)
                 if request.hand_over is not None and error is None and result.finish_reason != "cancelled":
                     request.hand_over(request, context)
                 elif request.is_sound:
-                    self.keep(request, context)
+                    self.prefixes.keep(request, context)
         except Exception as failure:
             error = error or failure
         request.channel.put(error)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lce.engine.arguments import Prompt
-from lce.engine.context import Context
-from lce.engine.contexts import appended, new_context, own_context, prompt_ids
-from lce.engine.running import append, blocks, read
+from lce.engine.context import Context, appended, new_context, own_context
+from lce.engine.running import append, blocks, prompt_ids, read
 from lce.engine.sampling import check_logits
 from lce.engine.setup import Setup
 from lce.engine.window import warn

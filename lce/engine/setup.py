@@ -89,7 +89,7 @@ class Setup:
         if divided:
             from lce.engine.divided_files import DividedFiles
 
-            files = DividedFiles(layout, identity, division)
+            files = DividedFiles.of(layout, identity, division)
         elif layout.device.type == "cuda" and method.decodes and attention.decodes(layout.dtype, config.head_dim):
             from lce.engine.graph import CudaTape
 

@@ -14,7 +14,6 @@ import torch
 
 from lce.cache.formats import kv_dtype_of
 from lce.cache.layout import Budgets, CacheLayout
-from lce.engine import dividing
 from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.options import SizeOptions, plain, takes
 from lce.engine.planning import ALLOWANCE, Plan, Planner
@@ -165,6 +164,8 @@ def weights_of(
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return what `Model.weights` returns, with the shapes that this rank has."""
     if division.ranks.count > 1:
+        from lce.engine import dividing
+
         return dividing.weights_of(division, family, stored)
     return family.weights(division.config, stored)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lce.engine.arguments import Prompt
-from lce.engine.contexts import new_context, prompt_ids
-from lce.engine.running import append, blocks
+from lce.engine.context import new_context
+from lce.engine.running import append, blocks, prompt_ids
 from lce.engine.setup import Setup
 from lce.engine.window import warn
 from lce.errors import UsageError, shown

@@ -207,7 +207,7 @@ def test_turns_on_a_named_context_are_read_once(tiny_model: Path, tmp_path: Path
 def test_what_is_read_behind_a_context_without_some_keys_serves_nobody_else(batch: Batch) -> None:
     ids = [*tokens(80), *tokens(9, seed=1)]
     evicted = lce.Engine(batch.setup).evict(lce.Engine(batch.setup).prefill(tokens(80)), keep=0.5)
-    assert evicted.cache.n_evicted
+    assert evicted.cache.fixed
     finish(batch.stream(ids[80:], context=evicted, max_tokens=4))
     result = finish(batch.stream(ids, max_tokens=4))
     assert result.stats.read_before == 0

@@ -3,6 +3,7 @@
 import ast
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -342,6 +343,14 @@ def test_a_use_of_what_is_private_is_found(tmp_path: Path) -> None:
     (tmp_path / "lce" / "one.py").write_text("class One:\n    def __init__(self):\n        self._own = 1\n")
     (tmp_path / "lce" / "two.py").write_text("def f(one):\n    return one._own + one._other\n")
     assert strangers(tmp_path) == ["lce/two.py:2: one._own"]
+
+
+def test_whoever_generates_loads_no_other_feature() -> None:
+    program = "import sys, lce; lce.load('demo').generate('x', max_tokens=1); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    others = "batch chat divided_files dividing eviction graph info operations scoring trace".split()
+    assert not {f"lce.engine.{name}" for name in others} & {*loaded}
+    assert "lce.engine.running" in loaded
 
 
 def test_an_engine_has_few_members(tiny_model: Path) -> None:

@@ -276,7 +276,7 @@ def test_everything_kept_is_untouched(engine: lce.Engine, tmp_path: Path) -> Non
     assert manifest_of(tmp_path / "whole")["format"] == FORMAT
     context = engine.prefill(DOCUMENT)
     for each in (engine.evict(context, 1), engine.evict(context, 0.999), engine.open_context(tmp_path / "whole")):
-        assert each.cache.n_evicted == 0
+        assert each.cache.fixed == 0
         assert torch.equal(engine.prefill(QUESTION, context=each).logits, engine.prefill([*DOCUMENT, *QUESTION]).logits)
 
 

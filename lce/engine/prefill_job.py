@@ -1,0 +1,129 @@
+"""Prefills a document into a context file. An interrupted prefill can be resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from lce.cache import manifest as headers
+from lce.cache.context_file import Draft, Snapshot, restored, write_rows
+from lce.cache.kv import KVCache
+from lce.cache.layout import CacheLayout
+from lce.cache.manifest import REMEDY
+from lce.cache.row_file import raw_bytes
+from lce.engine.identity import Identity
+from lce.engine.saving import ContextData, Target, check_texts, data_of, finish, part_of, state_of, text_hash
+from lce.errors import DataError, UsageError
+from lce.files import check_target, named, open_regular, path_of, remove_leftover, sweep, write_whole
+
+
+class PrefillJob:
+    """A prefill into the context file `target`. After an interruption, a new job for the same file resumes the prefill.
+
+    The file `path.part` takes keys and values as they are computed, and `path.part.state` holds the last checkpoint.
+    Call `start`, prefill the tokens that the cache lacks, call `checkpoint` from time to time, and `finish` at the end.
+    After an error call `abandon`.
+    """
+
+    def __init__(
+        self, target: Target, layout: CacheLayout, identity: Identity, ids: Sequence[int], announced: int
+    ) -> None:
+        target.check()
+        sweep(target.path)
+        self.target = target
+        self.identity = identity
+        identity.model  # noqa: B018  read now, so that unreadable weights fail before the work
+        self.part, self.state = part_of(target.path), path_of(state_of(target.path))  # raises if the name is too long
+        for each in (self.part, self.state):
+            check_target(each, UsageError)
+        self.layout = layout.file(len(ids))
+        self.token_ids = ids
+        self.announced = announced
+        self.n_written = 0
+        self._draft: Draft | None = None  # the unfinished file, after `start`
+
+    def start(self, before: ContextData | None = None) -> ContextData:
+        """Resume the job at its last checkpoint, or begin the job after a copy of the context `before`."""
+        if os.path.lexists(self.state) and os.path.lexists(self.part):
+            cache, logits = self._resume()
+        else:
+            cache, logits = self._begin(before)
+        self.n_written = cache.length
+        return ContextData(cache, self.token_ids, logits, self.announced)
+
+    def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None]:
+        remove_leftover(self.part)
+        if os.path.lexists(self.part):
+            raise DataError(f"{named(self.part)} is being written by another process; wait, or name another file")
+        remove_leftover(self.state)
+        self._draft = draft = Draft.create(self.part, self.layout)
+        if before is None or not before.cache.length:
+            return KVCache.empty(self.layout.cache, self.layout.n_tokens, draft.rows), None
+        write_rows(before.cache, draft.rows)
+        tensors = {name: x.clone() for name, x in before.cache.tensors().items()}
+        return restored(self.layout.cache, draft.rows, before.cache.length, tensors, own=True), before.logits
+
+    def _resume(self) -> tuple[KVCache, Tensor | None]:
+        """Return the cache and the logits of the last checkpoint: a context file without keys and values."""
+        path, vocab_size = self.state, self.identity.vocab_size
+        remedy = f"remove it and {named(self.part.name)}, or name another file"
+        descriptor = open_regular(path, follow=False)
+        try:
+            header = headers.read_header(descriptor, path)
+            manifest = header.manifest
+            self.identity.check(path, manifest.identity, remedy)
+            tensors = headers.read_small(header, self.layout.cache, partial(check_texts, path, vocab_size, own=True))
+        except DataError as error:
+            text = str(error)
+            raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
+        finally:
+            os.close(descriptor)
+        if manifest.text != text_hash(self.token_ids):
+            raise DataError(f"{named(path)} belongs to another text; {remedy}")
+        if manifest.announced != self.announced:  # keys may be rotated for the announced length
+            begun = manifest.announced
+            raise DataError(f"{named(path)} was begun with a length of {begun}; give --length {begun}, or {remedy}")
+        self._draft = draft = Draft(self.part, self.layout, manifest.file_id)
+        found = data_of(path, self.layout.cache, Snapshot(manifest, tensors, draft.rows), vocab_size, own=True)
+        return found.cache, found.logits
+
+    def checkpoint(self, data: ContextData) -> None:
+        """Write a checkpoint, at which an interrupted job resumes. Writes new keys and values, and `data.tensors()`."""
+        assert self._draft is not None
+        write_rows(data.cache, self._draft.rows, self.n_written)
+        self._draft.rows.flush()
+        tensors = data.tensors()
+        manifest = headers.signed(data.manifest(self.identity.facts, self._draft), tensors)
+        raw = (raw_bytes(x) for _, x in sorted(tensors.items()))
+        write_whole(self.state, b"".join((headers.header_bytes(headers.tensor_entries(tensors), manifest), *raw)))
+        self.n_written = data.cache.length
+
+    def finish(self, data: ContextData) -> None:
+        """Write the keys and values that the file lacks, and rename the file to the target's path."""
+        assert self._draft is not None
+        write_rows(data.cache, self._draft.rows, self.n_written)
+        try:
+            finish(self._draft, self.target, data, self.identity)
+        except UsageError:  # another file appeared there; a checkpoint keeps the work
+            self.checkpoint(data)
+            raise
+        remove_leftover(self.state)
+
+    def abandon(self, error: BaseException) -> None:
+        """End the job after an error. With a checkpoint, the files stay and `error` gets a note; else they are removed.
+
+        A traceback may keep this job alive, so the file is closed: a second try must find the file unlocked.
+        """
+        if os.path.lexists(self.state):
+            if self._draft is not None:
+                again = f"remove {named(self.part)} and {named(self.state)} to begin again"  # they are damaged
+                goes_on = f"the same command goes on from {self.n_written:,} tokens"
+                error.add_note(again if isinstance(error, DataError) else goes_on)
+                self._draft.rows.close()
+        elif self._draft is not None:
+            self._draft.discard()
+        else:
+            remove_leftover(self.part)  # removes the file unless another process has locked it
