@@ -19,7 +19,7 @@ from lce.files import named
 from lce.methods.base import Method
 from lce.methods.handover import Handover
 from lce.methods.lowdim import LowDimMaps
-from lce.methods.registry import spelled
+from lce.methods.registry import spelled, user_file
 from lce.models.config import RopeConfig
 
 _MOST_SHOWN = 6  # the most differing knobs that one error message lists
@@ -50,7 +50,7 @@ class Identity:
     @property
     def facts(self) -> dict[str, Any]:
         """The identity as JSON values, for the header of a context file."""
-        own, method = self.method.user_file, self.method
+        own, method = user_file(self.method), self.method
         knobs = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
         knobs = method.settings if isinstance(method, Handover) else knobs
         return {

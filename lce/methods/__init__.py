@@ -9,7 +9,7 @@ import pkgutil
 
 from lce.attention import rotate as rotate
 from lce.cache.layer import LayerCache as LayerCache
-from lce.methods import registry
+from lce.methods import hooks, registry
 from lce.methods.base import Example as Example
 from lce.methods.base import Method as Method
 from lce.methods.base import knob as knob
@@ -34,6 +34,7 @@ from lce.methods.pages import Pages as Pages
 from lce.methods.parts import CHOSEN as CHOSEN
 from lce.methods.parts import LayerFacts as LayerFacts
 from lce.methods.parts import Part as Part
+from lce.methods.promises import promises_of as promises_of
 from lce.methods.quest import Quest as Quest
 from lce.methods.random import RandomChunks as RandomChunks
 from lce.methods.reattention import ReAttention as ReAttention
@@ -56,4 +57,5 @@ from lce.models.rope import Rope as Rope
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+hooks.begin()
 globals().update({method.__name__: method for method in registry._REGISTRY.values()})

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lce.attention import Attended, Turn, combine, join, merge, rotate
 from lce.cache.layer import LayerCache
-from lce.cache.method_state import RecentRows
+from lce.cache.layout import CacheLayout
+from lce.cache.method_state import MethodState, RecentRows
 from lce.errors import UsageError
 from lce.methods.grouped_keys import grouped
 from lce.methods.parts import CHOSEN, RECENT, Index, LayerFacts, Part
@@ -27,7 +28,7 @@ from lce.methods.turned_keys import TurnedKeys
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
 
 
@@ -76,21 +77,11 @@ class PlacedPart:
 
 def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output `[H, T, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, T, D]`."""
-    if q.shape[1] >= TURNED_ROWS and method.sees_all(step):
-        noted = step.note is not None or step.note_scores is not None
-        if noted and any(placed.part.keys == CHOSEN for placed in placed_parts(method, q, cache, step)):
-            method.note_choice(q, cache, step)
-        return _attend_all(method, q, cache, step)
-    found = []
-    for placed in placed_parts(method, q, cache, step):
-        attend = method.attend_chosen if placed.part.keys == CHOSEN else method.attend_spans
-        attended = attend(q, placed, cache, step)
-        if attended is not None:
-            found.append(attended)
-    return merge(found)
+    found = (method.attend_part(q, placed, cache, step) for placed in placed_parts(method, q, cache, step))
+    return merge([attended for attended in found if attended is not None])
 
 
-def _attend_all(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+def attend_all(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output of causal attention to all tokens at true distances. Keys are turned, a copy at a time."""
     n = q.shape[1]
     placed = PlacedPart(Part((0, n), 0, exact=True), step.true_turn(q), [DenseCall(0, n, 0, step.stop, causal=True)])
@@ -151,6 +142,8 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
 
     def make() -> list[PlacedPart]:
         i, parts = block_parts(method, cache.index, step)
+        if not parts:
+            raise NotImplementedError(f"{method.label} declares no parts; define parts_of, or attend")
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
             at, here = block_parts(method, cache.index, step, step.positions(q.device))  # avoids a copy to the GPU
@@ -181,12 +174,17 @@ def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
     return torch.arange(low, high + 1, device=at.device), at - low
 
 
+def unrotated(method: Method) -> bool:
+    """Return whether a method caches keys unrotated."""
+    return method.key_positions(NO_TOKENS) is None
+
+
 def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
     """Return the rotation of queries to `part.query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all.
 
     If keys are cached unrotated, the rotation includes YaRN's factor twice: for the query and for the key.
     """
-    if not part.exact and method.unrotated:
+    if not part.exact and unrotated(method):
         return step.far_turn(part.query_at, like)
     if part.query_at is i:
         return step.true_turn(like)
@@ -287,6 +285,11 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
 def band_of(bands: Tensor, chosen: Tensor) -> Tensor:
     """Return the number of each chosen chunk's band (`Part.bands [T, B-1]`), for `chosen [H, T, K]`: `[H, T, K]`."""
     return (chosen[..., None] >= bands[:, None].to(chosen.device)).sum(-1)
+
+
+def recent_keys(method: Method, n: int, layout: CacheLayout) -> dict[str, MethodState]:
+    """Return the state of the keys of the last `n` tokens at absolute positions, for parts with `exact`; 0: none."""
+    return {RECENT: RecentRows(n, layout.key_bytes, remade=unrotated(method))} if n else {}
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:

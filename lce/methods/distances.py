@@ -17,10 +17,8 @@ def spans(method: Method, layer: int, step: Step) -> Tensor | None:
     A span is tokens `start..stop-1`, none if `stop <= start`. Besides its spans, a query attends only the chunks or
     tokens passed to `step.note`. None: the method declares no parts, or does not report what queries choose.
     """
-    if not method.declares:
-        return None
     i, parts = block_parts(method, layer, step)
-    if any(part.keys == CHOSEN for part in parts) and not method.notes_choices:
+    if not parts or (any(part.keys == CHOSEN for part in parts) and not method.promised("noted")):
         return None
     return torch.stack([torch.stack(bounds(part, i), dim=-1) for part in parts if part.keys != CHOSEN], dim=1)
 
@@ -52,9 +50,9 @@ def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Ste
 
     The result is on the host, -1 for tokens outside of the query's spans. None: the method declares no parts.
     """
-    if not method.declares:
-        return None
     i, parts = block_parts(method, layer, step)
+    if not parts:
+        return None
     rows, found = index - step.start, torch.full((len(index), len(token)), -1, dtype=torch.int64)
     for part in parts:
         if part.keys != CHOSEN:
@@ -70,7 +68,7 @@ def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> T
     `chosen [H, T, K]` are chunks or tokens as passed to `step.note`. The distances of a chunk's tokens fall from
     token to token as their keys' positions rise, or are all equal. None: the method declares no part of chosen keys.
     """
-    parts = block_parts(method, layer, step)[1] if method.declares else []
+    parts = block_parts(method, layer, step)[1]
     part = next((part for part in parts if part.keys == CHOSEN), None)
     if part is None:
         return None

@@ -18,8 +18,8 @@ from lce.errors import UsageError
 from lce.methods import lowdim
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
-from lce.methods.costs import Cost, PaperFigure, QueryBlock
-from lce.methods.joint import JointSelection
+from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
+from lce.methods.joint import HOOKS, PROMISES, JointSelection
 from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.parts import CHOSEN, LayerFacts, Part
@@ -33,7 +33,7 @@ OTHERWISE = "-o compress=pca or -o compress=none"
 
 @register("esa")
 @dataclass(frozen=True)
-class ESA(JointSelection):
+class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
@@ -154,13 +154,13 @@ class ESA(JointSelection):
             yield Part(keys=CHOSEN, query_at=far)
             yield Part(keys=(border, i + 1), query_at=i, exact=True)
 
-    def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Return the attention to the local span; `attend_chosen` attends the sinks together with the chosen tokens."""
-        return super().attend_spans(q, placed, cache, step) if placed.part.exact else None
-
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        self.find_basis(cache, step)
-        return super().attend_chosen(q, placed, cache, step)
+    def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """Return the attention to the local span, or to the chosen tokens and the sinks together."""
+        if placed.part.keys == CHOSEN:
+            self.find_basis(cache, step)
+        elif not placed.part.exact:
+            return None  # sinks
+        return super().attend_part(q, placed, cache, step)
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
         return torch.cat((torch.arange(self.sinks, device=chosen.device), chosen + self.sinks))
@@ -182,17 +182,6 @@ class ESA(JointSelection):
         scores = len(block) * n_middle * (query_size if self.heads == "max" else compared)
         scored = Cost(0, scores, low_dim=low_queries, state_read=n_middle * compared)
         return low_keys + seen + scored
-
-    def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        if self.compress == "none":
-            return ()
-        figures = (
-            ("operations to score a token, beside those to attend it, R / 2HD", block.n_heads),
-            ("numbers of a low-dim key, beside its keys and values, R / 2GD", block.n_kv_heads),
-        )
-        return [
-            PaperFigure(text, "Eq. 9-18", self.low_dim / (2 * n * block.head_dim), is_share=True) for text, n in figures
-        ]
 
     def find_basis(self, cache: LayerCache, step: Step) -> None:
         """With `compress=pca`, compute the cached keys' principal components and low-dim keys, once per text."""
@@ -237,3 +226,16 @@ class ESA(JointSelection):
         size = scores_size(lowdim.slice_rows(len(low_q), len(low_k)), len(low_k))
         buffer = step.once(f"scores {size}", lambda: low_q.new_empty(size, dtype=torch.float32))
         return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)
+
+
+@paper_figures.register(ESA)
+def _(method: ESA, block: QueryBlock) -> Sequence[PaperFigure]:
+    if method.compress == "none":
+        return ()
+    figures = (
+        ("operations to score a token, beside those to attend it, R / 2HD", block.n_heads),
+        ("numbers of a low-dim key, beside its keys and values, R / 2GD", block.n_kv_heads),
+    )
+    return [
+        PaperFigure(text, "Eq. 9-18", method.low_dim / (2 * n * block.head_dim), is_share=True) for text, n in figures
+    ]

@@ -12,16 +12,16 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
 from lce.methods.base import knob
-from lce.methods.costs import Cost, PaperFigure, QueryBlock
+from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
 from lce.methods.registry import register
-from lce.methods.selective import SelectiveMethod, choosers
+from lce.methods.selective import SELECTING, SelectiveMethod, choosers
 from lce.methods.selectors import BY_NUMBER, SUMMARY, random_scores
 from lce.methods.step import Step
 
 
 @register("longheads")
 @dataclass(frozen=True)
-class LongHeads(SelectiveMethod):
+class LongHeads(SelectiveMethod, promises=SELECTING):
     """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
 
     For each complete chunk and query head, the method stores a summary c. With keys and queries rotated to their
@@ -97,14 +97,6 @@ class LongHeads(SelectiveMethod):
         together = self.share != "head" or self.fix_head
         return self.seen_cost(block, together=together) + replace(choosing, summaries=summaries)
 
-    def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        heads, layers = block.n_heads, block.n_layers
-        reach, seen = (self.n_choices + 1) * heads * layers, f"{heads} heads of {layers} layers can see in all"
-        return (
-            PaperFigure(f"chunks that {seen}, |P| · heads · layers", "", reach),
-            PaperFigure("the same in tokens", "", reach * self.size),
-        )
-
     @property
     def plain_choice(self) -> Literal["best", "worst"] | None:
         if self.rank == "random" or self.fix_head or self.fix_layer:
@@ -117,3 +109,13 @@ class LongHeads(SelectiveMethod):
         return step.once_on_all(
             "choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step), q.device
         )
+
+
+@paper_figures.register(LongHeads)
+def _(method: LongHeads, block: QueryBlock) -> Sequence[PaperFigure]:
+    heads, layers = block.n_heads, block.n_layers
+    reach, seen = (method.n_choices + 1) * heads * layers, f"{heads} heads of {layers} layers can see in all"
+    return (
+        PaperFigure(f"chunks that {seen}, |P| · heads · layers", "", reach),
+        PaperFigure("the same in tokens", "", reach * method.size),
+    )

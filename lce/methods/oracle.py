@@ -18,20 +18,20 @@ from lce.errors import UsageError
 from lce.methods.base import Method, knob
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.esa import ESA
-from lce.methods.joint import JointSelection
+from lce.methods.joint import HOOKS, PROMISES, JointSelection
 from lce.methods.longheads import LongHeads
 from lce.methods.mass import Judge, TrueMass
 from lce.methods.pages import Pages
+from lce.methods.promises import Promise
 from lce.methods.registry import register
-from lce.methods.selective import ChunkSelection, SelectiveMethod
+from lce.methods.selective import SELECTING, ChunkSelection, SelectiveMethod
 from lce.methods.selectors import ContextSelector, Mass, Scorer, Sizes
 from lce.methods.step import Step
 
 
-class WithoutSummaries(ChunkSelection):
+class WithoutSummaries(ChunkSelection, promises=SELECTING):
     """A mixin for methods that choose chunks by a `ContextSelector`, without summaries of chunks."""
 
-    decodes = False
     uses_queries: ClassVar[bool] = False
 
     @property
@@ -52,16 +52,17 @@ class WithoutSummaries(ChunkSelection):
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return self.selector.log_mass(scores, n_heads, head_dim)
 
+    def promised(self, what: Promise) -> bool:
+        return super().promised(what) and what != "recorded"
+
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of choosing and attending chunks, as if all heads chose different chunks."""
         return self.seen_cost(block) + self.selector.cost(block, self.size)
 
 
 @dataclass(frozen=True)
-class BudgetedChunks(WithoutSummaries, SelectiveMethod):
+class BudgetedChunks(WithoutSummaries, SelectiveMethod, promises={"analysis": ()}):
     """A method for analysis that chooses chunks. `budget`, if given, is in tokens, the query's own chunk included."""
-
-    analysis: ClassVar[bool] = True
 
     budget: int | None = knob(None, "tokens that a query attends, instead of chunks", kw_only=True)
     keep_first: bool = knob(True, "the first chunk is always attended", kw_only=True)
@@ -90,7 +91,7 @@ class ByMass(WithoutSummaries):
         return Mass(self.judge)
 
 
-class JointByMass(JointSelection):
+class JointByMass(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     """A mixin that makes a `JointSelection` choose by true mass, summed over heads and the block's queries."""
 
     judge: Judge

@@ -14,7 +14,7 @@ from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart
-from lce.methods.base import Example, knob, resolved
+from lce.methods.base import Example, filled, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.joint_pages import attend_whole_pages, pooled, whole_pages
 from lce.methods.lowdim import LowDimMaps
@@ -22,8 +22,9 @@ from lce.methods.lowdim_pages import LowDim
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.mass import Judge
 from lce.methods.placement import PLACEMENTS, ConstantDistance, DualPositions, GroupedPositions, Placement
+from lce.methods.promises import Promise
 from lce.methods.registry import register
-from lce.methods.selective import ChunkSelection, block_of, choosers, slot_turns
+from lce.methods.selective import SELECTING, ChunkSelection, block_of, choosers, slot_turns
 from lce.methods.selectors import (
     BEST_KEY,
     BY_NUMBER,
@@ -69,7 +70,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @register("pages")
 @dataclass(frozen=True)
-class Pages(ChunkSelection):
+class Pages(ChunkSelection, promises=SELECTING):
     """Attention to pages of tokens, with the selector and the placement as knobs.
 
     Each query attends its own page up to itself, the first `sinks` and the last `local` tokens (in whole pages, rounded
@@ -141,17 +142,17 @@ class Pages(ChunkSelection):
 
     def resolve(self, window: int) -> Self:
         self._check_meanings()
-        made = self.filled(page=min(16, max(1, window // 32)), share="layer" if self.select == "lowdim" else "head")
-        made = made.filled(sinks=made.size, local=made.size)
+        made = filled(self, page=min(16, max(1, window // 32)), share="layer" if self.select == "lowdim" else "head")
+        made = filled(made, sinks=made.size, local=made.size)
         n_least = 1 + made.n_near + max(1, made.n_first + made.n_last)
-        made = made.filled(budget=max(window // 2, n_least * made.size))
+        made = filled(made, budget=max(window // 2, n_least * made.size))
         if resolved(made.budget) < n_least * made.size:
             raise UsageError(
                 f"{self.label}: budget is {made.budget}; expected {n_least * made.size} or more, {n_least} pages of "
                 f"{made.size} tokens: lower page, sinks or local"
             )
         if made.growth is not None:
-            made = made.filled(grows_from=window, grows_to=max(window, resolved(made.budget)))
+            made = filled(made, grows_from=window, grows_to=max(window, resolved(made.budget)))
             if resolved(made.grows_to) < resolved(made.budget):
                 raise UsageError(f"{self.label}: grows_to is {made.grows_to}; expected budget, {made.budget}, or more")
         given = {
@@ -161,7 +162,7 @@ class Pages(ChunkSelection):
             given["far"] = made.reach
         if made.place == "dual":
             given |= {"far": window - 1, "chunk_size": max(1, 3 * window // 4 // made.size) * made.size}
-        made = made.filled(**given)
+        made = filled(made, **given)
         if made.place == "dual":
             made._check_dual(window)
         if made.compress == "calibrated":
@@ -368,10 +369,9 @@ class Pages(ChunkSelection):
             choosing = replace(choosing, scores=3 * resolved(choosing.scores))  # a page is scored for each band
         return self.seen_cost(block, together=self.share != "head") + choosing
 
-    @property
-    def decodes(self) -> bool:
-        """Whether decode steps can be recorded as CUDA graphs: with summaries of a fixed shape, without `growth`."""
-        return isinstance(self.selector, SummarySelector) and super().decodes
+    def promised(self, what: Promise) -> bool:
+        """Return whether the class promises `what`; steps are `recorded` with summaries of a fixed shape alone."""
+        return super().promised(what) and (what != "recorded" or isinstance(self.selector, SummarySelector))
 
     @property
     def plain_choice(self) -> Literal["best", "worst"] | None:

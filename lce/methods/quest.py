@@ -11,11 +11,11 @@ from torch import Tensor
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
-from lce.methods.base import Example, knob, resolved
+from lce.methods.base import Example, filled, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.selective import ChunkSelection
+from lce.methods.selective import SELECTING, ChunkSelection
 from lce.methods.selectors import BOUNDS, Sizes
 from lce.methods.step import Step
 from lce.methods.top_p import top_p_knob
@@ -23,7 +23,7 @@ from lce.methods.top_p import top_p_knob
 
 @register("quest")
 @dataclass(frozen=True)
-class Quest(ChunkSelection):
+class Quest(ChunkSelection, promises=SELECTING):
     """Quest (Tang et al., 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference").
 
     Keys are cut into pages of `page` tokens. A page keeps the minimum and the maximum of each channel of its keys, at
@@ -52,7 +52,7 @@ class Quest(ChunkSelection):
     example: ClassVar = Example({"page": 2, "budget": 8, "dense_layers": 0}, window=24)
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(budget=max(window // 4, 2 * self.page))
+        made = filled(self, budget=max(window // 4, 2 * self.page))
         if made.n_choices < 1:
             raise UsageError(f"{self.name}: budget is {made.budget}; expected two pages of {self.page} tokens or more")
         return made

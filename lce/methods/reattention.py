@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
-from lce.methods.base import Example, knob, resolved
+from lce.methods.base import Example, filled, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.oracle import WithoutSummaries
 from lce.methods.registry import register
@@ -45,9 +45,9 @@ class ReAttention(WithoutSummaries):
     example: ClassVar = Example({"span": 2, "local": 4})
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(span=min(32, max(1, window // 16)), local=max(1, window // 2))
-        made = made.filled(sinks=made.size)
-        made = made.filled(top_k=max(0, window // made.size - made.n_first - made.n_last - 1))
+        made = filled(self, span=min(32, max(1, window // 16)), local=max(1, window // 2))
+        made = filled(made, sinks=made.size)
+        made = filled(made, top_k=max(0, window // made.size - made.n_first - made.n_last - 1))
         if resolved(made.top_k) < 1:
             raise UsageError(f"{self.label}: sinks and local fill the window, {window}; lower span, sinks or local")
         return made

@@ -8,6 +8,7 @@ file that registers a method. A file is run only where a user names it, never be
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import sys
@@ -16,16 +17,26 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from lce.errors import USER_MODULE, UsageError, nearest, shown, user_line
 from lce.files import named, open_regular, path_of
-from lce.methods.base import Method, UserFile
+from lce.methods.base import Method
+
+
+class UserFile(NamedTuple):
+    """The path of a user's file of code, and the SHA-256 of the text that was run."""
+
+    path: str
+    digest: str
+
 
 ENTRY_POINTS = "lce.methods"
 AUTO = "auto"  # no method's name: a model is loaded with the method that suits it, see `lce.methods.auto`
 MOST = 1 << 31  # the largest integer that a knob takes: the product of two such numbers fits in int64
 _REGISTRY: dict[str, type[Method]] = {}
+_FILES: WeakKeyDictionary[type, UserFile] = WeakKeyDictionary()  # of classes that `from_file` has made
 M = TypeVar("M", bound=type[Method])
 
 
@@ -86,10 +97,10 @@ def from_file(path: str | Path) -> type[Method]:
         text = file.read()
     own, before = UserFile(place, hashlib.sha256(text).hexdigest()), dict(_REGISTRY)
     for name, cls in before.items():
-        earlier = vars(cls).get("user_file")
+        earlier = _FILES.get(cls)
         if earlier == own:
             return cls
-        if isinstance(earlier, UserFile) and earlier.path == place:
+        if earlier is not None and earlier.path == place:
             del _REGISTRY[name]  # the class of an earlier text of the file
     module = types.ModuleType(f"{USER_MODULE}{own.digest[:12]}")
     try:
@@ -99,7 +110,7 @@ def from_file(path: str | Path) -> type[Method]:
         if len(found) != 1:
             names = " and ".join(cls.name for cls in found) or "no method"
             raise UsageError(f"{named(place)} registers {names}; expected one class with @lce.methods.register(NAME)")
-        found[0].user_file = own
+        _FILES[found[0]] = own
         return found[0]
     except BaseException as error:
         del sys.modules[module.__name__]
@@ -110,6 +121,12 @@ def from_file(path: str | Path) -> type[Method]:
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, UsageError) and not line):
             raise
         raise UsageError(f"{line or f'{named(place)}: {error}'}; correct the file") from error
+
+
+@functools.singledispatch
+def user_file(method: Method) -> UserFile | None:
+    """Return the user's file that a method is from, part of what identifies the method; None: from no such file."""
+    return next((_FILES[cls] for cls in type(method).__mro__ if cls in _FILES), None)
 
 
 def as_method(method: str | Method) -> Method:

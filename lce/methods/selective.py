@@ -34,17 +34,28 @@ from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.kernels.cpu.elementwise import take_rows
-from lce.methods.attending import PlacedPart, band_of, slot_shift
-from lce.methods.base import NO_TOKENS, Example, Method, is_like, knob, resolved, says_for
+from lce.methods.attending import (
+    NO_TOKENS,
+    PlacedPart,
+    attend_all,
+    band_of,
+    placed_parts,
+    recent_keys,
+    scaled,
+    slot_shift,
+    unrotated,
+)
+from lce.methods.base import Example, Method, filled, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
-from lce.methods.hooks import SELECTION_CHECKS
-from lce.methods.parts import LayerFacts, Part
+from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.placement import PLACEMENTS, Placement
+from lce.methods.promises import ATTENTION, Promise, Promises
 from lce.methods.selectors import Scorer, Sizes
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import keep_best, prune, top_p_knob
 
+TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
 SUMMARIES, OPEN_QUERIES = "summaries", "open queries"
 
 
@@ -58,12 +69,6 @@ def block_of(n_choices: int) -> int:
     return max(128, min(2048, 65536 // n_choices))
 
 
-def _is_ours(method: Method, *hooks: str) -> bool:
-    """Return whether all these hooks of a method are defined in lce."""
-    authors = (next(cls for cls in type(method).__mro__ if hook in vars(cls)).__module__ for hook in hooks)
-    return all(author.startswith("lce.") for author in authors)
-
-
 def slot_turns(placed: PlacedPart, n_slots: int, q: Tensor, step: Step) -> SlotTurns:
     """Return the rotations of queries for n slots of chosen chunks; one may serve all slots, and maybe all queries."""
     slots, table = placed.slots, placed.turn
@@ -72,14 +77,24 @@ def slot_turns(placed: PlacedPart, n_slots: int, q: Tensor, step: Step) -> SlotT
     return SlotTurns(table, slots[:, :n_slots])
 
 
-class ChunkSelection(Method, ABC):
+HOOKS = (*ATTENTION, "choose", "select", "pick", "pooled", "forced", "summarise", "score", "scorer", "log_mass")
+SELECTING: Promises = {  # what lce's own selecting methods promise
+    **dict.fromkeys(("alike", "by_head"), HOOKS),
+    **dict.fromkeys(("recorded", "noted", "kept"), ("keep", "attend", "attend_part")),
+    "counted": ("keep", "attend", "attend_part", "choose", "score", "summarise"),
+    "dense": ("select", "pick", "choose", "attend_part", "attend_pages", "parts_of", "key_positions"),
+    "complete": ("score", "select", "forced"),
+    "kernel": ("score", "select", "forced", "choose"),
+}
+
+
+class ChunkSelection(Method, ABC, promises={**SELECTING, "counted": ("keep", "attend", "attend_part", "choose")}):
     """A method whose queries choose chunks. `SelectiveMethod` derives from this class and adds the usual knobs.
 
     A query in chunk `o` attends chunk `o` up to the query, and `n_choices` of the complete chunks before chunk `o`:
     first the chunks that `forced` names, then the chunks with the best scores.
     """
 
-    hook_checks = SELECTION_CHECKS
     placement: str  # this field and the next three are knobs, or fixed by the class
     top_p: float | None = None  # the share of the estimated attention that chosen chunks must reach; None: off
     keep_first = True  # whether chunk 0 is always taken
@@ -144,7 +159,8 @@ class ChunkSelection(Method, ABC):
 
     @property
     def n_recent(self) -> int:
-        return (self.n_near + 1) * self.size if self.unrotated or self.placed.exact else 0
+        """The number of earlier tokens whose keys are also stored at absolute positions."""
+        return (self.n_near + 1) * self.size if unrotated(self) or self.placed.exact else 0
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         """Return empty stores: of chunk summaries, of the incomplete chunk's queries, and of recent keys, if needed."""
@@ -153,7 +169,7 @@ class ChunkSelection(Method, ABC):
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(n_bytes, self.size)} if n_bytes else {}
         if self.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(self.size, layout.query_bytes)
-        return {**kept, **super().state(layout)}
+        return {**kept, **recent_keys(self, self.n_recent, layout)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         summaries, n_chunks, shape = kept.get(SUMMARIES), n_tokens // self.size, self.summary_shape(layout)
@@ -365,21 +381,31 @@ class ChunkSelection(Method, ABC):
     def sees_all(self, step: Step) -> bool:
         """Return whether the text has no more chunks than a query attends, each at true distances from the query.
 
-        Attention is then dense, which takes less time than attending chunk by chunk. False for a class from outside of
-        lce that chooses or attends in its own way.
+        Attention is then dense, which takes less time than attending chunk by chunk. False for a class that chooses or
+        attends in its own way and does not promise `dense`.
         """
         few = step.stop <= (self.n_choices + 1) * self.size and not self.varies and not self.n_near
-        if not few or step.stride > 1 or not self.placed.true_within:
-            return False
-        return _is_ours(self, "select", "pick", "choose", "attend_chosen", "attend_pages", "parts_of", "key_positions")
+        return few and step.stride == 1 and self.placed.true_within and self.promised("dense")
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        if isinstance(step, DeviceStep) or q.shape[1] < TURNED_ROWS or not self.sees_all(step):
+            return super().attend(q, cache, step)
+        self.keep_queries(q, cache, step)
+        q = scaled(self, q, step)
+        if (step.note or step.note_scores) and any(x.part.keys == CHOSEN for x in placed_parts(self, q, cache, step)):
+            self.note_choice(q, cache, step)
+        return attend_all(self, q, cache, step)
 
     def note_choice(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+        """Return what unrotated queries `[H, T, D]` choose, and pass it to `Step.note`; None: there is no choice."""
         chosen = self.choose(q, cache, step)
         if chosen is not None and step.note:
             step.note(cache.index, chosen)
         return chosen
 
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+    def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        if placed.part.keys != CHOSEN:
+            return super().attend_part(q, placed, cache, step)
         chosen = self.note_choice(q, cache, step)
         if chosen is None:
             return None
@@ -419,12 +445,6 @@ class ChunkSelection(Method, ABC):
             return candidates.chosen(self.size, chosen, together=together)
         return candidates.chunks(self.size, self.n_choices, together=together)
 
-    @property
-    def counted(self) -> bool:
-        cls = type(self)
-        own = cls.choice_cost is not ChunkSelection.choice_cost  # such a cost assumes certain `score` and `summarise`
-        return super().counted and says_for(self, "choice_cost", "choose", *(("score", "summarise") if own else ()))
-
     def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
         """Return the number of groups of neighbouring heads that choose together; by default each head is a group."""
         return n_heads
@@ -434,10 +454,9 @@ class ChunkSelection(Method, ABC):
         """Whether a GPU kernel may choose the best or the worst chunks in place of `choose`; None: no kernel may."""
         return "best"
 
-    @property
-    def decodes(self) -> bool:
-        """Whether decode steps can be recorded as CUDA graphs: not where the number of chunks varies."""
-        return not self.varies and super().decodes
+    def promised(self, what: Promise) -> bool:
+        """Return whether the class promises `what`; steps are not `recorded` where the number of chunks varies."""
+        return super().promised(what) and (what != "recorded" or not self.varies)
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
@@ -470,12 +489,11 @@ class ChunkSelection(Method, ABC):
     def bound(self, stop: int) -> int | None:
         """Return the bound; None for a step that completes a chunk, because computing a summary is not recorded.
 
-        If `score`, `select` or `forced` is defined outside of lce, the bound is so low that all chunks are complete.
+        Unless the class promises `complete`, the bound is so low that all chunks are complete.
         """
         if stop <= self.size or not stop % self.size:
             return None
-        ours = _is_ours(self, "score", "select", "forced")
-        return super().bound(stop) if ours else (stop // self.size + 1) * self.size - 1
+        return super().bound(stop) if self.promised("complete") else (stop // self.size + 1) * self.size - 1
 
     def _choose_on_device(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Choose among the chunks within the bound; chunks that are not complete yet are never taken."""
@@ -493,9 +511,7 @@ class ChunkSelection(Method, ABC):
     def _plain_runs(self, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
         """Choose chunks with a GPU kernel, and return them as `runs_of_chunks` does; None: no kernel can choose."""
         plain = self.plain_choice
-        if plain is None or self.n_near or max(self.n_first, self.n_last) > 1:
-            return None
-        if not says_for(self, "plain_choice", "score", "select", "forced", "choose"):
+        if plain is None or not self.promised("kernel") or self.n_near or max(self.n_first, self.n_last) > 1:
             return None
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // self.size)
         scored, *others = self.placed.scored(q, step, self.size)
@@ -531,8 +547,8 @@ class SelectiveMethod(ChunkSelection):
     example: ClassVar = Example({"chunk_size": 2})
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(chunk_size=min(32, max(1, window // 32)))
-        made = made.filled(chunks=window // made.size)
+        made = filled(self, chunk_size=min(32, max(1, window // 32)))
+        made = filled(made, chunks=window // made.size)
         if resolved(made.chunks) < 3:
             raise UsageError(
                 f"{self.label}: {made.chunks} chunks of {made.size} tokens; expected 3 or more: lower chunk_size "

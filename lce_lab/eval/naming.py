@@ -30,8 +30,8 @@ def described(engine: lce.Engine) -> dict[str, str]:
         found["weights"] = engine.setup.weights
     if engine.setup.layout.kv_dtype != "auto":
         found["kv_dtype"] = engine.setup.layout.kv_dtype
-    if engine.method.user_file is not None:
-        found["code"] = engine.method.user_file.digest
+    if (code := engine.setup.identity.facts.get("code")) is not None:
+        found["code"] = code["digest"]
     return found
 
 

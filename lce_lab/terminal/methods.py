@@ -33,7 +33,8 @@ def methods_of(
         return [lce.methods.make(name, knobs_for(name, knobs, names)) for name in names]
     asked = [name for name in names if name != ALL]
     classes = _classes(lce.methods.available())
-    others = [name for name in lce.methods.available() if name not in classes or not classes[name].analysis]
+    of_class = lce.methods.promises_of
+    others = [x for x in lce.methods.available() if x not in classes or "analysis" not in of_class(classes[x])]
     listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in asked), *asked]))
     check_owned(knobs, listed)
     resolved(method="full", **loading)  # raises an error if the model cannot be read

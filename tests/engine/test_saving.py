@@ -27,6 +27,7 @@ from lce.engine.info import describe
 from lce.engine.saving import text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import LongHeads
+from lce.methods.promises import promises_of
 from lce.methods.run import Block
 from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
@@ -54,7 +55,7 @@ KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of a manifest and small tensors
 SMALL = "least"  # a budget of the least bytes that are legal, and a folder for the rest
 # The methods for analysis keep what other selectors keep, or nothing.
-SERVING = [name for name in lce.methods.available() if not getattr(lce.methods.find(name), "analysis", False)]
+SERVING = [name for name in lce.methods.available() if "analysis" not in promises_of(lce.methods.find(name))]
 SLOW_IN_TIERS = pytest.param("longheads", marks=pytest.mark.slow)  # each head reads chunks of its own
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.slow] * (name == "reattention")) for name in SERVING]
 

@@ -23,6 +23,7 @@ from lce.methods import (
     make,
     selects,
 )
+from lce.methods.costs import cost, paper_figures
 from lce.methods.mass import JUDGES, Judge, TrueMass
 from tests import oracle
 from tests.running import cut, run, vectors
@@ -200,15 +201,16 @@ def test_says_of_itself_what_the_inner_one_does() -> None:
     inner = make("longheads", {"chunk_size": 4}).resolve(WINDOW)
     wrapped = Wrapped(make("longheads", {"chunk_size": 4})).resolve(WINDOW)
     assert wrapped.inner == inner
-    names = ("block", "choices", "counted", "label", "access")
+    names = ("block", "choices", "label", "access")
     assert [getattr(wrapped, name) for name in names] == [getattr(inner, name) for name in names]
     block = QueryBlock(100, 108, 4, 2, 8)
-    assert (wrapped.cost(block), wrapped.paper_figures(block)) == (inner.cost(block), inner.paper_figures(block))
-    assert not wrapped.decodes, "attend is called for every token"
+    assert wrapped.promised("counted") == inner.promised("counted")
+    assert (cost(wrapped, block), paper_figures(wrapped, block)) == (cost(inner, block), paper_figures(inner, block))
+    assert not wrapped.promised("recorded"), "attend is called for every token"
 
 
 def test_no_hook_is_forgotten() -> None:
     """What a method may define is forwarded, but what decode steps that are recorded need."""
     own = {name for name in vars(Method) if not name.startswith("_") and callable(getattr(Method, name))}
-    own |= {name for name, value in vars(Method).items() if isinstance(value, property)} | {"notes_choices"}
-    assert own - {*vars(Wrapped)} == {"decode", "decode_chosen", "decodes", "bound", "filled"}
+    own |= {name for name, value in vars(Method).items() if isinstance(value, property)}
+    assert own - {*vars(Wrapped)} == {"decode_chosen", "bound"}

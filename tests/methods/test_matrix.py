@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lce.cache.layout import Budgets
 from lce.methods import Delta, Method, available, distances, find, make
+from lce.methods.promises import promises_of
 from lce.models.config import RopeConfig
 from tests import oracle
 from tests.depth import cover
@@ -168,7 +169,7 @@ KNOBS: dict[str, list[dict[str, object]]] = {
 }
 CASES = [(name, {**NEEDS.get(name, {}), **knobs}) for name in available() for knobs in [{}, *KNOBS.get(name, [])]]
 # Methods for analysis read every key, from whichever tier: where only tiers differ, one short case of each is enough.
-ANALYSIS = [name for name in available() if find(name).analysis]
+ANALYSIS = [name for name in available() if "analysis" in promises_of(find(name))]
 SERVING = [case for case in CASES if case[0] not in ANALYSIS]
 # Without other budgets and votes of the same methods: they change what is chosen, not where it lies or for which heads.
 BASIC = [case for case in SERVING if not {"top_p", "heads"} & {*case[1]}]

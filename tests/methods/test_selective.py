@@ -13,7 +13,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
 from lce.kernels.cuda import launching
-from lce.methods import Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, Step, attending, make
+from lce.methods import Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, Step, make, selective
 from lce.methods.selective import ChunkSelection
 from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
@@ -86,7 +86,7 @@ def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
     (q, k, v), found = vectors(8, 4, 2, 3 * 128 + 100, 16), []
     yarn = RopeConfig(kind="yarn", factor=2.0)
     for rows, budgets in ((64, None), (10_000, None), (64, Budgets(100 << 10, 0, tmp_path))):
-        monkeypatch.setattr(attending, "TURNED_ROWS", rows)
+        monkeypatch.setattr(selective, "TURNED_ROWS", rows)
         chosen: list[Tensor] = []
         blocks, note = [128, 128, 64, 64, 100], lambda _, x, chosen=chosen: chosen.append(x)
         out = run(method, q, k, v, blocks, window=window, scaling=yarn, note=note, budgets=budgets)

@@ -12,7 +12,7 @@ from lce.methods import registry
 from lce_lab.terminal.methods import check_capacity, knobs_for, methods_of
 from tests.command import assert_error, run
 
-ANALYSIS = {name for name in lce.methods.available() if lce.methods.find(name).analysis}
+ANALYSIS = {name for name in lce.methods.available() if "analysis" in lce.methods.promises_of(lce.methods.find(name))}
 SERVING = [name for name in lce.methods.available() if name not in ANALYSIS]
 
 OUT = {"full", "esa"}  # the first, and the one without maps
