@@ -18,6 +18,7 @@ BETWEEN = {
 }
 PUBLIC = {f"lce.{name}" for name in "errors sizes progress files system".split()}
 PUBLIC |= {"lce", "lce.methods", "lce.methods.auto", "lce.methods.lowdim", "lce.methods.map_file", "lce.methods.mass"}
+PUBLIC |= {"lce.methods.attending"}  # the spans of parts
 PUBLIC |= {"lce.engine.options", "lce.engine.sizing"}  # options, and the method and sizes of a model that is not loaded
 PUBLIC |= {f"lce.terminal.{name}" for name in "exits options output reading".split()}  # for whoever adds a command
 DOORS = {"lce.attention"}  # packages whose modules nobody else imports

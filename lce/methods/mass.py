@@ -18,7 +18,6 @@ from torch import Tensor
 from lce.attention import SCORES_AT_ONCE, Turn, rotate
 from lce.cache.layer import LayerCache
 from lce.methods.base import Method, resolved
-from lce.methods.costs import QueryBlock
 from lce.methods.own_window import OwnWindow
 from lce.methods.step import Step
 
@@ -125,26 +124,3 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     """Return the logits `[H, T, n]` of rotated queries `q [H, T, D]` and keys `k [G, n, D]`."""
     grouped = (q / math.sqrt(q.shape[-1])).reshape(len(k), -1, q.shape[-1]) @ k.mT
     return grouped.view(len(q), -1, k.shape[1])
-
-
-def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """Return a mask `[H, T, N]` of the tokens that queries attend, from a mask `always [T, N]` and `chosen [H, T, K]`.
-
-    A number c in `chosen` means the `size` tokens from `first + c·size` on.
-    """
-    attended = always.expand(n_heads, *always.shape).clone()
-    if chosen is None or not chosen.shape[-1]:
-        return attended
-    n = always.shape[-1]
-    n_choices = max(0, -(-(n - first) // size))
-    taken = torch.zeros(*attended.shape[:2], n_choices + 1, dtype=torch.bool, device=always.device)
-    taken.scatter_(-1, torch.where(chosen < 0, n_choices, chosen), value=True)
-    tokens = taken[..., :n_choices].repeat_interleave(size, -1)[..., : n - first]
-    attended[..., first:] |= tokens
-    return attended
-
-
-def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
-    """Return the bytes that a decode step at `position` reads to choose keys, as counted by `choice_cost`."""
-    block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
-    return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

@@ -1,7 +1,7 @@
 """Methods that wrap a method to observe which keys are chosen: for traces, the pages of `lce inspect`, and evaluation.
 
 `Observed` runs any method unchanged. For each block and layer an `Observer` receives an `Observation`: the chunks or
-tokens that queries chose, with functions to study the chosen ones while the run's cache exists.
+tokens that queries chose, with the cache of the run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from lce.cache.layer import LayerCache
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.costs import PaperFigure, QueryBlock, paper_figures
-from lce.methods.distances import always, choice_distance, spans_by_query
-from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
+from lce.methods.mass import Judge, TrueMass
 from lce.methods.promises import ATTENTION, Promise, Promises
 from lce.methods.registry import UserFile
 from lce.methods.step import ModelFacts, Step
@@ -117,36 +116,9 @@ class Observation:
         """The chunks or tokens that the observed queries chose, `[H, n, K]`."""
         return None if self.chosen is None else self.chosen[:, self.rows]
 
-    def spans(self) -> list[list[list[int]]] | None:
-        """Return the spans `[start, stop]` that each query of the block always attends; None: not known."""
-        return spans_by_query(self.method, self.layer, self.step)
-
-    def distances(self) -> Tensor | None:
-        """Return the least and largest distance of what each observed query chose, `[H, n, K, 2]`; None: not known."""
-        if self.chosen is None:
-            return None
-        found = choice_distance(self.method, self.layer, self.chosen, self.step)
-        return None if found is None else found[:, self.rows.to(found.device)]
-
-    def always(self) -> Tensor | None:
-        """Return the tokens that the observed queries always attend, `[n, N]` bool; None: not known."""
-        found = always(self.method, self.layer, self.step)
-        return None if found is None else found.to(self.rows.device)[self.rows]
-
-    def attended(self, some: slice, always: Tensor) -> Tensor:
-        """Return all tokens that a slice of the observed queries attends, `[H, t, N]` bool, given `always()`."""
-        picked, (first, size) = self.picked, self.method.choices
-        chosen = None if picked is None else picked[:, some]
-        return attended_tokens(always[some], chosen, first, size, len(self.q))
-
     def mass(self, judge: Judge) -> TrueMass:
         """Return full attention over the layer's keys, to compare with what the queries chose."""
         return TrueMass(self.method, self.cache, self.step, judge)
-
-    def scored_bytes(self) -> float:
-        """Return the bytes that the observed queries read to choose keys, as if each query were a decode step."""
-        queries = self.positions.tolist()
-        return sum(scored_bytes(self.method, query, self.q, self.cache, self.step) for query in queries)
 
 
 class Observer(Protocol):

@@ -19,6 +19,7 @@ from lce.errors import UsageError
 from lce.methods import ESA, Observation, Step, rotate
 from lce.methods.lowdim import first_best
 from lce.methods.mass import Judge
+from lce_lab.analysis.distances import attended_tokens, observed_always, scored_bytes
 from lce_lab.eval.record import Attended
 from lce_lab.eval.scores import mean_of
 
@@ -94,7 +95,7 @@ class AttentionMeter:
         return out if self.states == "own" else seen.mass(self.judge).attend(seen.q)
 
     def _count(self, seen: Observation) -> None:
-        always = seen.always()
+        always = observed_always(seen)
         if always is None:
             raise UsageError(
                 f"{seen.method.label} does not say which tokens it always attends, so what it selects cannot be "
@@ -104,7 +105,8 @@ class AttentionMeter:
         vector = 2 * seen.cache.layout.stored_bytes
         for some in mass.slices(len(seen.rows), len(q)):
             positions = seen.positions[some]
-            attended = seen.attended(some, always)
+            chosen = None if seen.picked is None else seen.picked[:, some]
+            attended = attended_tokens(always[some], chosen, *seen.method.choices, len(q))
             weights = mass.weights(q[:, seen.rows[some]], positions)
             tally.queries += len(positions)
             tally.add("recall", (weights * attended).sum(-1))
@@ -119,7 +121,8 @@ class AttentionMeter:
                 self._count_hits(tally, seen, seen.scores[:, some])
                 if seen.picked is not None:
                     self._count_choices(seen.picked[:, some], seen.scores[0, some] > -torch.inf, positions)
-        self.bytes["scored"] += seen.scored_bytes()
+        for query in seen.positions.tolist():
+            self.bytes["scored"] += scored_bytes(seen.method, query, q, seen.cache, seen.step)
         if isinstance(seen.method, ESA):
             self._count_found(tally, seen, seen.method)
 

@@ -19,12 +19,12 @@ from lce.methods import (
     Step,
     Wrapped,
     cheating,
-    distances,
     make,
     selects,
 )
 from lce.methods.costs import cost, paper_figures
 from lce.methods.mass import JUDGES, Judge, TrueMass
+from lce_lab.analysis import distances
 from tests import oracle
 from tests.running import cut, run, vectors
 

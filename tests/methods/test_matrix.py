@@ -15,9 +15,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lce.cache.layout import Budgets
-from lce.methods import Delta, Method, available, distances, find, make
+from lce.methods import Delta, Method, available, find, make
 from lce.methods.promises import promises_of
 from lce.models.config import RopeConfig
+from lce_lab.analysis import distances
 from tests import oracle
 from tests.depth import cover
 from tests.pretended import Gpus
