@@ -16,7 +16,7 @@ from lce.engine.sizing import Planned, Planning, planned
 from lce.errors import UsageError
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, cost, paper_figures, total
 from lce.methods.run import method_of
-from lce.methods.selective import ChunkSelection
+from lce.methods.selective import ChunkMethod
 from lce.models.config import ModelConfig
 from lce.models.registry import model_class
 from lce.sizes import count
@@ -103,7 +103,7 @@ def operations(given: Planning) -> Operations:
     if n_tokens > LONGEST:
         raise UsageError(f"tokens is {n_tokens:,}; operations are counted block by block, of {LONGEST:,} or fewer")
     block, config = made.layout.block, made.config
-    steps = made.layout.chunk_size if isinstance(made.method, ChunkSelection) else 1
+    steps = made.layout.chunk_size if isinstance(made.method, ChunkMethod) else 1
     sizes = _block(config, n_tokens - 1, n_tokens)
     return Operations(
         n_tokens,

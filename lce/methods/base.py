@@ -7,7 +7,7 @@ to the positions that the method declares, and `attend` computes the attention o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -17,11 +17,12 @@ from lce.attention import Attended, Turn
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState
-from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, attend_parts, attend_spans, keep_recent, scaled
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, bound_for, decode_parts
 from lce.methods.hooks import guard
+from lce.methods.knobs import fill_in
+from lce.methods.knobs import knob as knob
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.promises import ATTENTION, Promise, Promises, promises_of
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
@@ -36,25 +37,9 @@ def resolved(knob: T | None) -> T:
     return knob
 
 
-def knob(default: T, meaning: str, *, least: int | None = None, is_share: bool = False, kw_only: bool = False) -> T:
-    """Declare a knob (an option) of a method: a dataclass field with its meaning in a few words, and its allowed range.
-
-    `least` is the smallest allowed value. With `is_share` a value is above 0 and at most 1. None is always allowed.
-    """
-    facts = {"meaning": meaning, "least": least, "is_share": is_share}
-    return field(default=default, kw_only=kw_only, metadata=facts)
-
-
 def filled(method: M, **defaults: Any) -> M:
     """Return a method with `defaults` for knobs that are None. Raises `UsageError` for a knob out of range."""
-    made = replace(method, **{knob: value for knob, value in defaults.items() if getattr(method, knob) is None})
-    for each in fields(made):
-        value, least = getattr(made, each.name), each.metadata.get("least")
-        if isinstance(value, int | float) and least is not None and value < least:
-            raise UsageError(f"{made.label}: {each.name} is {value}; expected {least} or more")
-        if value is not None and each.metadata.get("is_share") and not 0 < value <= 1:
-            raise UsageError(f"{made.label}: {each.name} is {value}; expected a share above 0, at most 1")
-    return made
+    return fill_in(method, method.label, **defaults)
 
 
 def is_like(x: FileTensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

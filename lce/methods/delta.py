@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Self
 
@@ -19,10 +19,11 @@ from lce.methods.base import Example, Method, filled, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock, cost, cost_of_spans
 from lce.methods.dca import DualChunk
 from lce.methods.full import Full
+from lce.methods.knobs import knobs_of, settings, spelled
 from lce.methods.lm_infinite import LMInfinite
 from lce.methods.parts import RECENT
 from lce.methods.promises import ATTENTION, Promise
-from lce.methods.registry import UserFile, make, register, spelled, user_file
+from lce.methods.registry import UserFile, make, register, user_file
 from lce.methods.rerope import ReRope
 from lce.methods.self_extend import SelfExtend
 from lce.methods.step import DeviceStep, ModelFacts, Step
@@ -32,8 +33,8 @@ DIFFERENCE = "difference"  # the name of the state that holds the open group's d
 DENSE: tuple[type[Method], ...] = Full, ReRope, SelfExtend, DualChunk
 PAIRS = (
     "pairs that work: full with streaming, quest, or placement=true; rerope with lm_infinite, infllm, esa, or "
-    "placement=constant; self_extend with place=grouped and its group; dca with side_by_side or place=dual and its "
-    "chunk_size"
+    "placement=constant; self_extend with placement=grouped and its group; dca with side_by_side or placement=dual and "
+    "its chunk_size"
 )
 
 
@@ -114,15 +115,14 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
 
     def _spell(self, method: Method) -> str:
         """Return a method as text that `_made` reads, with all knobs that are not None."""
-        knobs = {each.name: (getattr(method, each.name), each.default) for each in fields(method)}
-        said = []
-        for name, (value, usual) in knobs.items():
+        usual, said = {each.name: each.default for each in knobs_of(type(method))}, []
+        for name, value in settings(method).items():
             text = spelled(value)
             if not isinstance(value, str | int | float | None) or ":" in text:
                 raise UsageError(
                     f"{self.label}: {name} of {method.label} cannot be spelled; choose knobs without {name}"
                 )
-            if value is not None or usual not in (None, MISSING):
+            if value is not None or usual[name] not in (None, MISSING):
                 said.append(f"{name}={text}")
         return ":".join((method.name, *said))
 
@@ -237,7 +237,8 @@ def _(method: Delta) -> UserFile | None:
 
 def dense_methods(sparse: Method, window: int) -> list[Method]:
     """Return the dense methods, resolved, with the knobs of `sparse` that say where keys are cached."""
-    group, size, far = (getattr(sparse, name, None) for name in ("group", "chunk_size", "far"))
+    knobs = settings(sparse)
+    group, size, far = (knobs.get(name, knobs.get(f"placement.{name}")) for name in ("group", "chunk_size", "far"))
     made = [Full(), ReRope(), SelfExtend(group=SelfExtend.group if group is None else group)]
     if size is None or size <= window:
         made.append(DualChunk(chunk_size=size, far=None if far is None or size is None or far < size - 1 else far))

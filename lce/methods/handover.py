@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -13,6 +13,7 @@ from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.methods.attending import attend_spans, declared, placed_parts, scaled
 from lce.methods.base import Method
+from lce.methods.knobs import settings
 from lce.methods.observed import Wrapped
 from lce.methods.parts import CHOSEN
 from lce.methods.promises import ATTENTION, Promise
@@ -49,9 +50,9 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
     def settings(self) -> dict[str, Any]:
         """The knobs of both methods by name, those of `prefill` with the beginning `PREFILL`."""
         return {
-            f"{beginning}{field.name}": getattr(method, field.name)
+            f"{beginning}{name}": value
             for beginning, method in (("", self.inner), (PREFILL, self.prefill))
-            for field in fields(method)
+            for name, value in settings(method).items()
         }
 
     def for_model(self, model: ModelFacts) -> Self:

@@ -150,7 +150,7 @@ METHOD_CHECKS: Mapping[str, Check] = {
 
 
 def _summarise(method: Any, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> str | None:
-    if not method.keeps_vectors:
+    if not method.selection.selector.has_vectors:
         return tensor_check(got, ("S", k.shape[1], "..."), q)
     words = " for score as it stands" if not isinstance(got, Tensor) or got.dtype == q.dtype else ""
     return tensor_check(got, (len(q), k.shape[1], k.shape[3]), q, q.dtype, words)
@@ -173,7 +173,7 @@ def _forced(method: Any, got: Any, chunk_ids: Tensor, own: Tensor) -> str | None
 def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
     expected = _chosen_check(method, got, len(scores), scores)
     if expected is None and got.device.type == "cpu" and got.numel():  # reading a GPU's numbers would wait
-        own = (step.positions(got.device) // method.size)[:, None]
+        own = (step.positions(got.device) // method.selection.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)
         if not rising.all() or not ((got >= -1) & (got < own)).all():
@@ -190,9 +190,10 @@ def _choose(method: Any, got: Any, q: Tensor, cache: Any, step: Any) -> str | No
 
 
 def _chosen_check(method: Any, got: Any, n_heads: int, like: Tensor) -> str | None:
-    words = f" with K {method.n_choices} or fewer"
+    n_choices = method.selection.n_choices
+    words = f" with K {n_choices} or fewer"
     expected = tensor_check(got, (n_heads, like.shape[1], "K"), like, torch.int64, words)
-    if expected is None and got.shape[-1] > method.n_choices:
+    if expected is None and got.shape[-1] > n_choices:
         expected = f"[{n_heads}, {like.shape[1]}, K] int64{words}"
     return expected
 

@@ -6,10 +6,10 @@ mass instead of its scores, with the same budget, placement and tokens that are 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache as cached
-from typing import Any, ClassVar, Self
+from functools import cached_property
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -19,49 +19,17 @@ from lce.methods.base import Method, knob
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.esa import ESA
 from lce.methods.joint import HOOKS, PROMISES, JointSelection
-from lce.methods.longheads import LongHeads
 from lce.methods.mass import Judge, TrueMass
 from lce.methods.pages import Pages
-from lce.methods.promises import Promise
 from lce.methods.registry import register
-from lce.methods.selective import SELECTING, ChunkSelection, SelectiveMethod
-from lce.methods.selectors import ContextSelector, Mass, Scorer, Sizes
+from lce.methods.selection import Selection
+from lce.methods.selective import ChunkMethod, SelectiveMethod
+from lce.methods.selectors import Mass
 from lce.methods.step import Step
 
 
-class WithoutSummaries(ChunkSelection, promises=SELECTING):
-    """A mixin for methods that choose chunks by a `ContextSelector`, without summaries of chunks."""
-
-    uses_queries: ClassVar[bool] = False
-
-    @property
-    @abstractmethod
-    def selector(self) -> ContextSelector:
-        """The selector."""
-
-    def summary_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return self.selector.shape(sizes)
-
-    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        raise AssertionError("no chunk is summarised")
-
-    def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Scorer, int]:
-        n_choosers = self.n_choosers(len(q), step.n_kv_heads)
-        return self.selector.scorer(self, q, n_choosers, self.size, cache, step)
-
-    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        return self.selector.log_mass(scores, n_heads, head_dim)
-
-    def promised(self, what: Promise) -> bool:
-        return super().promised(what) and what != "recorded"
-
-    def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of choosing and attending chunks, as if all heads chose different chunks."""
-        return self.seen_cost(block) + self.selector.cost(block, self.size)
-
-
 @dataclass(frozen=True)
-class BudgetedChunks(WithoutSummaries, SelectiveMethod, promises={"analysis": ()}):
+class BudgetedChunks(SelectiveMethod, promises={"analysis": ()}):
     """A method for analysis that chooses chunks. `budget`, if given, is in tokens, the query's own chunk included."""
 
     budget: int | None = knob(None, "tokens that a query attends, instead of chunks", kw_only=True)
@@ -75,20 +43,54 @@ class BudgetedChunks(WithoutSummaries, SelectiveMethod, promises={"analysis": ()
         if self.chunks is not None:
             raise UsageError(f"{self.label}: budget and chunks both say how much a query attends; drop one of them")
         made = super(BudgetedChunks, replace(self, chunks=3)).resolve(window)
-        if self.budget < 3 * made.size:
-            expected = f"expected three chunks of {made.size} tokens or more"
+        size = made.selection.size
+        if self.budget < 3 * size:
+            expected = f"expected three chunks of {size} tokens or more"
             raise UsageError(f"{self.label}: budget is {self.budget}; {expected}")
-        return replace(made, chunks=self.budget // made.size, budget=None)
+        return replace(made, chunks=self.budget // size, budget=None)
+
+    @cached_property
+    def selection(self) -> Selection:
+        made = super().selection
+        sinks, local = (made.size if is_kept else 0 for is_kept in (self.keep_first, self.keep_last))
+        return replace(made, budget=replace(made.budget, sinks=sinks, local=local))
 
 
-class ByMass(WithoutSummaries):
+@register("oracle")
+@dataclass(frozen=True)
+class Oracle(BudgetedChunks):
+    """Attention to the chunks of most true attention mass, for each query of each head. For analysis, not for serving.
+
+    The oracle shows what the best selection could do with a budget and a placement: questions that a method misses and
+    the oracle answers are failures of selection. `judge` names the attention that counts as true: `constant`, full
+    attention at distances `min(i - j, W // 2)`, for texts of any length; or `true`, full attention at the distances
+    `i - j`, which fails beyond the window as the method `full` does.
+
+    A query attends the first chunk and the last complete one (unless `keep_first` or `keep_last` is false), the best
+    other chunks, and its own chunk: `chunks` in all, or as many as `budget` tokens hold. `chunk_size=1` chooses single
+    tokens. With `top_p` a query takes only as many chunks as reach this share of the true attention to the chunks
+    before its own.
+
+    Cost: that of full attention, O(H · N · D) per token, in float32, for slices of queries that bound the memory. No
+    summaries are kept.
+    """
+
+    judge: Judge = knob("constant", "true attention: at true distances, or at W // 2 at most", kw_only=True)
+
+    @property
+    def selector(self) -> Mass:
+        return Mass(self.judge)
+
+
+class ByMass(ChunkMethod):
     """A mixin that makes a method choose chunks by their true attention mass."""
 
     judge: Judge
 
-    @property
-    def selector(self) -> ContextSelector:
-        return Mass(self.judge)
+    @cached_property
+    def selection(self) -> Selection:
+        own: Any = super()
+        return replace(own.selection, selector=Mass(self.judge), one_layer=False)
 
 
 class JointByMass(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
@@ -109,46 +111,22 @@ class JointByMass(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
         return replace(super().choice_cost(block), scores=None, state_read=read)
 
 
-@register("oracle")
-@dataclass(frozen=True)
-class Oracle(ByMass, BudgetedChunks):
-    """Attention to the chunks of most true attention mass, for each query of each head. For analysis, not for serving.
-
-    The oracle shows what the best selection could do with a budget and a placement: questions that a method misses and
-    the oracle answers are failures of selection. `judge` names the attention that counts as true: `constant`, full
-    attention at distances `min(i - j, W // 2)`, for texts of any length; or `true`, full attention at the distances
-    `i - j`, which fails beyond the window as the method `full` does.
-
-    A query attends the first chunk and the last complete one (unless `keep_first` or `keep_last` is false), the best
-    other chunks, and its own chunk: `chunks` in all, or as many as `budget` tokens hold. `chunk_size=1` chooses single
-    tokens. With `top_p` a query takes only as many chunks as reach this share of the true attention to the chunks
-    before its own.
-
-    Cost: that of full attention, O(H · N · D) per token, in float32, for slices of queries that bound the memory. No
-    summaries are kept.
-    """
-
-    judge: Judge = knob("constant", "true attention: at true distances, or at W // 2 at most", kw_only=True)
-
-
 def cheating(method: Method, judge: Judge = "constant") -> Method:
     """Return a method that selects by true mass, as `judge` defines it, with the budget and placement of `method`.
 
     Raises `UsageError` for a method that selects nothing.
     """
+    if isinstance(method, Pages):
+        return replace(method, select=Mass(judge))
     if not selects(method):
         raise UsageError(
             f"{method.label} selects nothing, so no selection can be replaced; expected a selecting method"
         )
-    if isinstance(method, Pages):
-        return method.replaced(select="oracle", judge=judge)
     knobs: dict[str, Any] = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
-    if isinstance(method, LongHeads):
-        knobs |= {"rank": "top", "fix_layer": False}
     if isinstance(method, ESA):
         knobs |= {"eps": 0, "compress": "none", "maps": None}
     cls: Any = type(method)
-    found: Method = (cls if issubclass(cls, ByMass | JointByMass) else _by_mass(cls))(**knobs | {"judge": judge})
+    found: Method = (cls if "judge" in knobs else _by_mass(cls))(**knobs | {"judge": judge})
     return found
 
 
@@ -156,10 +134,10 @@ def cheating(method: Method, judge: Judge = "constant") -> Method:
 def _by_mass(cls: Any) -> type:
     """Return a subclass of `cls`, the class of a selecting method, that chooses by true mass."""
     knob = ("judge", Judge, field(default="constant", kw_only=True))
-    bases = (ByMass if issubclass(cls, ChunkSelection) else JointByMass, cls)
+    bases = (ByMass if issubclass(cls, ChunkMethod) else JointByMass, cls)
     return make_dataclass(f"Oracle{cls.__name__}", [knob], bases=bases, namespace={"__module__": __name__}, frozen=True)
 
 
 def selects(method: Method) -> bool:
     """Return whether a method selects the keys that a query attends, as `cheating` requires."""
-    return isinstance(method, ChunkSelection | JointSelection)
+    return isinstance(method, ChunkMethod | JointSelection)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lce.methods.base import knob
 from lce.methods.oracle import BudgetedChunks
 from lce.methods.registry import register
-from lce.methods.selectors import BY_NUMBER, ContextSelector, Random
+from lce.methods.selectors import Random
 
 
 @register("random")
@@ -26,8 +25,6 @@ class RandomChunks(BudgetedChunks):
 
     seed: int = knob(0, "another seed draws other chunks", kw_only=True)
 
-    couples_heads: ClassVar[str] = BY_NUMBER
-
     @property
-    def selector(self) -> ContextSelector:
+    def selector(self) -> Random:
         return Random(self.seed)

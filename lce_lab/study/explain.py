@@ -17,17 +17,16 @@ query attends the same keys as in the first run. Otherwise the query is measured
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lce.errors import UsageError, shown
-from lce.methods import Delta, Example, Method, Rope, RopeConfig, find, make, run
+from lce.methods import Delta, Example, Method, Rope, RopeConfig, find, make, run, settings
 from lce.sizes import count
 
 HEADS, KV_HEADS = 4, 2
@@ -63,7 +62,7 @@ class Explanation:
     @property
     def title(self) -> str:
         """The method with its knobs, such as `rerope(local=6, log_scale=False)`."""
-        knobs = (f"{field.name}={getattr(self.method, field.name)}" for field in dataclasses.fields(self.method))
+        knobs = (f"{name}={value}" for name, value in settings(self.method).items())
         return f"{self.method.name}({', '.join(knobs)})"
 
     @property
@@ -104,7 +103,7 @@ def explain(
     block = None if block is None else count(block, "block")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
-    weighing = dataclasses.replace(method, correct=False) if isinstance(method, Delta) else method
+    weighing = replace(method, correct=False) if isinstance(method, Delta) else method
     probe = _Probe(weighing, *vectors(tokens, seed), window, block, head)
     factor = probe.factor()
     return Explanation(method, window, tokens, block, head, seed, probe.attended, _distances(probe, factor), factor)

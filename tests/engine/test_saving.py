@@ -41,7 +41,14 @@ NEEDS: dict[str, dict[str, object]] = {
     "esa": {"compress": "pca", "sinks": 16, "low_dim": 8},
     "infllm": {"block_size": 16, "sinks": 16, "repr_tokens": 2, "top_k": 3},
     "longheads": {"chunk_size": 8, "chunks": 4},
-    "pages": {"select": "lowdim", "compress": "pca", "low_dim": 8, "place": "grouped", "page": 8, "budget": 48},
+    "pages": {
+        "select": "lowdim",
+        "select.compress": "pca",
+        "select.low_dim": 8,
+        "placement": "grouped",
+        "page": 8,
+        "budget": 48,
+    },
     "quest": {"page": 8, "budget": 48, "dense_layers": 1},
 }
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
 from lce.attention import Attention
+from lce.methods import esa, selectors
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock, cost, paper_figures
 from lce.methods.lowdim import LowDimMap, LowDimMaps
@@ -84,12 +85,12 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     for module in ("scores", "choices"):
         monkeypatch.setattr(f"lce.attention.{module}.compiled_for", lambda x: False)
     for owner, name, kind in (
-        (lce.methods.LongHeads, "summarise", SUMMARIES),
+        (selectors.Summary, "summarise", SUMMARIES),
         (lce.methods.InfLLM, "votes", SUMMARIES),
-        (lce.methods.Pages, "summarise", SUMMARIES),
+        (selectors.Representatives, "summarise", SUMMARIES),
         (LowDimMap, "low_keys", LOW_DIM),
         (LowDimMap, "low_queries", LOW_DIM),
-        (lce.methods.ESA, "find_basis", BASIS),
+        (esa, "find_basis", BASIS),
     ):
         monkeypatch.setattr(owner, name, made.under(kind, getattr(owner, name)))
     return made
@@ -98,6 +99,11 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 def maps(n_heads: int, n_kv_heads: int, low_dim: int = 3) -> LowDimMaps:
     sizes = LowDimMap.shapes(n_heads, n_kv_heads, D, low_dim)
     return LowDimMaps([LowDimMap(**{name: torch.randn(shape) for name, shape in sizes.items()})])
+
+
+def pages(**knobs: Any) -> Method:
+    """The method `pages`; two underscores are a dot."""
+    return lce.methods.make("pages", {name.replace("__", "."): value for name, value in knobs.items()})
 
 
 def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
@@ -122,13 +128,19 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "longheads fixed": own.LongHeads(chunk_size=8, chunks=4, fix_head=True, placement="constant"),
         "quest": own.Quest(page=8, budget=24, dense_layers=0),
         "quest dense": own.Quest(page=8, budget=24, dense_layers=1),
-        "pages": own.Pages(page=8, budget=40, sinks=8, local=16),
-        "pages constant": own.Pages(select="summary", place="constant", page=8, budget=40, local=9, share="layer"),
-        "pages dual": own.Pages(select="mean", place="dual", page=8, budget=40, chunk_size=24, share="group"),
-        "pages grouped": own.Pages(select="representatives", place="grouped", page=8, budget=40, repr_tokens=2),
-        "pages lowdim": own.Pages(select="lowdim", page=8, budget=24, low_dim=3, maps=maps(n_heads, n_kv_heads)),
-        "pages growing": own.Pages(page=4, budget=16, growth="linear", place="constant", share="group"),
-        "pages growing side by side": own.Pages(page=4, budget=16, growth="sqrt"),
+        "pages": pages(page=8, budget=40, budget__sinks=8, budget__local=16),
+        "pages constant": pages(
+            select="summary", placement="constant", page=8, budget=40, budget__local=9, share="layer"
+        ),
+        "pages dual": pages(
+            select="mean", placement="dual", page=8, budget=40, placement__chunk_size=24, share="group"
+        ),
+        "pages grouped": pages(select="representatives", placement="grouped", page=8, budget=40, select__repr_tokens=2),
+        "pages lowdim": pages(
+            select="lowdim", page=8, budget=24, select__low_dim=3, select__maps=maps(n_heads, n_kv_heads)
+        ),
+        "pages growing": pages(page=4, budget=16, budget__growth="linear", placement="constant", share="group"),
+        "pages growing side by side": pages(page=4, budget=16, budget__growth="sqrt"),
         "reattention": own.ReAttention(span=4, top_k=3, local=9),
         "xattention": own.XAttention(block_size=8, stride=4, top_p=1.0),
         "infllm": own.InfLLM(block_size=8, repr_tokens=2, top_k=3, sinks=3, local=20),

@@ -25,7 +25,7 @@ RECORDED = [
     case
     for case in CASES
     if case[0] not in ONE_BY_ONE
-    and not {"top_k", "top_p", "growth"} & {*case[1]}
+    and not {"top_k", "top_p", "budget.top_p", "budget.growth"} & {*case[1]}
     and case[1].get("select") not in CONTEXTUAL
     and case[1].get("dense_up_to") != 0
     and case[1].get("group") != "auto"

@@ -73,14 +73,14 @@ def test_the_default_pair_is_one_that_caches_keys_alike() -> None:
     for text, dense in (
         ("streaming", "full"),
         ("quest", "full"),
-        ("pages:place=true", "full"),
+        ("pages:placement=true", "full"),
         ("lm_infinite", "rerope"),
         ("infllm", "rerope"),
         ("longheads:placement=constant", "rerope"),
         ("esa:compress=pca", "rerope"),
         ("longheads", "dca:chunk_size=16:"),
-        ("pages:place=dual:chunk_size=64", "dca:chunk_size=64:"),
-        ("pages:place=grouped:group=5", "self_extend:local=128:group=5"),
+        ("pages:placement=dual:placement.chunk_size=64", "dca:chunk_size=64:"),
+        ("pages:placement=grouped:placement.group=5", "self_extend:local=128:group=5"),
         ("dca:parts=intra", "dca:"),
     ):
         assert str(Delta(method=text).resolve(512).dense).startswith(dense), text
@@ -104,11 +104,15 @@ def test_pairs_that_cannot_be() -> None:
 
 
 def test_a_method_is_spelled_with_all_its_knobs() -> None:
-    made = make("delta", {"method": "pages:place=true:top_p=0.37:local=3", "every": "9"}).resolve(512)
-    assert made.method.startswith("pages:select=bounds:place=true:page=16:budget=256:sinks=16:local=3:share=head")
+    made = make("delta", {"method": "pages:placement=true:budget.top_p=0.37:budget.local=3", "every": "9"}).resolve(512)
+    assert made.method.startswith(
+        "pages:select=bounds:placement=true:page=16:budget=256:budget.sinks=16:budget.local=3:budget.top_p=0.37:share="
+    )
     assert "top_p=0.37" in made.method
     assert made == made.resolve(512)
-    assert made.sparse_method == make("pages", {"place": "true", "top_p": 0.37, "local": 3}).resolve(512)
+    assert made.sparse_method == make("pages", {"placement": "true", "budget.top_p": 0.37, "budget.local": 3}).resolve(
+        512
+    )
     assert Delta().resolve(512).method == "streaming:sinks=4:local=128"
 
 
