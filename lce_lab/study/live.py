@@ -75,7 +75,8 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
         if not (is_number or words or bool in kinds):
             continue
         choices = None if is_number else words or ["true", "false"]
-        default = knob.default if isinstance(knob.default, bool | int | float | str) else None
+        is_told = isinstance(knob.default, bool | int | float | str) and not knob.of
+        default = knob.default if is_told else None  # a knob of other kinds must not be sent with the usual kind
         help_text = ": ".join(filter(None, (knob.beside, knob.field.metadata.get("meaning", ""))))
         more = {"choices": choices, "words": words if is_number else []}
         found.append({"name": knob.name, "default": default, "help": help_text, **more})

@@ -118,4 +118,4 @@ def test_about_names_every_method_and_its_knobs(live: Live) -> None:
         plain = {knob["name"]: knob["default"] for knob in each["knobs"]}
         texts = {name: str(value) for name, value in plain.items() if value is not None}  # as the page sends knobs
         _, method = requested({"prompt": "x", "method": each["name"], "knobs": texts})
-        assert method == make(each["name"], plain)
+        assert method == make(each["name"])
