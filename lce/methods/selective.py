@@ -118,7 +118,7 @@ class ChunkMethod(Method, ABC, promises=_selecting()):
         """Choose the chunks that each query of each head attends: see `choosing.choose`."""
         return choosing.choose(self, self.selection, q, cache, step)
 
-    def note_choice(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+    def _noted(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         """Return what unrotated queries `[H, T, D]` choose, and pass it to `Step.note`; None: there is no choice."""
         chosen = self.choose(q, cache, step)
         if chosen is not None and step.note:
@@ -132,13 +132,13 @@ class ChunkMethod(Method, ABC, promises=_selecting()):
         self.keep_queries(q, cache, step)
         q = scaled(self, q, step)
         if (step.note or step.note_scores) and any(x.part.keys == CHOSEN for x in placed_parts(self, q, cache, step)):
-            self.note_choice(q, cache, step)
+            self._noted(q, cache, step)
         return attend_all(self, q, cache, step)
 
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         if placed.part.keys != CHOSEN:
             return super().attend_part(q, placed, cache, step)
-        chosen = self.note_choice(q, cache, step)
+        chosen = self._noted(q, cache, step)
         return None if chosen is None else choosing.attend(self.selection, chosen, q, placed, cache, step)
 
     def decode_chosen(
