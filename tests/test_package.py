@@ -13,9 +13,9 @@ import lce
 
 ROOT = Path(__file__).parent.parent
 SHARED = set(  # files of lce/methods that hold no method that users name
-    "__init__ attending auto base best_tokens choosing costs decoding distances grouped_keys handover hooks joint knobs "
-    "local lowdim joint_pages lowdim_pages map_file mass parts placement registry renamed run selection selective "
-    "selectors step summaries top_p turned_keys observed own_window promises".split()
+    "__init__ attending auto base best_tokens choosing costs decoding distances grouped_keys handover hooks joint "
+    "knobs local lowdim joint_pages lowdim_pages map_file mass parts placement registry renamed run selection "
+    "selective selectors step summaries top_p turned_keys observed own_window promises".split()
 )
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]

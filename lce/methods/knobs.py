@@ -74,7 +74,7 @@ def fill_in(value: T, label: str, prefix: str = "", **defaults: Any) -> T:
 
 def settings(value: Any) -> dict[str, Any]:
     """Return the knobs of a method or a value by name, those of values with dots: what `build` makes the same of."""
-    found = {}
+    found: dict[str, Any] = {}
     for each in fields(value):
         x = getattr(value, each.name)
         if isinstance(x, Knobs):

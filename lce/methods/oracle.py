@@ -90,7 +90,8 @@ class ByMass(ChunkMethod):
     @cached_property
     def selection(self) -> Selection:
         own: Any = super()
-        return replace(own.selection, selector=Mass(self.judge), one_layer=False)
+        made: Selection = replace(own.selection, selector=Mass(self.judge), one_layer=False)
+        return made
 
 
 class JointByMass(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):

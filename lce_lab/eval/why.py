@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lce
 from lce.errors import UsageError, nearest, shown
@@ -225,7 +225,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
         if _placement(method) == placement:
             continue
         if isinstance(method, Pages):
-            yield placement, replace(method, placement=Placement.kinds[placement]())
+            yield placement, replace(method, placement=cast("Placement", Placement.kinds[placement]()))
         elif "placement" not in {each.name for each in fields(method)}:
             size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
             knobs = {"chunk_size": size, "budget": min(window, max(3 * size, _attended(method)))}
