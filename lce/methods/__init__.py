@@ -30,16 +30,12 @@ from lce.methods.longheads import LongHeads as LongHeads
 from lce.methods.observed import Observation as Observation
 from lce.methods.observed import Observed as Observed
 from lce.methods.observed import Wrapped as Wrapped
-from lce.methods.oracle import Oracle as Oracle
-from lce.methods.oracle import cheating as cheating
-from lce.methods.oracle import selects as selects
 from lce.methods.pages import Pages as Pages
 from lce.methods.parts import CHOSEN as CHOSEN
 from lce.methods.parts import LayerFacts as LayerFacts
 from lce.methods.parts import Part as Part
 from lce.methods.promises import promises_of as promises_of
 from lce.methods.quest import Quest as Quest
-from lce.methods.random import RandomChunks as RandomChunks
 from lce.methods.reattention import ReAttention as ReAttention
 from lce.methods.registry import available as available
 from lce.methods.registry import find as find

@@ -15,6 +15,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from lce.errors import UsageError, shown
+from lce.plugins import plugins
 
 MOST = 1 << 31  # the largest integer that a knob takes: the product of two such numbers fits in int64
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Knobs:
 
     name: ClassVar[str] = ""
     kinds: ClassVar[dict[str, type[Knobs]]] = {}
+    entry_points: ClassVar[str] = ""  # the group of entry points of more kinds, in other packages
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -92,16 +94,24 @@ def knob_values(value: Any) -> dict[str, Any]:
     return {name: x if isinstance(x, plain) else repr(x) for name, x in settings(value).items()}
 
 
+def kinds_of(base: type[Knobs]) -> dict[str, type[Knobs]]:
+    """Return the kinds of a value by name, those of other packages, too."""
+    for name, point in plugins(base.entry_points).items() if base.entry_points else ():
+        if name not in base.kinds:
+            point.load()
+    return base.kinds
+
+
 def knobs_of(cls: type[Any]) -> list[KnobFacts]:
     """Return the knobs of a class by name, and of its values those of every kind."""
-    kinds, found = typing.get_type_hints(cls), []
+    kinds, found = typing.get_type_hints(cls), list[KnobFacts]()
     for each in fields(cls):
         kind, usual = value_type(kinds[each.name]), each.default
         if kind is None:
             found.append(KnobFacts(each.name, each, kinds[each.name], usual))
             continue
         nested: dict[str, KnobFacts] = {}
-        for of, one in (kind.kinds or {"": kind}).items():
+        for of, one in (kinds_of(kind) or {"": kind}).items():
             for own in knobs_of(one):
                 before = nested[own.name].of if own.name in nested else ()
                 nested[own.name] = replace(own, name=f"{each.name}.{own.name}", of=(*before, of) if of else ())
@@ -147,13 +157,14 @@ def _built(base: type[Knobs], head: str, given: dict[str, Any], usual: Any, what
     """Return the value of the knob `head`: `given` has its kind or its first knob as "", and its knobs by name."""
     start = given.pop("", usual)
     if base.kinds and not isinstance(start, base):
-        start = base.kinds[_converted(what, head, start, Literal[tuple(base.kinds)], usual.name)]()
+        kinds_here = base.kinds if start in base.kinds else kinds_of(base)
+        start = kinds_here[_converted(what, head, start, Literal[tuple(kinds_here)], usual.name)]()
     elif not isinstance(start, base):
         start, given = base(), {fields(base)[0].name: start, **given}  # type: ignore[arg-type]
     names, kinds, values = [each.name for each in fields(start)], typing.get_type_hints(type(start)), {}  # type: ignore[arg-type]
     for key, value in given.items():
         if key not in names:
-            of = [name for name, kind in base.kinds.items() if key in {each.name for each in fields(kind)}]  # type: ignore[arg-type]
+            of = [name for name, kind in kinds_of(base).items() if key in {each.name for each in fields(kind)}]  # type: ignore[arg-type]
             if not of:
                 raise UsageError(
                     f"{what} has no option {shown(f'{head}.{key}')}; {head} has {', '.join(names) or 'none'}"

@@ -19,11 +19,11 @@ from lce.methods.costs import Cost, QueryBlock
 from lce.methods.knobs import fill_in, knob
 from lce.methods.lowdim import LowDimMap, LowDimMaps, concat_heads, principal
 from lce.methods.map_file import check_maps, maps_for
-from lce.methods.mass import unrotated
 from lce.methods.selection import Selection, Share, Sizes
 from lce.methods.selectors import ContextSelector
 from lce.methods.step import ModelFacts, Step
 from lce.methods.summaries import SUMMARIES
+from lce.methods.turned_keys import unrotated_keys
 
 BASIS = "principal components"
 OTHERWISE = "-o select.compress=pca"
@@ -91,12 +91,12 @@ class LowDim(ContextSelector, name="lowdim"):
         size, sample = selection.size, self.sample(selection)
         first, stop = step.start // size, step.stop // size
         if self._maps(cache, like) is None and step.stop >= sample:
-            keys = unrotated(method, cache, step, 0, sample).to(like.dtype)
+            keys = unrotated_keys(method, cache, step, 0, sample).to(like.dtype)
             cache.kept(Staged, BASIS).stage(principal(keys, self.low_dim))
             first = 0
         maps = self._maps(cache, like)
         if maps is not None and first < stop:
-            keys = unrotated(method, cache, step, first * size, stop * size).to(like.dtype)
+            keys = unrotated_keys(method, cache, step, first * size, stop * size).to(like.dtype)
             low_keys = maps.low_keys(concat_heads(keys)).unflatten(0, (-1, size))
             cache.kept(Summaries, SUMMARIES).write(low_keys[None], first)
 

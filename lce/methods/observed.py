@@ -18,7 +18,6 @@ from lce.cache.layer import LayerCache
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.costs import PaperFigure, QueryBlock, paper_figures
-from lce.methods.mass import Judge, TrueMass
 from lce.methods.promises import ATTENTION, Promise, Promises
 from lce.methods.registry import UserFile
 from lce.methods.step import ModelFacts, Step
@@ -115,10 +114,6 @@ class Observation:
     def picked(self) -> Tensor | None:
         """The chunks or tokens that the observed queries chose, `[H, n, K]`."""
         return None if self.chosen is None else self.chosen[:, self.rows]
-
-    def mass(self, judge: Judge) -> TrueMass:
-        """Return full attention over the layer's keys, to compare with what the queries chose."""
-        return TrueMass(self.method, self.cache, self.step, judge)
 
 
 class Observer(Protocol):

@@ -12,7 +12,6 @@ import hashlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,6 +21,7 @@ from lce.files import named, open_regular, path_of
 from lce.methods.base import Method
 from lce.methods.knobs import build, checked
 from lce.methods.renamed import check_renamed
+from lce.plugins import plugins
 
 
 class UserFile(NamedTuple):
@@ -56,7 +56,7 @@ def register(name: str) -> Callable[[M], M]:
 
 def available() -> list[str]:
     """Return the names of all methods, including those of installed packages."""
-    return sorted({*_REGISTRY, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return sorted({*_REGISTRY, *plugins(ENTRY_POINTS)})
 
 
 def find(name: str) -> type[Method]:
@@ -68,7 +68,8 @@ def find(name: str) -> type[Method]:
             "auto stands for a method where one model is loaded or planned: in lce.load, lce.plan, and lce generate, "
             "chat, prefill and plan, without knobs"
         )
-    for point in () if name in _REGISTRY else entry_points(group=ENTRY_POINTS, name=name):
+    point = None if name in _REGISTRY else plugins(ENTRY_POINTS).get(name)
+    if point is not None:
         what = f"method {name!r} of {point.value}"
         try:
             cls = point.load()

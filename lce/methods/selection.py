@@ -47,10 +47,11 @@ class Sizes(Protocol):
 class Selector(Knobs, ABC):
     """A rule that scores chunks of L tokens, so that a query can choose the best.
 
-    A subclass with a `name` is a kind of selector.
+    A subclass with a `name` is a kind of selector; a package names its own in the entry-point group `lce.selectors`.
     """
 
     kinds: ClassVar[dict[str, type[Knobs]]] = {}
+    entry_points: ClassVar[str] = "lce.selectors"
     usual_share: ClassVar[Share] = "head"
     uses_queries: ClassVar[bool] = False  # whether summaries are made of queries, which are kept until then
     by_number: ClassVar[bool] = False  # whether a head's scores depend on the head's number among all heads

@@ -37,15 +37,8 @@ def block_of(n_choices: int) -> int:
 
 
 ATTENDING = ("keep", "attend", "attend_part")
-HOOKS = (
-    "summarise",
-    "score",
-    "log_mass",
-    "forced",
-    "select",
-    "uses_queries",
-    "summary_vectors",
-)  # of `SelectiveMethod`
+# The hooks of `SelectiveMethod`.
+HOOKS = ("summarise", "score", "log_mass", "forced", "select", "uses_queries", "summary_vectors")
 
 
 def _selecting(*hooks: str) -> Promises:

@@ -20,10 +20,10 @@ from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.knobs import fill_in, knob
-from lce.methods.mass import Judge, TrueMass, pieces, unrotated
 from lce.methods.selection import Scorer, Selection, Selector, Sizes
 from lce.methods.step import Step
 from lce.methods.summaries import SummarySelector
+from lce.methods.turned_keys import pieces, unrotated_keys
 
 
 @dataclass(frozen=True)
@@ -139,30 +139,6 @@ class ContextSelector(Selector):
 
 
 @dataclass(frozen=True)
-class Mass(ContextSelector, name="oracle"):
-    """For analysis: a chunk's score is the logarithm of its true attention mass, as `judge` defines truth."""
-
-    judge: Judge = knob("constant", "true attention: at true distances, or at W // 2 at most")
-
-    def scores(
-        self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step
-    ) -> Tensor:
-        return TrueMass(method, cache, step, self.judge).of_chunks(
-            q, step.positions(q.device), selection.size, n_chunks
-        )
-
-    def together(self, scores: Tensor, n_choosers: int) -> Tensor:
-        return scores if n_choosers == len(scores) else scores.unflatten(0, (n_choosers, -1)).logsumexp(1)
-
-    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int, size: int) -> Tensor:
-        return scores
-
-    def cost(self, block: QueryBlock, selection: Selection) -> Cost:
-        """Return the cost of choosing, which reads all keys; scores are not counted."""
-        return Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
-
-
-@dataclass(frozen=True)
 class BestKey(ContextSelector, name="best_key"):
     """ReAttention's score of a chunk: the largest `q · k` of its keys, query and keys without positions.
 
@@ -174,7 +150,7 @@ class BestKey(ContextSelector, name="best_key"):
     ) -> Tensor:
         queries, found = q.float().reshape(step.n_kv_heads, -1, q.shape[-1]), list[Tensor]()
         for start, stop in pieces(cache, 0, n_chunks * selection.size, selection.size):
-            keys = unrotated(method, cache, step, start, stop)
+            keys = unrotated_keys(method, cache, step, start, stop)
             found.append(products(queries, keys.mT).unflatten(-1, (-1, selection.size)).amax(-1))
         return torch.cat(found, dim=-1).view(*q.shape[:2], -1)
 
@@ -183,29 +159,6 @@ class BestKey(ContextSelector, name="best_key"):
         n_tokens = block.stop // selection.size * selection.size if block.stop > selection.size else 0
         scores = block.n_heads * len(block) * n_tokens * block.head_dim
         return Cost(0, scores, state_read=n_tokens * block.n_kv_heads * block.head_dim)
-
-
-@dataclass(frozen=True)
-class Random(ContextSelector, name="random"):
-    """For analysis: random scores. A score depends on seed, layer, head, query index and chunk alone."""
-
-    seed: int = knob(0, "another seed draws other chunks")
-    by_number: ClassVar[bool] = True
-
-    def scores(
-        self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step
-    ) -> Tensor:
-        return random_scores(len(q), n_chunks, step, cache.index, q.device, self.seed)
-
-    def together(self, scores: Tensor, n_choosers: int) -> Tensor:
-        """Return the scores of the first head of each group."""
-        return scores[:: len(scores) // n_choosers]
-
-    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int, size: int) -> Tensor:
-        return torch.zeros_like(scores)
-
-    def cost(self, block: QueryBlock, selection: Selection) -> Cost:
-        return Cost(0)
 
 
 def random_scores(n_heads: int, n_chunks: int, step: Step, layer: int, device: torch.device, seed: int = 0) -> Tensor:

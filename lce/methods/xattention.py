@@ -19,12 +19,12 @@ from lce.methods.attending import PlacedPart, unseen
 from lce.methods.base import Example, Method, filled, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.full import Full
-from lce.methods.mass import pieces
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.promises import ATTENTION, Promise
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import prune
+from lce.methods.turned_keys import pieces
 
 PROMISES: tuple[Promise, ...] = "alike", "counted", "recorded", "noted", "kept", "by_head"
 BLOCK = 2048  # the tokens of a pass, in whole blocks

@@ -3,7 +3,7 @@
 A missed sample is asked again with one change of the method after the other. The first change that gives a right
 answer names the cause:
 
-1. `selection`: the method chooses by true attention (`lce.methods.cheating`); budget and placement stay.
+1. `selection`: the method chooses by true attention (`lce_lab.analysis.oracle.cheating`); budget and placement stay.
 2. `budget`: as 1, without `top_p`, then with 2, 4, 8, ... times the budget. With the placement `side_by_side` the
    budget grows only while the window has room.
 3. `placement`: as 1, with the chosen chunks at other positions within the window.
@@ -39,12 +39,11 @@ from lce.methods import (
     Quest,
     ReAttention,
     SelectiveMethod,
-    cheating,
     make,
-    selects,
     settings,
 )
-from lce.methods.mass import Judge
+from lce_lab.analysis.mass import Judge
+from lce_lab.analysis.oracle import cheating, selects
 from lce_lab.eval.record import Answer, Record
 from lce_lab.eval.running import ALONE, Asking, Shard, answers
 from lce_lab.eval.selection import Samples

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import lce
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods import Observed, QueryBlock, make
-from lce.methods.mass import Judge
 from lce.sizes import count, size_text
+from lce_lab.analysis.mass import Judge
 from lce_lab.study.looks import looks_of
 from lce_lab.study.run_observer import RunObserver
 from lce_lab.study.segments import MOST_BYTES

@@ -18,13 +18,12 @@ from lce.methods import (
     RopeConfig,
     Step,
     Wrapped,
-    cheating,
     make,
-    selects,
 )
 from lce.methods.costs import cost, paper_figures
-from lce.methods.mass import JUDGES, Judge, TrueMass
 from lce_lab.analysis import distances
+from lce_lab.analysis.mass import JUDGES, Judge, TrueMass
+from lce_lab.analysis.oracle import cheating, selects
 from tests import oracle
 from tests.running import cut, run, vectors
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from lce.attention import rotate
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
-from lce.methods import Method, Step, available, make, selects
+from lce.methods import Method, Step, available, make
+from lce_lab.analysis.oracle import selects
 from lce_lab.study.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
 from tests import oracle
 from tests.command import assert_error, run

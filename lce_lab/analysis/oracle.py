@@ -1,4 +1,4 @@
-"""Methods for analysis that choose by true attention mass, at the cost of full attention.
+"""Methods for analysis that choose by true attention mass, at the cost of full attention, or at random.
 
 The method `oracle` chooses chunks or single tokens. `cheating` turns any selecting method into one that chooses by true
 mass instead of its scores, with the same budget, placement and tokens that are always attended.
@@ -9,23 +9,65 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache as cached
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
 from lce.errors import UsageError
-from lce.methods.base import Method, knob
-from lce.methods.costs import Cost, QueryBlock
-from lce.methods.esa import ESA
+from lce.methods import ESA, Cost, LayerCache, Method, Pages, QueryBlock, SelectiveMethod, Step, knob, register
 from lce.methods.joint import HOOKS, PROMISES, JointSelection
-from lce.methods.mass import Judge, TrueMass
-from lce.methods.pages import Pages
-from lce.methods.registry import register
 from lce.methods.selection import Selection
-from lce.methods.selective import ChunkMethod, SelectiveMethod
-from lce.methods.selectors import Mass
-from lce.methods.step import Step
+from lce.methods.selective import ChunkMethod
+from lce.methods.selectors import ContextSelector, random_scores
+from lce_lab.analysis.mass import Judge, TrueMass
+
+
+@dataclass(frozen=True)
+class Mass(ContextSelector, name="oracle"):
+    """For analysis: a chunk's score is the logarithm of its true attention mass, as `judge` defines truth."""
+
+    judge: Judge = knob("constant", "true attention: at true distances, or at W // 2 at most")
+
+    def scores(
+        self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step
+    ) -> Tensor:
+        return TrueMass(method, cache, step, self.judge).of_chunks(
+            q, step.positions(q.device), selection.size, n_chunks
+        )
+
+    def together(self, scores: Tensor, n_choosers: int) -> Tensor:
+        return scores if n_choosers == len(scores) else scores.unflatten(0, (n_choosers, -1)).logsumexp(1)
+
+    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int, size: int) -> Tensor:
+        return scores
+
+    def cost(self, block: QueryBlock, selection: Selection) -> Cost:
+        """Return the cost of choosing, which reads all keys; scores are not counted."""
+        return Cost(0, None, state_read=block.stop * block.n_kv_heads * block.head_dim)
+
+
+@dataclass(frozen=True)
+class Random(ContextSelector, name="random"):
+    """For analysis: random scores. A score depends on seed, layer, head, query index and chunk alone."""
+
+    seed: int = knob(0, "another seed draws other chunks")
+    by_number: ClassVar[bool] = True
+
+    def scores(
+        self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step
+    ) -> Tensor:
+        return random_scores(len(q), n_chunks, step, cache.index, q.device, self.seed)
+
+    def together(self, scores: Tensor, n_choosers: int) -> Tensor:
+        """Return the scores of the first head of each group."""
+        return scores[:: len(scores) // n_choosers]
+
+    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int, size: int) -> Tensor:
+        return torch.zeros_like(scores)
+
+    def cost(self, block: QueryBlock, selection: Selection) -> Cost:
+        return Cost(0)
 
 
 @dataclass(frozen=True)
@@ -82,6 +124,26 @@ class Oracle(BudgetedChunks):
         return Mass(self.judge)
 
 
+@register("random")
+@dataclass(frozen=True)
+class RandomChunks(BudgetedChunks):
+    """Attention to random chunks, drawn for every query of every head. For analysis: a baseline for selecting methods.
+
+    A draw depends on `seed`, layer, head, query index and chunk alone, not on the block size. The first chunk and the
+    last complete one are always attended, as in `SelectiveMethod`, unless `keep_first` or `keep_last` is false.
+    `budget` is given in tokens, in place of `chunks`, and includes the query's own chunk. With `top_p` a query takes
+    that share of the chunks before its own, `chunks` at most.
+
+    Cost: O(H · M) draws per token. A token attends at most `chunks · L` keys.
+    """
+
+    seed: int = knob(0, "another seed draws other chunks", kw_only=True)
+
+    @property
+    def selector(self) -> Random:
+        return Random(self.seed)
+
+
 class ByMass(ChunkMethod):
     """A mixin that makes a method choose chunks by their true attention mass."""
 
@@ -89,9 +151,8 @@ class ByMass(ChunkMethod):
 
     @cached_property
     def selection(self) -> Selection:
-        own: Any = super()
-        made: Selection = replace(own.selection, selector=Mass(self.judge), one_layer=False)
-        return made
+        own: Selection = super().selection  # type: ignore[safe-super]
+        return replace(own, selector=Mass(self.judge), one_layer=False)
 
 
 class JointByMass(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
