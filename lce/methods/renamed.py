@@ -17,6 +17,8 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     }
 }
 
+ORDER = ("select", "placement", "page", "budget", "share", "queries")  # in which the knobs of `pages` are spelled now
+
 
 def renewed(method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a method under their present names. A knob of before that is None meant nothing, and goes.
@@ -36,7 +38,8 @@ def _respelled(text: str) -> str:
     if name not in RENAMED or not any(pair.partition("=")[0] in RENAMED[name] for pair in pairs):
         return text
     knobs = renewed(name, dict(pair.partition("=")[::2] for pair in pairs))
-    return ":".join((name, *(f"{key}={value}" for key, value in knobs.items())))
+    ordered = sorted(knobs.items(), key=lambda knob: ORDER.index(knob[0].partition(".")[0]))
+    return ":".join((name, *(f"{key}={value}" for key, value in ordered)))
 
 
 def check_renamed(method: str, knobs: Iterable[str]) -> None:
