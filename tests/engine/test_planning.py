@@ -59,7 +59,7 @@ def at_most(monkeypatch: pytest.MonkeyPatch, memory: int | None = None, disk: in
 
 
 def test_every_method_is_planned() -> None:
-    own = {name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")}
+    own = {name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce")}
     assert {name for name, _ in CASES} == own
 
 

@@ -224,7 +224,7 @@ def test_a_block_is_the_sum_of_its_queries() -> None:
 
 def test_every_method_of_ours_is_counted() -> None:
     found = [lce.methods.find(name) for name in lce.methods.available()]
-    assert all("counted" in promises_of(cls) for cls in found if cls.__module__.startswith("lce."))
+    assert all("counted" in promises_of(cls) for cls in found if cls.__module__.startswith("lce"))
 
 
 class Other(lce.methods.LongHeads):
