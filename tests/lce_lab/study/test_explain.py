@@ -14,7 +14,7 @@ from torch import Tensor
 from lce.attention import rotate
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
-from lce.methods import Method, Step, available, make
+from lce.methods import Method, Step, available, make, settings
 from lce_lab.analysis.oracle import selects
 from lce_lab.study.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
 from tests import oracle
@@ -49,7 +49,7 @@ SETTINGS = {
 
 def knobs_of(name: str, text: str) -> dict[str, object]:
     given = dict(knob.split("=", 1) for knob in text.split())
-    return {knob: getattr(make(name, given), knob) for knob in given}
+    return {knob: value for knob, value in settings(make(name, given)).items() if knob in given}
 
 
 KNOBS = {name: [knobs_of(name, text) for text in texts.split(";")] for name, texts in SETTINGS.items()}
