@@ -13,6 +13,7 @@ from lce.methods import hooks, registry
 from lce.methods.base import Example as Example
 from lce.methods.base import Method as Method
 from lce.methods.base import knob as knob
+from lce.methods.budget import Budget as Budget
 from lce.methods.costs import Cost as Cost
 from lce.methods.costs import PaperFigure as PaperFigure
 from lce.methods.costs import QueryBlock as QueryBlock
@@ -46,7 +47,6 @@ from lce.methods.renamed import renewed as renewed
 from lce.methods.rerope import ReRope as ReRope
 from lce.methods.run import Driver as Driver
 from lce.methods.run import run as run
-from lce.methods.selection import Budget as Budget
 from lce.methods.selection import Placement as Placement
 from lce.methods.selection import Selection as Selection
 from lce.methods.selection import Selector as Selector

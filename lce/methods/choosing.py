@@ -27,6 +27,11 @@ from lce.methods.summaries import SUMMARIES, SummarySelector
 from lce.methods.top_p import keep_best, prune
 
 
+def block_of(n_choices: int) -> int:
+    """Return a block whose queries choose 65,536 chunks in all, of 128 to 2,048 queries: choices take memory."""
+    return max(128, min(2048, 65536 // n_choices))
+
+
 def choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
     """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk at most.
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from lce.errors import UsageError
 from lce.methods.base import knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
+from lce.methods.promises import ATTENDING
 from lce.methods.registry import register
 from lce.methods.selection import Selection, Share
-from lce.methods.selective import ATTENDING, SelectiveMethod
+from lce.methods.selective import SelectiveMethod
 from lce.methods.selectors import Summary, random_scores
 from lce.methods.step import Step
 

@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 from lce.methods.base import Example, filled, knob
+from lce.methods.budget import Budget
+from lce.methods.choosing import block_of
 from lce.methods.placement import SideBySide
 from lce.methods.registry import register
 from lce.methods.renamed import check_renamed
-from lce.methods.selection import Budget, Placement, Selection, Selector, Share
-from lce.methods.selective import ChunkMethod, block_of
+from lce.methods.selection import Placement, Selection, Selector, Share
+from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import Bounds
 from lce.methods.step import ModelFacts
 

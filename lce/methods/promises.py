@@ -31,6 +31,24 @@ Promises = Mapping[Promise, Sequence[str]]
 ATTENTION = ("keep", "keep_queries", "attend", "attend_part")  # the hooks that compute attention
 
 
+ATTENDING = ("keep", "attend", "attend_part")
+# The hooks of `SelectiveMethod`.
+HOOKS = ("summarise", "score", "log_mass", "forced", "select", "uses_queries", "summary_vectors")
+
+
+def selecting(*hooks: str) -> Promises:
+    """Return what methods promise whose choice stands on `choose`, and on `hooks` that they have besides."""
+    scored = [hook for hook in hooks if hook in ("score", "select", "forced")]
+    return {
+        **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose", *hooks)),
+        **dict.fromkeys(("recorded", "noted", "kept"), ATTENDING),
+        "counted": (*ATTENDING, "choose"),
+        "dense": ("attend_part", "parts_of", "key_positions", "choose", *(["select"] if hooks else [])),
+        "complete": scored,
+        "kernel": ("choose", *scored),
+    }
+
+
 def promises_of(cls: type) -> frozenset[Promise]:
     """Return what a class of methods promises."""
     return _promises(cls)

@@ -8,9 +8,10 @@ from typing import ClassVar, Self
 
 from lce.errors import UsageError
 from lce.methods.base import Example, filled, knob, resolved
+from lce.methods.budget import Budget
 from lce.methods.placement import TruePositions
 from lce.methods.registry import register
-from lce.methods.selection import Budget, Selection
+from lce.methods.selection import Selection
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import Bounds
 from lce.methods.top_p import top_p_knob

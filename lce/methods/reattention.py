@@ -8,10 +8,12 @@ from typing import ClassVar, Self
 
 from lce.errors import UsageError
 from lce.methods.base import Example, filled, knob, resolved
+from lce.methods.budget import Budget
+from lce.methods.choosing import block_of
 from lce.methods.placement import SideBySide
 from lce.methods.registry import register
-from lce.methods.selection import Budget, Selection, Share
-from lce.methods.selective import ChunkMethod, block_of
+from lce.methods.selection import Selection, Share
+from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import BestKey
 from lce.methods.top_p import top_p_knob
 

@@ -18,43 +18,23 @@ from lce.errors import UsageError
 from lce.methods import choosing
 from lce.methods.attending import PlacedPart, attend_all, placed_parts, recent_keys, scaled, unrotated
 from lce.methods.base import Example, Method, filled, is_like, knob, resolved
+from lce.methods.budget import Budget
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.placement import OneDistance, SideBySide, TruePositions
-from lce.methods.promises import ATTENTION, Promise, Promises
-from lce.methods.selection import Budget, Placement, Selection, Selector, Sizes
+from lce.methods.promises import HOOKS, Promise, selecting
+from lce.methods.selection import Placement, Selection, Selector, Sizes
+from lce.methods.selectors import Summary
 from lce.methods.step import DeviceStep, Step
 from lce.methods.summaries import OPEN_QUERIES, SUMMARIES, SummarySelector
 from lce.methods.top_p import top_p_knob
 
+KINDS: Mapping[str, Placement] = {"side_by_side": SideBySide(), "true": TruePositions()}  # and one distance
 TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
 
 
-def block_of(n_choices: int) -> int:
-    """Return a block whose queries choose 65,536 chunks in all, of 128 to 2,048 queries: choices take memory."""
-    return max(128, min(2048, 65536 // n_choices))
-
-
-ATTENDING = ("keep", "attend", "attend_part")
-# The hooks of `SelectiveMethod`.
-HOOKS = ("summarise", "score", "log_mass", "forced", "select", "uses_queries", "summary_vectors")
-
-
-def _selecting(*hooks: str) -> Promises:
-    """Return what methods promise whose choice stands on `choose`, and on `hooks` that they have besides."""
-    scored = [hook for hook in hooks if hook in ("score", "select", "forced")]
-    return {
-        **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose", *hooks)),
-        **dict.fromkeys(("recorded", "noted", "kept"), ATTENDING),
-        "counted": (*ATTENDING, "choose"),
-        "dense": ("attend_part", "parts_of", "key_positions", "choose", *(["select"] if hooks else [])),
-        "complete": scored,
-        "kernel": ("choose", *scored),
-    }
-
-
-class ChunkMethod(Method, ABC, promises=_selecting()):
+class ChunkMethod(Method, ABC, promises=selecting()):
     """A method whose queries choose chunks. What they choose, and where they see it, is its `selection`."""
 
     @property
@@ -86,13 +66,11 @@ class ChunkMethod(Method, ABC, promises=_selecting()):
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         c = self.selection
         summaries, n_chunks, shape = kept.get(SUMMARIES), n_tokens // c.size, c.selector.shape(layout, c)
-        if not c.selector.could_keep(kept, layout, c):
-            return False
-        if summaries is None:
-            return True  # some layers keep no summaries; a layer that needs summaries raises an error
-        if shape is None:
-            return summaries.shape[1] == n_chunks
-        return is_like(summaries, (shape[0], n_chunks, *shape[1:]), layout.dtype)
+        if summaries is not None:  # some layers keep none; a layer that needs summaries raises an error
+            fits = shape is None or is_like(summaries, (shape[0], n_chunks, *shape[1:]), layout.dtype)
+            if not fits or summaries.shape[1] != n_chunks:
+                return False
+        return c.selector.could_keep(kept, layout, c)
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return self.selection.placement.limit(self.selection, window)
@@ -167,23 +145,14 @@ class ChunkMethod(Method, ABC, promises=_selecting()):
         return choosing.cost(self.selection, block)
 
 
-class Vectors(SummarySelector):
-    """The selector of a `SelectiveMethod` without hooks of its own: nothing is summarised."""
-
-    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        raise NotImplementedError("define summarise")
-
-    def shape(self, sizes: Sizes, selection: Selection) -> tuple[int, ...]:
-        return sizes.n_heads, sizes.head_dim
-
-
 @dataclass(frozen=True)
-class SelectiveMethod(ChunkMethod, promises=_selecting(*HOOKS)):
+class SelectiveMethod(ChunkMethod, promises=selecting(*HOOKS)):
     """A method by which every query chooses chunks, with knobs for chunk size, budget and placement.
 
-    A new method overrides hooks. `summarise` returns what to keep of a complete chunk. `score` scores chunks for
-    queries, by default by dot products with summaries. `select` takes chunks by score. By default, a query of chunk `o`
-    attends the first chunk, the best scoring chunks, chunk `o-1`, and chunk `o` up to itself: `chunks` in all.
+    A new method overrides hooks. `summarise` returns what to keep of a complete chunk, by default the summary of
+    LongHeads. `score` scores chunks for queries, by default by dot products with summaries. `select` takes chunks by
+    score. By default, a query of chunk `o` attends the first chunk, the best scoring chunks, chunk `o-1`, and chunk `o`
+    up to itself: `chunks` in all.
 
     `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that all distances
     are within the window; `true` at their own positions; `constant` at the distance `chunk_size`. A query's own chunk
@@ -193,9 +162,7 @@ class SelectiveMethod(ChunkMethod, promises=_selecting(*HOOKS)):
     its own, as `log_mass` estimates; chunks that are always attended count first.
     """
 
-    uses_queries: ClassVar[bool] = (
-        True  # whether `summarise` needs queries, which are kept until their chunk is complete
-    )
+    uses_queries: ClassVar[bool] = True  # whether `summarise` needs queries, which are kept until then
     summary_vectors: ClassVar[int] = 1  # the number of vectors `[D]` in a chunk's summary, for each query head
 
     chunk_size: int | None = knob(None, "tokens of a chunk; none is 32, or 1/32 of a window below 1024", least=1)
@@ -210,27 +177,23 @@ class SelectiveMethod(ChunkMethod, promises=_selecting(*HOOKS)):
         made = filled(self, chunk_size=min(32, max(1, window // 32)))
         made = filled(made, chunks=window // resolved(made.chunk_size))
         if resolved(made.chunks) < 3:
-            raise UsageError(
-                f"{self.label}: {made.chunks} chunks of {made.chunk_size} tokens; expected 3 or more: lower chunk_size "
-                f"(window {window})"
-            )
+            few = f"{made.chunks} chunks of {made.chunk_size} tokens"
+            raise UsageError(f"{self.label}: {few}; expected 3 or more: lower chunk_size (window {window})")
         return made
 
     @cached_property
     def selection(self) -> Selection:
         """The first chunk, the best ones, the last complete one; a class with hooks of its own chooses by these."""
-        size, n = self.chunk_size or 1, self.chunks
+        size, n, placement = self.chunk_size or 1, self.chunks, KINDS.get(self.placement)
         own = any(getattr(type(self), hook) is not getattr(SelectiveMethod, hook) for hook in (*HOOKS, "choose"))
         selector = Hooks(self) if own else self.selector
-        kinds: dict[str, Placement] = {"side_by_side": SideBySide(), "true": TruePositions()}
-        placement = kinds.get(self.placement) or OneDistance(size)
         budget = Budget(None if n is None else n * size, sinks=size, local=size, top_p=self.top_p)
-        return Selection(size, selector, placement, budget)
+        return Selection(size, selector, placement or OneDistance(size), budget)
 
     @property
     def selector(self) -> Selector:
-        """The selector of a class whose hooks are these."""
-        return Vectors()
+        """The selector of a class without hooks of its own."""
+        return Summary()
 
     @property
     def block(self) -> int:
@@ -293,10 +256,6 @@ class Hooks(SummarySelector):
     @property
     def uses_queries(self) -> bool:  # type: ignore[override]
         return self.method.uses_queries
-
-    @property
-    def by_number(self) -> bool:  # type: ignore[override]
-        return self.method.selector.by_number
 
     @property
     def takes_best(self) -> bool:  # type: ignore[override]
