@@ -63,7 +63,7 @@ class TruePositions(Placement, name="true"):
 class ConstantDistance(Placement, name="constant"):
     """The placement of chosen chunks at the distance `far`. Local chunks are at true distances, with the own one."""
 
-    far: int | None = knob(None, "distance of far pages; none is the least beyond local, under dual W - 1", least=1)
+    far: int | None = knob(None, "distance of pages; none is least beyond local, in dual W - 1", least=1)
     local_is_near: ClassVar[bool] = True
 
     def fitted(self, label: str, selection: Selection, window: int) -> Self:
@@ -126,7 +126,7 @@ class DualPositions(Placement, name="dual"):
     """
 
     chunk_size: int | None = knob(None, "tokens of a large chunk; none is 3/4 of the window", least=1)
-    far: int | None = knob(None, "distance of far pages; none is the least beyond local, under dual W - 1", least=1)
+    far: int | None = knob(None, "distance of pages; none is least beyond local, in dual W - 1", least=1)
 
     def fitted(self, label: str, selection: Selection, window: int) -> Self:
         """Return this placement, filled in; refuse large chunks that are not of whole pages, and distances below 0."""
