@@ -15,7 +15,7 @@ from lce_lab.analysis import oracle as analysis
 ROOT = Path(__file__).parent.parent
 SHARED = set(  # files of lce/methods that hold no method that users name
     "__init__ attending auto base best_tokens budget choosing costs decoding grouped_keys handover hooks joint knobs "
-    "local lowdim joint_pages lowdim_pages map_file parts placement registry renamed run selection selective "
+    "local lowdim joint_pages lowdim_pages map_file parts placement recent registry renamed run selection selective "
     "selectors step summaries top_p turned_keys observed own_window promises".split()
 )
 

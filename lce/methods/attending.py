@@ -17,18 +17,17 @@ from torch import Tensor
 
 from lce.attention import Attended, Turn, combine, join, merge, rotate
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout
-from lce.cache.method_state import MethodState, RecentRows
+from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
 from lce.methods.grouped_keys import grouped
 from lce.methods.parts import CHOSEN, RECENT, Index, LayerFacts, Part
+from lce.methods.recent import unrotated
 from lce.methods.step import Step
 from lce.methods.turned_keys import TurnedKeys
 
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
 
 
@@ -174,11 +173,6 @@ def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
     return torch.arange(low, high + 1, device=at.device), at - low
 
 
-def unrotated(method: Method) -> bool:
-    """Return whether a method caches keys unrotated."""
-    return method.key_positions(NO_TOKENS) is None
-
-
 def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
     """Return the rotation of queries to `part.query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all.
 
@@ -285,27 +279,6 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
 def band_of(bands: Tensor, chosen: Tensor) -> Tensor:
     """Return the number of each chosen chunk's band (`Part.bands [T, B-1]`), for `chosen [H, T, K]`: `[H, T, K]`."""
     return (chosen[..., None] >= bands[:, None].to(chosen.device)).sum(-1)
-
-
-def recent_keys(method: Method, n: int, layout: CacheLayout) -> dict[str, MethodState]:
-    """Return the state of the keys of the last `n` tokens at absolute positions, for parts with `exact`; 0: none."""
-    return {RECENT: RecentRows(n, layout.key_bytes, remade=unrotated(method))} if n else {}
-
-
-def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
-    """Rotate the block's unrotated keys `k [G, T, D]` to their absolute positions, and store them as recent keys.
-
-    Recent keys that a truncation of the cache removed are computed again from the unrotated keys in the cache.
-    """
-    recent = cache.kept(RecentRows, RECENT)
-    if step.at is not None:
-        recent.write_on_device(rotate(k, step.true_turn(k)), step.at)
-        return
-    if lost := recent.missing(step.start):
-        old = cache.span(lost.start, lost.stop)[0]
-        positions = torch.arange(lost.start, lost.stop, device=k.device)
-        recent.write(rotate(old, step.rope.turn(positions, k.dtype)), lost.start)
-    recent.write(rotate(k, step.true_turn(k)), step.start)
 
 
 def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:

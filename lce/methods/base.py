@@ -17,7 +17,7 @@ from lce.attention import Attended, Turn
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState
-from lce.methods.attending import PlacedPart, attend_parts, attend_spans, keep_recent, scaled
+from lce.methods.attending import PlacedPart, attend_parts, attend_spans, scaled
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, bound_for, decode_parts
 from lce.methods.hooks import guard
@@ -25,6 +25,7 @@ from lce.methods.knobs import fill_in
 from lce.methods.knobs import knob as knob
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.promises import ATTENTION, Promise, Promises, promises_of
+from lce.methods.recent import keep_recent
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, FirstRow, MethodState, RecentRows
 from lce.errors import UsageError, nearest, shown
-from lce.methods.attending import recent_keys
 from lce.methods.base import Example, Method, filled, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock, cost, cost_of_spans
 from lce.methods.dca import DualChunk
@@ -23,6 +22,7 @@ from lce.methods.knobs import knobs_of, settings, spelled
 from lce.methods.lm_infinite import LMInfinite
 from lce.methods.parts import RECENT
 from lce.methods.promises import ATTENTION, Promise
+from lce.methods.recent import recent_keys
 from lce.methods.registry import UserFile, make, register, user_file
 from lce.methods.rerope import ReRope
 from lce.methods.self_extend import SelfExtend

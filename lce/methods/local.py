@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState
-from lce.methods.attending import recent_keys
 from lce.methods.base import Method, resolved
+from lce.methods.recent import recent_keys
 
 
 class LocalMethod(Method):

@@ -15,6 +15,9 @@ do has the safe answer. `Method` promises all but `analysis` for a class that is
 - `dense`, of a method that chooses chunks: a text of no more chunks than a query attends has full attention.
 - `complete`, too: scores and choices of chunks that a recorded step finds incomplete change no others.
 - `kernel`, too: a GPU kernel may choose as `plain_choice` says.
+- `hookless`, of a `SelectiveMethod`: its selector chooses, and no hook of the class.
+- `vectors`, too: scores are dot products with a vector for each chunk and query head.
+- `best`, too: the chunks with the best scores are chosen.
 - `analysis`: the method is for study only; error messages never suggest it.
 """
 
@@ -24,16 +27,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-Promise = Literal[
-    "alike", "counted", "recorded", "noted", "kept", "by_head", "plain", "dense", "complete", "kernel", "analysis"
-]
+_OfChoices = Literal["dense", "complete", "kernel", "hookless", "vectors", "best"]
+Promise = Literal["alike", "counted", "recorded", "noted", "kept", "by_head", "plain", "analysis", _OfChoices]
 Promises = Mapping[Promise, Sequence[str]]
 ATTENTION = ("keep", "keep_queries", "attend", "attend_part")  # the hooks that compute attention
-
-
 ATTENDING = ("keep", "attend", "attend_part")
 # The hooks of `SelectiveMethod`.
 HOOKS = ("summarise", "score", "log_mass", "forced", "select", "uses_queries", "summary_vectors")
+OF_HOOKS: Promises = {"hookless": (*HOOKS, "choose"), "vectors": ("score",), "best": ("select",)}
 
 
 def selecting(*hooks: str) -> Promises:

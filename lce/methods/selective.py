@@ -16,14 +16,15 @@ from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods import choosing
-from lce.methods.attending import PlacedPart, attend_all, placed_parts, recent_keys, scaled, unrotated
+from lce.methods.attending import PlacedPart, attend_all, placed_parts, scaled
 from lce.methods.base import Example, Method, filled, is_like, knob, resolved
 from lce.methods.budget import Budget
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.placement import OneDistance, SideBySide, TruePositions
-from lce.methods.promises import HOOKS, Promise, selecting
+from lce.methods.promises import HOOKS, OF_HOOKS, Promise, selecting
+from lce.methods.recent import recent_keys, unrotated
 from lce.methods.selection import Placement, Selection, Selector, Sizes
 from lce.methods.selectors import Summary
 from lce.methods.step import DeviceStep, Step
@@ -146,7 +147,7 @@ class ChunkMethod(Method, ABC, promises=selecting()):
 
 
 @dataclass(frozen=True)
-class SelectiveMethod(ChunkMethod, promises=selecting(*HOOKS)):
+class SelectiveMethod(ChunkMethod, promises={**selecting(*HOOKS), **OF_HOOKS}):
     """A method by which every query chooses chunks, with knobs for chunk size, budget and placement.
 
     A new method overrides hooks. `summarise` returns what to keep of a complete chunk, by default the summary of
@@ -185,8 +186,7 @@ class SelectiveMethod(ChunkMethod, promises=selecting(*HOOKS)):
     def selection(self) -> Selection:
         """The first chunk, the best ones, the last complete one; a class with hooks of its own chooses by these."""
         size, n, placement = self.chunk_size or 1, self.chunks, KINDS.get(self.placement)
-        own = any(getattr(type(self), hook) is not getattr(SelectiveMethod, hook) for hook in (*HOOKS, "choose"))
-        selector = Hooks(self) if own else self.selector
+        selector = self.selector if self.promised("hookless") else Hooks(self)
         budget = Budget(None if n is None else n * size, sinks=size, local=size, top_p=self.top_p)
         return Selection(size, selector, placement or OneDistance(size), budget)
 
@@ -251,7 +251,7 @@ class Hooks(SummarySelector):
     @property
     def has_vectors(self) -> bool:
         """Whether scores are dot products with a vector for each chunk and query head."""
-        return type(self.method).score is SelectiveMethod.score
+        return self.method.promised("vectors")
 
     @property
     def uses_queries(self) -> bool:  # type: ignore[override]
@@ -259,7 +259,7 @@ class Hooks(SummarySelector):
 
     @property
     def takes_best(self) -> bool:  # type: ignore[override]
-        return type(self.method).select is SelectiveMethod.select
+        return self.method.promised("best")
 
     @property
     def plain(self) -> Literal["best", "worst"] | None:
