@@ -85,12 +85,12 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         if made.dense is not None:
             dense = made._made("dense", made.dense).resolve(window)
         else:
-            dense = next((each for each in dense_methods(sparse, window) if alike(sparse, each, window)), sparse)
+            dense = next((each for each in dense_methods(sparse, window) if keys_match(sparse, each, window)), sparse)
         if not isinstance(dense, DENSE):
             expected = nearest(dense.label, [cls.name for cls in DENSE])
             why = "no dense method caches keys as" if self.dense is None else f"dense is {dense.label}; {expected};"
             raise UsageError(f"{self.label}: {why} {sparse.label}; {PAIRS}")
-        if not alike(sparse, dense, window):
+        if not keys_match(sparse, dense, window):
             raise UsageError(f"{self.label}: {dense.label} caches keys at other positions than {sparse.label}; {PAIRS}")
         return replace(made, method=made._spell(sparse), dense=made._spell(dense))
 
@@ -245,7 +245,7 @@ def dense_methods(sparse: Method, window: int) -> list[Method]:
     return [each.resolve(window) for each in made]
 
 
-def alike(one: Method, other: Method, window: int) -> bool:
+def keys_match(one: Method, other: Method, window: int) -> bool:
     """Return whether two methods cache keys at the same positions, in a text of a few windows."""
     indices = torch.arange(4 * window + 1)
     a, b = one.key_positions(indices), other.key_positions(indices)
