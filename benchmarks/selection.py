@@ -28,7 +28,7 @@ from lce.attention import Attended, Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
-from lce.methods import attending, esa, infllm, selective
+from lce.methods import attending, esa, infllm, selective, selectors
 from lce.methods.run import Driver
 from lce.models.config import RopeConfig
 from lce.models.rope import Rope
@@ -36,12 +36,12 @@ from lce.models.rope import Rope
 SHAPES = {"small": (12, 12, 64), "tinyllama": (32, 4, 64)}  # query heads, KV heads, head dimension
 KNOBS: dict[str, dict[str, Any]] = {"esa": {"compress": "pca"}}
 PARTS = [  # parts to time: a class or module, the name of its function, and the name of the part
-    (selective.ChunkSelection, "keep_queries", "summaries"),
-    (selective.ChunkSelection, "choose", "choice"),
+    (selective.ChunkMethod, "keep_queries", "summaries"),
+    (selective.ChunkMethod, "choose", "choice"),
     (infllm.InfLLM, "memorise", "summaries"),
     (infllm.InfLLM, "select", "choice"),
     (esa.ESA, "select", "choice"),
-    (esa.ESA, "find_basis", "summaries"),
+    (esa, "find_basis", "summaries"),
     (attending, "merge", "merge"),
     (LayerCache, "tokens", "gather"),
     (Attention, "dense", "attention"),
@@ -104,8 +104,8 @@ def shortcuts() -> Iterator[None]:
 
     with (
         patch.object(esa.ESA, "select", few), patch.object(infllm.InfLLM, "votes", random_votes),
-        patch.object(lce.methods.LongHeads, "summarise", random_summaries),
-        patch.object(selective.ChunkSelection, "choose", none),
+        patch.object(selectors.Summary, "summarise", random_summaries),
+        patch.object(selective.ChunkMethod, "choose", none),
     ):  # fmt: skip
         yield
 

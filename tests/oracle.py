@@ -432,13 +432,18 @@ def quest(
     return placed(n_heads, n, page, choose, "true")
 
 
-def pages(
+def pages(q: Tensor, k: Tensor, v: Tensor, setting: Setting, **knobs: Any) -> Tables:
+    """Define `pages`. Knobs of its selector, placement and budget have dots."""
+    return page_tables(q, k, v, setting, **{name.rpartition(".")[2]: value for name, value in knobs.items()})
+
+
+def page_tables(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     setting: Setting,
     select: str = "bounds",
-    place: str = "side_by_side",
+    placement: str = "side_by_side",
     page: int | None = None,
     budget: int | None = None,
     sinks: int | None = None,
@@ -459,10 +464,10 @@ def pages(
     window, (n_heads, n, dim) = setting.window, q.shape
     page = page or min(16, max(1, window // 32))
     first, last = (-(-(page if tokens is None else tokens) // page) for tokens in (sinks, local))
-    near = last if place in ("constant", "grouped") else 0  # local pages that are seen with the own page
+    near = last if placement in ("constant", "grouped") else 0  # local pages that are seen with the own page
     budget = budget or max(window // 2, page * (1 + near + max(1, first + last - near)))
     reach, size = (last + 1) * page, chunk_size or max(page, 3 * window // 4 // page * page)
-    far = (reach if place == "constant" else window - 1) if far is None else far
+    far = (reach if placement == "constant" else window - 1) if far is None else far
     repr_tokens, sample = min(repr_tokens, page), budget // page * page
 
     def budget_at(i: int) -> int:
@@ -480,12 +485,12 @@ def pages(
             "constant": far,
             "grouped": i // group + reach - reach // group,
             "dual": i % size if behind == 0 else min(i % size + size, far) if behind == 1 else far,
-        }[place]
+        }[placement]
 
     def key_at(j: int) -> int:
-        return {"side_by_side": j % page, "true": j, "constant": 0, "grouped": j // group, "dual": j % size}[place]
+        return {"side_by_side": j % page, "true": j, "constant": 0, "grouped": j // group, "dual": j % size}[placement]
 
-    scores = page_scores(q, k, v, setting, select, page, repr_tokens, seen_from, key_at, place, sample, **knobs)
+    scores = page_scores(q, k, v, setting, select, page, repr_tokens, seen_from, key_at, placement, sample, **knobs)
     heads = {"head": 1, "group": n_heads // len(k), "layer": n_heads}[
         share or ("layer" if select == "lowdim" else "head")
     ]
@@ -518,7 +523,7 @@ def pages(
             for slot, c in enumerate(row):
                 for j in range(c * page, (c + 1) * page):
                     in_row = (len(row) - slot) * page + i % page - j % page
-                    seen[j] = in_row if place == "side_by_side" else seen_from(i, j) - key_at(j)
+                    seen[j] = in_row if placement == "side_by_side" else seen_from(i, j) - key_at(j)
             mask[h, i, [*seen]] = True
             distance[h, i, [*seen]] = torch.tensor([*seen.values()])
     return Tables(mask, distance)

@@ -2,7 +2,7 @@
 
     python benchmarks/smollm2/grid.py --essays ESSAYS --record grid.jsonl
     python benchmarks/smollm2/grid.py --essays ESSAYS --record grid.jsonl --lengths 16000 --select bounds,summary \
-        --place side_by_side,dual --page 16,64 --budget 2048,4096 --methods "dca; longheads chunk_size=64 chunks=64"
+        --placement side_by_side,dual --page 16,64 --budget 2048,4096 --methods "dca; longheads chunk_size=64 chunks=64"
     python benchmarks/smollm2/grid.py --essays ESSAYS --record grid.jsonl --lengths 16000 --page "" \
         --methods "pages budget=2048 prefill_method=self_extend; pages share=group budget=2944"
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument(
         "--methods", default=METHODS, help="separated by ';', each with its knobs; prefill_method=NAME is one"
     )
-    for axis, values in (("select", "bounds"), ("place", "side_by_side"), ("page", "16,32,64"), ("budget", "4096")):
+    for axis, values in (("select", "bounds"), ("placement", "side_by_side"), ("page", "16,32,64"), ("budget", "4096")):
         parser.add_argument(f"--{axis}", default=values, help="values of a knob of the method pages, or '' for none")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".* that the method .* can read")
@@ -68,7 +68,7 @@ def main() -> None:
 def cells(args: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield each cell's length, its method, and the method's knobs."""
     yield CEILING, "full", {}
-    axes = [(axis, getattr(args, axis).split(",")) for axis in ("select", "place", "page", "budget")]
+    axes = [(axis, getattr(args, axis).split(",")) for axis in ("select", "placement", "page", "budget")]
     for length in map(int, args.lengths.split(",")):
         for each in filter(None, map(str.strip, args.methods.split(";"))):
             name, *knobs = each.split()

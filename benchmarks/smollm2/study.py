@@ -39,7 +39,7 @@ METHODS = (
 )  # fmt: skip
 SWEEP = (
     "infllm preset=paper repr_tokens=16", "infllm block_size=32 top_k=64", "esa compress=pca top_k=4096 local=2048",
-    "quest dense_layers=0 budget=4096", "pages budget=8192", "pages place=grouped", "longheads chunk_size=16",
+    "quest dense_layers=0 budget=4096", "pages budget=8192", "pages placement=grouped", "longheads chunk_size=16",
     "longheads chunk_size=16 chunks=256", "longheads chunks=128", "longheads chunks=64", "delta method=longheads",
     "lm_infinite top_k=5 from_layer=4",
 )  # fmt: skip

@@ -17,9 +17,11 @@ from lce.cache.manifest import REMEDY
 from lce.errors import DataError, shown
 from lce.files import named
 from lce.methods.base import Method
-from lce.methods.handover import Handover
+from lce.methods.handover import BETWEEN, PREFILL, Handover
+from lce.methods.knobs import settings, spelled
 from lce.methods.lowdim import LowDimMaps
-from lce.methods.registry import spelled
+from lce.methods.registry import user_file
+from lce.methods.renamed import renewed
 from lce.models.config import RopeConfig
 
 _MOST_SHOWN = 6  # the most differing knobs that one error message lists
@@ -50,9 +52,8 @@ class Identity:
     @property
     def facts(self) -> dict[str, Any]:
         """The identity as JSON values, for the header of a context file."""
-        own, method = self.method.user_file, self.method
-        knobs = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-        knobs = method.settings if isinstance(method, Handover) else knobs
+        own, method = user_file(self.method), self.method
+        knobs = method.settings if isinstance(method, Handover) else settings(method)
         return {
             "model": self.model,
             "method": self.method.label,
@@ -67,7 +68,7 @@ class Identity:
 
     def check(self, path: Path, found: object, remedy: str = REMEDY) -> None:
         """Raise a `DataError` that says what differs if `found`, the identity in the file `path`, is not this one."""
-        theirs = found if isinstance(found, dict) else {}
+        theirs = {**found, "knobs": _renewed(found)} if isinstance(found, dict) else {}
         for difference, option in _differences(theirs, self.facts):
             raise DataError(f"{named(path)} was made with {difference:.280}: {option:.140}, or {remedy}")
 
@@ -79,10 +80,19 @@ def model_identity(fingerprint: str, weights: str | None) -> str:
 
 def knobs_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity's knobs for `lce.methods.make`. An object becomes its file's path, if any, or is left out."""
-    knobs = facts.get("knobs")
-    found = knobs.items() if isinstance(knobs, dict) else ()
+    found = _renewed(facts).items()
     plain = {name: value for name, value in found if not isinstance(value, dict)}
     return plain | {name: file for name, value in found if isinstance(value, dict) and (file := value.get("file"))}
+
+
+def _renewed(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of an identity in a file, those of both methods of a `Handover`, under their present names."""
+    knobs, method = facts.get("knobs"), facts.get("method")
+    found = knobs if isinstance(knobs, dict) else {}
+    own, _, prefill = method.partition(BETWEEN) if isinstance(method, str) else ("", "", "")
+    before = {name.removeprefix(PREFILL): value for name, value in found.items() if name.startswith(PREFILL)}
+    decode = {name: value for name, value in found.items() if not name.startswith(PREFILL)}
+    return renewed(own, decode) | {f"{PREFILL}{name}": value for name, value in renewed(prefill, before).items()}
 
 
 def file_of(facts: Mapping[str, Any]) -> str | None:

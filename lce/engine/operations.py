@@ -1,4 +1,4 @@
-"""Counts the operations and the bytes read of prefill and decode, from a model's config and a method's `cost` alone.
+"""Counts the operations and the bytes read of prefill and decode, from a model's config and a method's cost alone.
 
 An operation is a multiply-add of a matrix product: two floating-point operations (FLOPs). The bytes read are those of
 the weights, and in each layer those of the keys, the values and the method's own state that a block of queries sees.
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from lce.engine.options import takes
 from lce.engine.sizing import Planned, Planning, planned
 from lce.errors import UsageError
-from lce.methods.costs import UNCOUNTED, Cost, PaperFigure, QueryBlock, total
-from lce.methods.own_window import method_of
-from lce.methods.selective import ChunkSelection
+from lce.methods.costs import Cost, PaperFigure, QueryBlock, cost, paper_figures, total
+from lce.methods.run import method_of
+from lce.methods.selective import ChunkMethod
 from lce.models.config import ModelConfig
 from lce.models.registry import model_class
 from lce.sizes import count
@@ -95,15 +95,15 @@ class Operations:
 def operations(given: Planning) -> Operations:
     """Count what prefill and decode of a text of `tokens` tokens compute and read. Takes the arguments of `plan`.
 
-    Reads config.json alone. A user's method is counted by its `Method.cost`; if the method declares no cost, only the
-    products with weights are counted. Takes tens of microseconds per block and layer.
+    Reads config.json alone. If the method does not promise that its cost is counted, only the products with weights are
+    counted. Takes tens of microseconds per block and layer.
     """
     n_tokens = count(given.tokens, "tokens")
     made = planned(given)
     if n_tokens > LONGEST:
         raise UsageError(f"tokens is {n_tokens:,}; operations are counted block by block, of {LONGEST:,} or fewer")
     block, config = made.layout.block, made.config
-    steps = made.layout.chunk_size if isinstance(made.method, ChunkSelection) else 1
+    steps = made.layout.chunk_size if isinstance(made.method, ChunkMethod) else 1
     sizes = _block(config, n_tokens - 1, n_tokens)
     return Operations(
         n_tokens,
@@ -112,7 +112,7 @@ def operations(given: Planning) -> Operations:
         block,
         _count(made, [(start, min(start + block, n_tokens)) for start in range(0, n_tokens, block)]),
         _count(made, [(index, index + 1) for index in range(max(0, n_tokens - steps), n_tokens)]),
-        tuple(made.method.paper_figures(sizes)),
+        tuple(paper_figures(made.method, sizes)),
     )
 
 
@@ -134,13 +134,12 @@ def _block(config: ModelConfig, start: int, stop: int) -> QueryBlock:
 def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
     """Count the work of blocks `(start, stop)`, each of the tokens `start` to `stop - 1`."""
     config, size, n = made.config, made.layout.dtype.itemsize, sum(stop - start for start, stop in blocks)
-    cost, causal, methods = Cost(0), 0, {kind: method_of(made.method, kind) for kind in {*config.kinds}}
+    work, causal, methods = Cost(0), 0, {kind: method_of(made.method, kind) for kind in {*config.kinds}}
     for start, stop in blocks:
         first = _block(config, start, stop)
         causal += config.n_layers * (first.causal.attention or 0)
         for index, kind in enumerate(config.kinds):
-            layer, method = replace(first, layer=index), methods[kind]
-            cost += (method.counted and method.cost(layer)) or UNCOUNTED
+            work += cost(methods[kind], replace(first, layer=index))
     products = {"projections": 0, "mlp": 0, "head": 0}  # the multiply-adds of one token
     weights = model_class(config).weights(config)
     for name, (_, shape) in weights.items():
@@ -158,9 +157,9 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         projections=n * products["projections"],
         mlp=n * products["mlp"],
         head=len(blocks) * products["head"],
-        **{name: getattr(cost, name) for name in ("attention", "scores", "summaries", "low_dim")},
+        **{name: getattr(work, name) for name in ("attention", "scores", "summaries", "low_dim")},
         causal=causal,
         weight_bytes=len(blocks) * once + n * row_bytes,
-        key_bytes=None if cost.rows_read is None else cost.rows_read * 2 * made.layout.stored_bytes,
-        state_bytes=None if cost.state_read is None else cost.state_read * size,
+        key_bytes=None if work.rows_read is None else work.rows_read * 2 * made.layout.stored_bytes,
+        state_bytes=None if work.state_read is None else work.state_read * size,
     )

@@ -90,7 +90,11 @@ class Setup:
             from lce.engine.divided_files import DividedFiles
 
             files = DividedFiles.of(layout, identity, division)
-        elif layout.device.type == "cuda" and method.decodes and attention.decodes(layout.dtype, config.head_dim):
+        elif (
+            layout.device.type == "cuda"
+            and method.promised("recorded")
+            and attention.decodes(layout.dtype, config.head_dim)
+        ):
             from lce.engine.graph import CudaTape
 
             tape = CudaTape

@@ -22,8 +22,8 @@ from lce.errors import UsageError, nearest, shown
 from lce.methods.auto import automatic
 from lce.methods.base import Method
 from lce.methods.handover import Handover
-from lce.methods.own_window import access_of
 from lce.methods.registry import AUTO, as_method
+from lce.methods.run import access_of
 from lce.methods.step import ModelFacts
 from lce.models.config import LongRope, ModelConfig, RopeConfig
 from lce.models.layers import Model

@@ -12,6 +12,7 @@ import torch
 from lce.errors import LceError, WindowWarning
 from lce.methods import registry
 from lce.methods.base import Method
+from lce.methods.promises import promises_of
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig
 from lce.weights.source import Source
@@ -44,7 +45,10 @@ def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str,
     for name in registry.available():
         try:
             method = registry.make(name)
-            if not method.analysis and method.for_model(facts).resolve(window).limit(window) is None:
+            if (
+                "analysis" not in promises_of(type(method))
+                and method.for_model(facts).resolve(window).limit(window) is None
+            ):
                 found.append(name)
         except LceError:  # a plug-in whose method needs knobs or cannot be imported
             continue

@@ -9,10 +9,11 @@ import pkgutil
 
 from lce.attention import rotate as rotate
 from lce.cache.layer import LayerCache as LayerCache
-from lce.methods import registry
+from lce.methods import hooks, registry
 from lce.methods.base import Example as Example
 from lce.methods.base import Method as Method
 from lce.methods.base import knob as knob
+from lce.methods.budget import Budget as Budget
 from lce.methods.costs import Cost as Cost
 from lce.methods.costs import PaperFigure as PaperFigure
 from lce.methods.costs import QueryBlock as QueryBlock
@@ -22,30 +23,34 @@ from lce.methods.esa import ESA as ESA
 from lce.methods.full import Full as Full
 from lce.methods.handover import Handover as Handover
 from lce.methods.infllm import InfLLM as InfLLM
+from lce.methods.knobs import knob_values as knob_values
+from lce.methods.knobs import knobs_of as knobs_of
+from lce.methods.knobs import settings as settings
 from lce.methods.lm_infinite import LMInfinite as LMInfinite
 from lce.methods.longheads import LongHeads as LongHeads
 from lce.methods.observed import Observation as Observation
 from lce.methods.observed import Observed as Observed
 from lce.methods.observed import Wrapped as Wrapped
-from lce.methods.oracle import Oracle as Oracle
-from lce.methods.oracle import cheating as cheating
-from lce.methods.oracle import selects as selects
 from lce.methods.pages import Pages as Pages
 from lce.methods.parts import CHOSEN as CHOSEN
 from lce.methods.parts import LayerFacts as LayerFacts
 from lce.methods.parts import Part as Part
+from lce.methods.promises import promises_of as promises_of
 from lce.methods.quest import Quest as Quest
-from lce.methods.random import RandomChunks as RandomChunks
 from lce.methods.reattention import ReAttention as ReAttention
 from lce.methods.registry import available as available
 from lce.methods.registry import find as find
 from lce.methods.registry import from_file as from_file
-from lce.methods.registry import knob_values as knob_values
 from lce.methods.registry import make as make
 from lce.methods.registry import register as register
+from lce.methods.renamed import renewed as renewed
 from lce.methods.rerope import ReRope as ReRope
 from lce.methods.run import Driver as Driver
 from lce.methods.run import run as run
+from lce.methods.selection import Placement as Placement
+from lce.methods.selection import Selection as Selection
+from lce.methods.selection import Selector as Selector
+from lce.methods.selective import ChunkMethod as ChunkMethod
 from lce.methods.selective import SelectiveMethod as SelectiveMethod
 from lce.methods.self_extend import SelfExtend as SelfExtend
 from lce.methods.step import Step as Step
@@ -56,4 +61,5 @@ from lce.models.rope import Rope as Rope
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+hooks.begin()
 globals().update({method.__name__: method for method in registry._REGISTRY.values()})

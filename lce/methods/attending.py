@@ -21,13 +21,13 @@ from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
 from lce.methods.grouped_keys import grouped
 from lce.methods.parts import CHOSEN, RECENT, Index, LayerFacts, Part
+from lce.methods.recent import unrotated
 from lce.methods.step import Step
 from lce.methods.turned_keys import TurnedKeys
 
 if TYPE_CHECKING:
     from lce.methods.base import Method
 
-TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
 
 
@@ -76,21 +76,11 @@ class PlacedPart:
 
 def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output `[H, T, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, T, D]`."""
-    if q.shape[1] >= TURNED_ROWS and method.sees_all(step):
-        noted = step.note is not None or step.note_scores is not None
-        if noted and any(placed.part.keys == CHOSEN for placed in placed_parts(method, q, cache, step)):
-            method.note_choice(q, cache, step)
-        return _attend_all(method, q, cache, step)
-    found = []
-    for placed in placed_parts(method, q, cache, step):
-        attend = method.attend_chosen if placed.part.keys == CHOSEN else method.attend_spans
-        attended = attend(q, placed, cache, step)
-        if attended is not None:
-            found.append(attended)
-    return merge(found)
+    found = (method.attend_part(q, placed, cache, step) for placed in placed_parts(method, q, cache, step))
+    return merge([attended for attended in found if attended is not None])
 
 
-def _attend_all(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+def attend_all(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output of causal attention to all tokens at true distances. Keys are turned, a copy at a time."""
     n = q.shape[1]
     placed = PlacedPart(Part((0, n), 0, exact=True), step.true_turn(q), [DenseCall(0, n, 0, step.stop, causal=True)])
@@ -151,6 +141,8 @@ def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> li
 
     def make() -> list[PlacedPart]:
         i, parts = block_parts(method, cache.index, step)
+        if not parts:
+            raise NotImplementedError(f"{method.label} declares no parts; define parts_of, or attend")
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
             at, here = block_parts(method, cache.index, step, step.positions(q.device))  # avoids a copy to the GPU
@@ -186,7 +178,7 @@ def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> 
 
     If keys are cached unrotated, the rotation includes YaRN's factor twice: for the query and for the key.
     """
-    if not part.exact and method.unrotated:
+    if not part.exact and unrotated(method):
         return step.far_turn(part.query_at, like)
     if part.query_at is i:
         return step.true_turn(like)
@@ -287,22 +279,6 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
 def band_of(bands: Tensor, chosen: Tensor) -> Tensor:
     """Return the number of each chosen chunk's band (`Part.bands [T, B-1]`), for `chosen [H, T, K]`: `[H, T, K]`."""
     return (chosen[..., None] >= bands[:, None].to(chosen.device)).sum(-1)
-
-
-def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
-    """Rotate the block's unrotated keys `k [G, T, D]` to their absolute positions, and store them as recent keys.
-
-    Recent keys that a truncation of the cache removed are computed again from the unrotated keys in the cache.
-    """
-    recent = cache.kept(RecentRows, RECENT)
-    if step.at is not None:
-        recent.write_on_device(rotate(k, step.true_turn(k)), step.at)
-        return
-    if lost := recent.missing(step.start):
-        old = cache.span(lost.start, lost.stop)[0]
-        positions = torch.arange(lost.start, lost.stop, device=k.device)
-        recent.write(rotate(old, step.rope.turn(positions, k.dtype)), lost.start)
-    recent.write(rotate(k, step.true_turn(k)), step.start)
 
 
 def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lce.methods import registry
 from lce.methods.base import Method
+from lce.methods.knobs import spelled
 from lce.methods.registry import AUTO
 from lce.methods.step import ModelFacts
 from lce.progress import notice
@@ -24,7 +25,7 @@ class Choice(NamedTuple):
     @property
     def spelled(self) -> str:
         """The method and its knobs, as a command line has them."""
-        return " ".join((self.method, *(f"-o {key}={registry.spelled(value)}" for key, value in self.knobs.items())))
+        return " ".join((self.method, *(f"-o {key}={spelled(value)}" for key, value in self.knobs.items())))
 
     def make(self) -> Method:
         return registry.make(self.method, self.knobs)

@@ -9,6 +9,8 @@ softmaxes and the search for the largest scores do not count, because their cost
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -112,6 +114,11 @@ def _sum_to(n: int, most: int | None = None) -> int:
     return rising * (rising + 1) // 2 + (n - rising) * (most or 0)
 
 
+def cost(method: Method, block: QueryBlock) -> Cost:
+    """Return a resolved method's cost for a block of queries in one layer; `UNCOUNTED` if it does not promise that."""
+    return cost_of_spans(method, block) + method.choice_cost(block) if method.promised("counted") else UNCOUNTED
+
+
 def cost_of_spans(method: Method, block: QueryBlock, i: Tensor | None = None) -> Cost:
     """Return the cost of attending the spans of a method's parts; each part's keys are read once.
 
@@ -135,3 +142,12 @@ class PaperFigure:
     where: str  # the equation or section of the paper
     value: float
     is_share: bool = False  # whether the value is printed as a percentage
+
+
+@functools.singledispatch
+def paper_figures(method: Method, block: QueryBlock) -> Sequence[PaperFigure]:
+    """Return the costs that a method's paper states, computed for the model sizes in `block`.
+
+    A class states them in a function of its own, which is registered by `paper_figures.register`.
+    """
+    return ()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
-from lce.methods.base import Example, Method, knob, resolved
+from lce.methods.base import Example, Method, filled, knob, resolved
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts
@@ -46,10 +46,10 @@ class DualChunk(Method):
     def for_model(self, model: ModelFacts) -> Self:
         """Return this method with `chunk_size` and `far` from Qwen's `dual_chunk_attention_config`, if there is one."""
         found = model.config.dual_chunk(model.source.path) if self.chunk_size is None else None
-        return self if found is None else self.filled(chunk_size=found[0], far=found[1])
+        return self if found is None else filled(self, chunk_size=found[0], far=found[1])
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(chunk_size=max(1, 3 * window // 4), far=window - 1)
+        made = filled(self, chunk_size=max(1, 3 * window // 4), far=window - 1)
         size = resolved(made.chunk_size)
         if size > window and self.far is None:
             raise UsageError(

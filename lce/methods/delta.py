@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Self
 
@@ -14,13 +14,16 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, FirstRow, MethodState, RecentRows
 from lce.errors import UsageError, nearest, shown
-from lce.methods.base import Example, Method, UserFile, is_like, knob, resolved
-from lce.methods.costs import Cost, QueryBlock, cost_of_spans
+from lce.methods.base import Example, Method, filled, is_like, knob, resolved
+from lce.methods.costs import Cost, QueryBlock, cost, cost_of_spans
 from lce.methods.dca import DualChunk
 from lce.methods.full import Full
+from lce.methods.knobs import knobs_of, settings, spelled
 from lce.methods.lm_infinite import LMInfinite
 from lce.methods.parts import RECENT
-from lce.methods.registry import make, register, spelled
+from lce.methods.promises import ATTENTION, Promise
+from lce.methods.recent import recent_keys
+from lce.methods.registry import UserFile, make, register, user_file
 from lce.methods.rerope import ReRope
 from lce.methods.self_extend import SelfExtend
 from lce.methods.step import DeviceStep, ModelFacts, Step
@@ -30,14 +33,14 @@ DIFFERENCE = "difference"  # the name of the state that holds the open group's d
 DENSE: tuple[type[Method], ...] = Full, ReRope, SelfExtend, DualChunk
 PAIRS = (
     "pairs that work: full with streaming, quest, or placement=true; rerope with lm_infinite, infllm, esa, or "
-    "placement=constant; self_extend with place=grouped and its group; dca with side_by_side or place=dual and its "
-    "chunk_size"
+    "placement=constant; self_extend with placement=grouped and its group; dca with side_by_side or placement=dual and "
+    "its chunk_size"
 )
 
 
 @register("delta")
 @dataclass(frozen=True)
-class Delta(Method):
+class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_head"), ATTENTION)):
     """Delta attention (Willette et al., 2025, "Fast and Accurate Sparse Attention Inference by Delta Correction").
 
     The attention of the method `method`, corrected by that of the method `dense`, which attends every key. Queries are
@@ -63,8 +66,6 @@ class Delta(Method):
     dense_up_to: int = knob(1, "queries of a block up to which all are dense; 1 is decode steps", least=0)
     correct: bool = knob(True, "add differences to the outputs of queries that are not dense")
     example: ClassVar = Example({"method": "lm_infinite:sinks=2:local=5", "dense": "rerope:local=6", "every": 6})
-    notes_choices: ClassVar = False
-    keeps_while_attending: ClassVar = True
 
     def for_model(self, model: ModelFacts) -> Self:
         sparse, dense = self.sparse_method.for_model(model), self.dense
@@ -77,19 +78,19 @@ class Delta(Method):
 
         Two methods cache keys alike if their `key_positions` are equal; a layer's cache has each key once.
         """
-        made, sparse = self.filled(), self.sparse_method
+        made, sparse = filled(self), self.sparse_method
         if isinstance(sparse, Streaming | LMInfinite):
-            sparse = sparse.filled(local=max(1, window // 4))
+            sparse = filled(sparse, local=max(1, window // 4))
         sparse = sparse.resolve(window)
         if made.dense is not None:
             dense = made._made("dense", made.dense).resolve(window)
         else:
-            dense = next((each for each in dense_methods(sparse, window) if alike(sparse, each, window)), sparse)
+            dense = next((each for each in dense_methods(sparse, window) if keys_match(sparse, each, window)), sparse)
         if not isinstance(dense, DENSE):
             expected = nearest(dense.label, [cls.name for cls in DENSE])
             why = "no dense method caches keys as" if self.dense is None else f"dense is {dense.label}; {expected};"
             raise UsageError(f"{self.label}: {why} {sparse.label}; {PAIRS}")
-        if not alike(sparse, dense, window):
+        if not keys_match(sparse, dense, window):
             raise UsageError(f"{self.label}: {dense.label} caches keys at other positions than {sparse.label}; {PAIRS}")
         return replace(made, method=made._spell(sparse), dense=made._spell(dense))
 
@@ -114,22 +115,16 @@ class Delta(Method):
 
     def _spell(self, method: Method) -> str:
         """Return a method as text that `_made` reads, with all knobs that are not None."""
-        knobs = {each.name: (getattr(method, each.name), each.default) for each in fields(method)}
-        said = []
-        for name, (value, usual) in knobs.items():
+        usual, said = {each.name: each.default for each in knobs_of(type(method))}, []
+        for name, value in settings(method).items():
             text = spelled(value)
             if not isinstance(value, str | int | float | None) or ":" in text:
                 raise UsageError(
                     f"{self.label}: {name} of {method.label} cannot be spelled; choose knobs without {name}"
                 )
-            if value is not None or usual not in (None, MISSING):
+            if value is not None or usual[name] not in (None, MISSING):
                 said.append(f"{name}={text}")
         return ":".join((method.name, *said))
-
-    @property
-    def user_file(self) -> UserFile | None:  # type: ignore[override]  # a class variable of other methods
-        """The user's file of the sparse method, if it is from one: part of what identifies this method."""
-        return self.sparse_method.user_file
 
     @property
     def block(self) -> int:
@@ -152,14 +147,11 @@ class Delta(Method):
     def couples_heads(self) -> str | None:
         return self.sparse_method.couples_heads or self.dense_method.couples_heads
 
-    @property
-    def n_recent(self) -> int:
-        return max(self.sparse_method.n_recent, self.dense_method.n_recent)
-
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        kept = {**self.dense_method.state(layout), **self.sparse_method.state(layout)}
-        if RECENT in kept:
-            kept[RECENT] = RecentRows(self.n_recent, layout.key_bytes, remade=self.unrotated)
+        both = self.dense_method.state(layout), self.sparse_method.state(layout)
+        recent = [each[RECENT] for each in both if RECENT in each]
+        n_recent = max((each.n_kept for each in recent if isinstance(each, RecentRows)), default=0)
+        kept = {**both[0], **both[1], **recent_keys(self, n_recent, layout)}
         row_bytes = layout.n_heads * layout.head_dim * torch.float32.itemsize
         return {**kept, DIFFERENCE: FirstRow(self.every, row_bytes)}
 
@@ -176,6 +168,9 @@ class Delta(Method):
         self.sparse_method.keep(k, v, cache, step)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        if isinstance(step, DeviceStep):
+            self.sparse_method.keep_queries(q, cache, step)
+            return self.dense_method.attend(q, cache, step)
         n, kept = q.shape[1], cache.kept(FirstRow, DIFFERENCE)
         first = -step.start % self.every  # the block's first query that begins a group
         begins, all_dense = first < n, n <= self.dense_up_to
@@ -211,11 +206,14 @@ class Delta(Method):
         If all queries are dense, a method whose decode steps can be recorded needs `keep_queries` alone; others, such
         as `infllm`, keep things while they attend.
         """
-        return begins or not all_dense or not self.sparse_method.decodes
+        return begins or not all_dense or not self.sparse_method.promised("recorded")
 
-    @property
-    def decodes(self) -> bool:
-        return self.dense_up_to > 0 and self.sparse_method.decodes and self.dense_method.decodes
+    def promised(self, what: Promise) -> bool:
+        """Return whether both methods promise `what`, too; `counted` is up to the sparse one alone."""
+        if not super().promised(what) or (what == "recorded" and not self.dense_up_to):
+            return False
+        others = (self.sparse_method,) if what == "counted" else (self.sparse_method, self.dense_method)
+        return all(each.promised(what) for each in others)
 
     def bound(self, stop: int) -> int | None:
         """Return the smaller bound of both methods; None for a step that begins a group, and writes its difference."""
@@ -223,39 +221,31 @@ class Delta(Method):
         known = [bound for bound in bounds if bound is not None]
         return min(known) if len(known) == 2 and (stop - 1) % self.every else None
 
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        self.sparse_method.keep_queries(q, cache, step)
-        return self.dense_method.decode(q, cache, step)
-
-    @property
-    def explained(self) -> Method:
-        """This method without differences, which may make weights of values negative."""
-        return replace(self, correct=False)
-
-    def cost(self, block: QueryBlock) -> Cost | None:
-        sparse, dense = self.sparse_method.cost(block), torch.arange(block.start, block.stop)
+    def choice_cost(self, block: QueryBlock) -> Cost:
+        """Return the whole cost, that of both methods: this method has no parts of its own."""
+        sparse, dense = cost(self.sparse_method, block), torch.arange(block.start, block.stop)
         begins, all_dense = dense % self.every == 0, len(block) <= self.dense_up_to
-        if sparse is None:
-            return None
         if not self._needs_sparse(bool(begins.any()), all_dense):
             sparse = replace(sparse, attention=0, scores=0, rows_read=0, state_read=0)
         return sparse + cost_of_spans(self.dense_method, block, dense if all_dense else dense[begins])
 
-    @property
-    def counted(self) -> bool:
-        return self.sparse_method.counted
+
+@user_file.register(Delta)
+def _(method: Delta) -> UserFile | None:
+    return user_file(method.sparse_method)
 
 
 def dense_methods(sparse: Method, window: int) -> list[Method]:
     """Return the dense methods, resolved, with the knobs of `sparse` that say where keys are cached."""
-    group, size, far = (getattr(sparse, name, None) for name in ("group", "chunk_size", "far"))
+    knobs = settings(sparse)
+    group, size, far = (knobs.get(name, knobs.get(f"placement.{name}")) for name in ("group", "chunk_size", "far"))
     made = [Full(), ReRope(), SelfExtend(group=SelfExtend.group if group is None else group)]
     if size is None or size <= window:
         made.append(DualChunk(chunk_size=size, far=None if far is None or size is None or far < size - 1 else far))
     return [each.resolve(window) for each in made]
 
 
-def alike(one: Method, other: Method, window: int) -> bool:
+def keys_match(one: Method, other: Method, window: int) -> bool:
     """Return whether two methods cache keys at the same positions, in a text of a few windows."""
     indices = torch.arange(4 * window + 1)
     a, b = one.key_positions(indices), other.key_positions(indices)

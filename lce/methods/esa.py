@@ -18,8 +18,8 @@ from lce.errors import UsageError
 from lce.methods import lowdim
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
-from lce.methods.costs import Cost, PaperFigure, QueryBlock
-from lce.methods.joint import JointSelection
+from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
+from lce.methods.joint import HOOKS, PROMISES, JointSelection
 from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.parts import CHOSEN, LayerFacts, Part
@@ -33,7 +33,7 @@ OTHERWISE = "-o compress=pca or -o compress=none"
 
 @register("esa")
 @dataclass(frozen=True)
-class ESA(JointSelection):
+class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
@@ -131,19 +131,9 @@ class ESA(JointSelection):
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
-        maps = self.layer_maps(cache, k)
+        maps = layer_maps(self, cache, k)
         if maps is not None:
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
-
-    def layer_maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """Return the layer's maps to low-dim vectors, or None if they are not computed yet.
-
-        With `pca`, the query map is applied to the sum of the queries that share a KV head.
-        """
-        if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
-            return self.maps.layer(cache.index, like)
-        basis = cache.kept(Staged, BASIS).latest if self.compress == "pca" else None
-        return None if basis is None else LowDimMap.unbiased(basis, basis)
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         border, far = int(i[0]) - self.n_local, resolved(self.far)
@@ -154,13 +144,13 @@ class ESA(JointSelection):
             yield Part(keys=CHOSEN, query_at=far)
             yield Part(keys=(border, i + 1), query_at=i, exact=True)
 
-    def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Return the attention to the local span; `attend_chosen` attends the sinks together with the chosen tokens."""
-        return super().attend_spans(q, placed, cache, step) if placed.part.exact else None
-
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        self.find_basis(cache, step)
-        return super().attend_chosen(q, placed, cache, step)
+    def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """Return the attention to the local span, or to the chosen tokens and the sinks together."""
+        if placed.part.keys == CHOSEN:
+            find_basis(self, cache, step)
+        elif not placed.part.exact:
+            return None  # sinks
+        return super().attend_part(q, placed, cache, step)
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
         return torch.cat((torch.arange(self.sinks, device=chosen.device), chosen + self.sinks))
@@ -183,28 +173,9 @@ class ESA(JointSelection):
         scored = Cost(0, scores, low_dim=low_queries, state_read=n_middle * compared)
         return low_keys + seen + scored
 
-    def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        if self.compress == "none":
-            return ()
-        figures = (
-            ("operations to score a token, beside those to attend it, R / 2HD", block.n_heads),
-            ("numbers of a low-dim key, beside its keys and values, R / 2GD", block.n_kv_heads),
-        )
-        return [
-            PaperFigure(text, "Eq. 9-18", self.low_dim / (2 * n * block.head_dim), is_share=True) for text, n in figures
-        ]
-
-    def find_basis(self, cache: LayerCache, step: Step) -> None:
-        """With `compress=pca`, compute the cached keys' principal components and low-dim keys, once per text."""
-        if self.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
-            basis = principal(cache.span(0, step.start)[0], self.low_dim)
-            cache.kept(Staged, BASIS).stage(basis)
-            low_keys = LowDimMap.unbiased(basis, basis).low_keys(concat_heads(cache.span(0, step.stop)[0]))
-            cache.kept(TokenRows, LOW_DIM_KEYS).write(low_keys, 0)
-
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Return F (Eq. 4): the scores `[n]` of n tokens between sinks and local tokens, for all queries together."""
-        score, row_size = self.scorer(far, cache, step)
+        score, row_size = scorer(self, far, cache, step)
         if q.shape[1] == 1:  # one query needs no comparison with other queries
             return score(slice(None))[0]
         return block_scores(score, q.shape[1], row_size)
@@ -212,28 +183,62 @@ class ESA(JointSelection):
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
-    def scorer(self, q: Tensor, cache: LayerCache, step: Step) -> tuple[Callable[[slice], Tensor], int]:
-        """Return a function that computes `f(m; c)` (Eq. 3), and how many numbers per query the function stores.
 
-        The function maps a slice of t queries to scores `[t, n]`. `q [H, T, D]` are rotated to the distance `far`.
-        """
-        first, stop = self.sinks, step.start - self.n_local
-        groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, H/G, T, D]
-        if self.compress == "none":
-            shared = groups.sum(dim=1)  # [G, T, D]
+def layer_maps(method: ESA, cache: LayerCache, like: Tensor) -> LowDimMap | None:
+    """Return the layer's maps to low-dim vectors, or None if they are not computed yet.
 
-            def exact(rows: slice) -> Tensor:
-                keys = (cache.span(*some)[0] for some in cache.segments(first, stop))
-                if self.heads == "max":
-                    by_head = (products(groups[:, :, rows].flatten(1, 2), k.mT) for k in keys)  # [G, H/G·t, n]
-                    return torch.cat([x.unflatten(1, (groups.shape[1], -1)).amax(dim=(0, 1)) for x in by_head], dim=1)
-                return torch.cat([products(shared[:, rows], k.mT).sum(dim=0) for k in keys], dim=1)
+    With `pca`, the query map is applied to the sum of the queries that share a KV head.
+    """
+    if isinstance(method.maps, LowDimMaps) and method.compress == "calibrated":
+        return method.maps.layer(cache.index, like)
+    basis = cache.kept(Staged, BASIS).latest if method.compress == "pca" else None
+    return None if basis is None else LowDimMap.unbiased(basis, basis)
 
-            return exact, (stop - first) * (len(q) if self.heads == "max" else len(groups))
-        maps = self.layer_maps(cache, q)
-        assert maps is not None, "found before it is used"
-        low_q = maps.low_queries(concat_heads(groups.sum(dim=1) if self.compress == "pca" else q))
-        low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
-        size = scores_size(lowdim.slice_rows(len(low_q), len(low_k)), len(low_k))
-        buffer = step.once(f"scores {size}", lambda: low_q.new_empty(size, dtype=torch.float32))
-        return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)
+
+@paper_figures.register(ESA)
+def _(method: ESA, block: QueryBlock) -> Sequence[PaperFigure]:
+    if method.compress == "none":
+        return ()
+    figures = (
+        ("operations to score a token, beside those to attend it, R / 2HD", block.n_heads),
+        ("numbers of a low-dim key, beside its keys and values, R / 2GD", block.n_kv_heads),
+    )
+    return [
+        PaperFigure(text, "Eq. 9-18", method.low_dim / (2 * n * block.head_dim), is_share=True) for text, n in figures
+    ]
+
+
+def find_basis(method: ESA, cache: LayerCache, step: Step) -> None:
+    """With `compress=pca`, compute the cached keys' principal components and low-dim keys, once per text."""
+    if method.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
+        basis = principal(cache.span(0, step.start)[0], method.low_dim)
+        cache.kept(Staged, BASIS).stage(basis)
+        low_keys = LowDimMap.unbiased(basis, basis).low_keys(concat_heads(cache.span(0, step.stop)[0]))
+        cache.kept(TokenRows, LOW_DIM_KEYS).write(low_keys, 0)
+
+
+def scorer(method: ESA, q: Tensor, cache: LayerCache, step: Step) -> tuple[Callable[[slice], Tensor], int]:
+    """Return a function that computes `f(m; c)` (Eq. 3), and how many numbers per query the function stores.
+
+    The function maps a slice of t queries to scores `[t, n]`. `q [H, T, D]` are rotated to the distance `far`.
+    """
+    first, stop = method.sinks, step.start - method.n_local
+    groups = q.unflatten(0, (step.n_kv_heads, -1))  # [G, H/G, T, D]
+    if method.compress == "none":
+        shared = groups.sum(dim=1)  # [G, T, D]
+
+        def exact(rows: slice) -> Tensor:
+            keys = (cache.span(*some)[0] for some in cache.segments(first, stop))
+            if method.heads == "max":
+                by_head = (products(groups[:, :, rows].flatten(1, 2), k.mT) for k in keys)  # [G, H/G·t, n]
+                return torch.cat([x.unflatten(1, (groups.shape[1], -1)).amax(dim=(0, 1)) for x in by_head], dim=1)
+            return torch.cat([products(shared[:, rows], k.mT).sum(dim=0) for k in keys], dim=1)
+
+        return exact, (stop - first) * (len(q) if method.heads == "max" else len(groups))
+    maps = layer_maps(method, cache, q)
+    assert maps is not None, "found before it is used"
+    low_q = maps.low_queries(concat_heads(groups.sum(dim=1) if method.compress == "pca" else q))
+    low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
+    size = scores_size(lowdim.slice_rows(len(low_q), len(low_k)), len(low_k))
+    buffer = step.once(f"scores {size}", lambda: low_q.new_empty(size, dtype=torch.float32))
+    return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)

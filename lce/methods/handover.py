@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -13,8 +13,10 @@ from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.methods.attending import attend_spans, declared, placed_parts, scaled
 from lce.methods.base import Method
+from lce.methods.knobs import settings
 from lce.methods.observed import Wrapped
 from lce.methods.parts import CHOSEN
+from lce.methods.promises import ATTENTION, Promise
 from lce.methods.step import ModelFacts, Step
 from lce.methods.turned_keys import TurnedKeys
 
@@ -24,7 +26,7 @@ MOST_LAYERS = 1024  # layers in which `resolve` looks for parts of chosen keys
 
 
 @dataclass(frozen=True)
-class Handover(Wrapped):
+class Handover(Wrapped, promises={"by_head": ATTENTION}):
     """The attention of `prefill` for the tokens of prompts, and of `inner` for generated tokens, over one cache.
 
     LongHeads (Lu et al., 2024) reports its best results at 16k tokens with full attention while encoding. A decode
@@ -48,9 +50,9 @@ class Handover(Wrapped):
     def settings(self) -> dict[str, Any]:
         """The knobs of both methods by name, those of `prefill` with the beginning `PREFILL`."""
         return {
-            f"{beginning}{field.name}": getattr(method, field.name)
+            f"{beginning}{name}": value
             for beginning, method in (("", self.inner), (PREFILL, self.prefill))
-            for field in fields(method)
+            for name, value in settings(method).items()
         }
 
     def for_model(self, model: ModelFacts) -> Self:
@@ -64,7 +66,7 @@ class Handover(Wrapped):
                 "expected full, dca, rerope, self_extend, streaming, lm_infinite without top_k, or "
                 "the method of decode itself"
             )
-        if made.prefill != made.inner and made.inner.keeps_while_attending:
+        if made.prefill != made.inner and not made.inner.promised("kept"):
             raise UsageError(
                 f"{made.inner.label} keeps what its own attention to a prompt finds, so no prefill_method can read for "
                 "it; leave prefill_method out, or take another method"
@@ -80,13 +82,9 @@ class Handover(Wrapped):
         limits = [method.limit(window, sliding_window) for method in (self.inner, self.prefill)]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    @property
-    def counted(self) -> bool:
-        """Return False: the cost is that of decode, and prefill is not counted."""
-        return False
-
-    def alike(self, step: Step) -> bool:
-        return step.decoding and self.inner.alike(step)
+    def promised(self, what: Promise) -> bool:
+        """Return whether `inner` promises `what`; not `counted`, because prefill is not counted."""
+        return what != "counted" and super().promised(what)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         if step.decoding or self.prefill == self.inner:
@@ -103,8 +101,7 @@ class Handover(Wrapped):
 
 def _is_spans(method: Method) -> bool:
     """Return whether a resolved method is its parts, all of spans, and keeps at most recent keys."""
-    names = "keep", "keep_queries", "attend", "attend_spans"
-    if not method.declares or any(getattr(type(method), name) is not getattr(Method, name) for name in names):
+    if not method.promised("plain"):
         return False
     layers = {method.layer_kind(layer): layer for layer in range(MOST_LAYERS)}.values()
     parts = (part for layer in layers for part in declared(method, torch.zeros(1, dtype=torch.int64), layer, 1, None))

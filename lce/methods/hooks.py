@@ -1,8 +1,8 @@
 """Checks of the values that the hooks of users' methods return, made at each call.
 
-When a subclass of `Method` is defined outside of lce, each of its hooks is wrapped in a check. lce's own methods are
-tested instead. A check compares shapes, dtypes and devices. Values are looked at only on the CPU, because on a GPU
-a check would have to wait for the device.
+When a subclass of `Method` is made, each hook that it defines is wrapped in a check. lce's own methods are tested
+instead: checks begin when all of these are imported. A check compares shapes, dtypes and devices. Values are looked at
+only on the CPU, because on a GPU a check would have to wait for the device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ from lce.methods.costs import Cost
 Check = Callable[..., str | None]
 
 
-def guard(cls: type, checks: Mapping[str, Check]) -> None:
-    """Wrap the hooks that `cls` itself defines, functions and properties, in their checks."""
-    for name, check in checks.items():
+_begun: list[bool] = []  # not empty once the methods of lce are imported
+
+
+def begin() -> None:
+    """Check the hooks of all classes of methods that are made from now on."""
+    _begun.append(True)
+
+
+def guard(cls: type) -> None:
+    """Wrap the hooks that `cls` itself defines, functions and properties, in their checks, if checks have begun."""
+    checks = SELECTION_CHECKS if hasattr(cls, "summarise") else METHOD_CHECKS
+    for name, check in checks.items() if _begun else ():
         hook = vars(cls).get(name)
         if isinstance(hook, FunctionType) and not getattr(hook, "__isabstractmethod__", False):
             setattr(cls, name, _checked(hook, check))
@@ -125,7 +134,6 @@ def _is_choices(got: Any) -> bool:
 _is_method = _must(lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)")
 METHOD_CHECKS: Mapping[str, Check] = {
     "attend": _alike,
-    "decode": _alike,
     "bound": _must(lambda got, n: got is None or _is_count(got, n), "None, or a whole number of tokens, {0} or more"),
     "keep": _keep,
     "key_positions": _key_positions,
@@ -142,7 +150,7 @@ METHOD_CHECKS: Mapping[str, Check] = {
 
 
 def _summarise(method: Any, got: Any, q: Tensor, k: Tensor, v: Tensor, step: Any) -> str | None:
-    if not method.keeps_vectors:
+    if not method.selection.selector.has_vectors:
         return tensor_check(got, ("S", k.shape[1], "..."), q)
     words = " for score as it stands" if not isinstance(got, Tensor) or got.dtype == q.dtype else ""
     return tensor_check(got, (len(q), k.shape[1], k.shape[3]), q, q.dtype, words)
@@ -165,7 +173,7 @@ def _forced(method: Any, got: Any, chunk_ids: Tensor, own: Tensor) -> str | None
 def _select(method: Any, got: Any, scores: Tensor, step: Any) -> str | None:
     expected = _chosen_check(method, got, len(scores), scores)
     if expected is None and got.device.type == "cpu" and got.numel():  # reading a GPU's numbers would wait
-        own = (step.positions(got.device) // method.size)[:, None]
+        own = (step.positions(got.device) // method.selection.size)[:, None]
         before, after = got[..., :-1], got[..., 1:]
         rising = ((after > before) & (before >= 0)) | (after == -1)
         if not rising.all() or not ((got >= -1) & (got < own)).all():
@@ -182,9 +190,10 @@ def _choose(method: Any, got: Any, q: Tensor, cache: Any, step: Any) -> str | No
 
 
 def _chosen_check(method: Any, got: Any, n_heads: int, like: Tensor) -> str | None:
-    words = f" with K {method.n_choices} or fewer"
+    n_choices = method.selection.n_choices
+    words = f" with K {n_choices} or fewer"
     expected = tensor_check(got, (n_heads, like.shape[1], "K"), like, torch.int64, words)
-    if expected is None and got.shape[-1] > method.n_choices:
+    if expected is None and got.shape[-1] > n_choices:
         expected = f"[{n_heads}, {like.shape[1]}, K] int64{words}"
     return expected
 

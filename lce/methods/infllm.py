@@ -18,18 +18,21 @@ from lce.cache.method_state import FileTensor, MethodState, RecentRows, Staged, 
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.joint import JointSelection
+from lce.methods.joint import HOOKS, JointSelection
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
+from lce.methods.promises import Promise
 from lce.methods.registry import register
 from lce.methods.step import Step
 from lce.methods.top_p import top_p_knob
 
 BLOCKS, VOTES = "memory blocks", "votes"
 
+PROMISES: tuple[Promise, ...] = "alike", "counted", "noted"  # not `kept`: attention gives votes
+
 
 @register("infllm")
 @dataclass(frozen=True)
-class InfLLM(JointSelection):
+class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
 
     A query attends the last `local` tokens at their true distance. At the constant distance `far` the query attends the
@@ -59,7 +62,6 @@ class InfLLM(JointSelection):
     far: int | None = knob(None, "distance of everything else; none is local", least=0)
     top_p: float | None = top_p_knob()
     example: ClassVar = Example({"block_size": 3, "repr_tokens": 1, "top_k": 2, "sinks": 3, "local": 5}, block=3)
-    keeps_while_attending: ClassVar = True  # votes
 
     presets: ClassVar = {  # the paper's blocks; and all that the authors set for Llama 3 and Mistral
         "paper": {"block_size": 128, "top_k": 16},
@@ -109,9 +111,9 @@ class InfLLM(JointSelection):
         else:
             yield Part(keys=(0, first), query_at=far)
 
-    def attend_spans(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Return the attention to a part's spans; for the local span, call `memorise` too, before blocks are chosen."""
-        found = super().attend_spans(q, placed, cache, step)
+    def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """Return the attention to a part; for the local span, call `memorise` too, before blocks are chosen."""
+        found = super().attend_part(q, placed, cache, step)
         if found is not None and placed.part.exact:
             self.memorise(q, found[1], cache, step)
         return found

@@ -12,12 +12,18 @@ from torch.nn.functional import pad
 from lce.attention import Attended, first_best, rotate, spread
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
-from lce.methods.base import LocalMethod, resolved
+from lce.methods.base import filled, resolved
+from lce.methods.local import LocalMethod
+from lce.methods.parts import CHOSEN
+from lce.methods.promises import ATTENTION, Promise
 from lce.methods.step import Step
 from lce.methods.top_p import enough
 
+PROMISES: tuple[Promise, ...] = "alike", "counted", "noted", "kept"
+HOOKS = (*ATTENTION, "relevance", "log_mass", "select", "tokens_of")  # on which these promises stand
 
-class JointSelection(LocalMethod, ABC):
+
+class JointSelection(LocalMethod, ABC, promises=dict.fromkeys(PROMISES, HOOKS)):
     """A method by which all queries of a block choose the same `top_k` candidates, seen at the distance `far`.
 
     Candidate m is the `size` tokens from `sinks + m·size` on, where `size` is the second number of `choices`.
@@ -29,8 +35,8 @@ class JointSelection(LocalMethod, ABC):
     eps = 0  # a candidate's score becomes the best score of all candidates at most `eps` away
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(local=max(1, window // 2), top_k=max(1, window // 4))
-        return made.filled(far=made.local)
+        made = filled(self, local=max(1, window // 2), top_k=max(1, window // 4))
+        return filled(made, far=made.local)
 
     @property
     def couples_heads(self) -> str | None:
@@ -75,8 +81,10 @@ class JointSelection(LocalMethod, ABC):
         size = self.choices[1]
         return (self.sinks + chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
 
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
-        """Return the attention to the chosen keys. Keys and values are copied to a buffer that all layers share."""
+    def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        """Return the attention to a part. Chosen keys and values are copied to a buffer that all layers share."""
+        if placed.part.keys != CHOSEN:
+            return super().attend_part(q, placed, cache, step)
         far = rotate(q, placed.turn)
         tokens = self.tokens_of(self.select(q, far, cache, step))
         n = 2 * cache.layout.n_kv_heads * len(tokens) * cache.layout.head_dim

@@ -13,7 +13,7 @@ from torch import Tensor
 from lce.attention import ROW, Attended, SlotTurns, Tiles, Turn, join, rotate, widened
 from lce.cache.layer import LayerCache
 from lce.methods.attending import fold_chunks, unfold_chunks
-from lce.methods.selectors import Selector
+from lce.methods.selection import Selector
 from lce.methods.step import Step
 
 AT_ONCE = 16 << 20  # the bytes of keys and values that are gathered at a time

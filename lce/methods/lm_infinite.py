@@ -11,17 +11,21 @@ from torch import Tensor
 from lce.attention import Attended, rotate
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
-from lce.methods.base import Example, LocalMethod, knob
+from lce.methods.base import Example, filled, knob
 from lce.methods.best_tokens import attend_best_tokens
 from lce.methods.costs import Cost, QueryBlock
+from lce.methods.local import LocalMethod
 from lce.methods.parts import CHOSEN, LayerFacts, Part
+from lce.methods.promises import ATTENTION, Promise
 from lce.methods.registry import register
 from lce.methods.step import Step
+
+PROMISES: tuple[Promise, ...] = "alike", "counted", "recorded", "kept", "by_head", "plain"
 
 
 @register("lm_infinite")
 @dataclass(frozen=True)
-class LMInfinite(LocalMethod):
+class LMInfinite(LocalMethod, promises=dict.fromkeys(PROMISES, ATTENTION)):
     """LM-Infinite (Han et al., 2024, "LM-Infinite: Zero-Shot Extreme Length Generalization for LLMs").
 
     A query attends the first `sinks` tokens and the last `local` tokens, at the distance `min(i - j, local)` (section
@@ -39,10 +43,9 @@ class LMInfinite(LocalMethod):
     top_k: int = knob(0, "tokens between that each head chooses; 0 is none", least=0)
     from_layer: int = knob(0, "first layer that chooses tokens between", least=0)
     example: ClassVar = Example({"sinks": 2, "local": 8, "top_k": 2})
-    notes_choices: ClassVar = False
 
     def resolve(self, window: int) -> Self:
-        return self.filled(local=window)
+        return filled(self, local=window)
 
     @property
     def block(self) -> int:
@@ -59,9 +62,8 @@ class LMInfinite(LocalMethod):
         if layer.kind == "choosing":
             yield Part(keys=CHOSEN, query_at=self.n_local)
 
-    @property
-    def decodes(self) -> bool:
-        return not self.top_k
+    def promised(self, what: Promise) -> bool:
+        return super().promised(what) and (what != "recorded" or not self.top_k)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of scoring the middle tokens, whose scores are the logits, too, and of summing values."""
@@ -72,5 +74,7 @@ class LMInfinite(LocalMethod):
         read = block.n_kv_heads * n_middle + min(n_queries * most, block.n_kv_heads * n_middle)
         return Cost(n_queries * most * dim, scores=n_queries * n_middle * dim, state_read=read * dim)
 
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+    def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        if placed.part.keys != CHOSEN:
+            return super().attend_part(q, placed, cache, step)
         return attend_best_tokens(rotate(q, placed.turn), cache, step, self.top_k, first=self.sinks, gap=self.n_local)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from lce.cache.layer import LayerCache
-from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
-from lce.methods.base import knob
-from lce.methods.costs import Cost, PaperFigure, QueryBlock
+from lce.methods.base import knob, resolved
+from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
+from lce.methods.promises import ATTENDING
 from lce.methods.registry import register
-from lce.methods.selective import SelectiveMethod, choosers
-from lce.methods.selectors import BY_NUMBER, SUMMARY, random_scores
+from lce.methods.selection import Selection, Share
+from lce.methods.selective import SelectiveMethod
+from lce.methods.selectors import Summary, random_scores
 from lce.methods.step import Step
 
 
 @register("longheads")
 @dataclass(frozen=True)
-class LongHeads(SelectiveMethod):
+class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "score", "summarise")}):
     """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
 
     For each complete chunk and query head, the method stores a summary c. With keys and queries rotated to their
@@ -42,7 +43,7 @@ class LongHeads(SelectiveMethod):
     summary is H · D numbers.
     """
 
-    share: Literal["head", "group", "layer"] = knob("head", "which heads choose together: none, a KV head's, or all")
+    share: Share = knob("head", "which heads choose together: none, a KV head's, or all")
     rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
     keep_first: bool = knob(True, "the first chunk is always attended")
     keep_last: bool = knob(True, "the last complete chunk is always attended")
@@ -50,7 +51,6 @@ class LongHeads(SelectiveMethod):
     fix_layer: bool = knob(False, "all layers take the choice of the first")
 
     presets: ClassVar = {"paper": {"chunk_size": 256}, "released": {"chunk_size": 256, "chunks": 16}}
-    keeps_vectors = True
 
     def resolve(self, window: int) -> Self:
         if self.fix_head and self.share != "head":
@@ -61,59 +61,60 @@ class LongHeads(SelectiveMethod):
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
         return super().resolve(window)
 
-    @property
-    def access(self) -> AccessPattern:
-        per_head = self.share != "layer" and not self.fix_head
-        return AccessPattern(self.size, sinks=self.size if self.keep_first else 0, local=self.size, per_head=per_head)
+    @cached_property
+    def selection(self) -> Selection:
+        made, share = super().selection, "layer" if self.fix_head else self.share
+        sinks, local = (made.size if is_kept else 0 for is_kept in (self.keep_first, self.keep_last))
+        budget = replace(made.budget, sinks=sinks, local=local)
+        return replace(made, budget=budget, share=share, one_layer=self.fix_layer)
 
     @property
-    def couples_heads(self) -> str | None:
-        return BY_NUMBER if self.rank == "random" else super().couples_heads
+    def selector(self) -> Ranked:
+        return Ranked(self.rank, self.fix_head)
 
-    def n_choosers(self, n_heads: int, n_kv_heads: int) -> int:
-        return 1 if self.fix_head else choosers(self.share, n_heads, n_kv_heads)
 
-    def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        return SUMMARY.summarise(q, k, v, step)
+@paper_figures.register(LongHeads)
+def _(method: LongHeads, block: QueryBlock) -> Sequence[PaperFigure]:
+    heads, layers = block.n_heads, block.n_layers
+    reach, seen = resolved(method.chunks) * heads * layers, f"{heads} heads of {layers} layers can see in all"
+    return (
+        PaperFigure(f"chunks that {seen}, |P| · heads · layers", "", reach),
+        PaperFigure("the same in tokens", "", reach * resolved(method.chunk_size)),
+    )
 
-    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        together = len(q) // self.n_choosers(len(q), step.n_kv_heads)
+
+@dataclass(frozen=True)
+class Ranked(Summary):
+    """LongHeads' summaries and scores (Eq. 1-3), with its ablations of ranks and of heads that follow the first."""
+
+    rank: Literal["top", "last", "random"] = "top"
+    fix_head: bool = False
+
+    @property
+    def by_number(self) -> bool:  # type: ignore[override]
+        return self.rank == "random"
+
+    @property
+    def plain(self) -> Literal["best", "worst"] | None:
+        if self.rank == "random" or self.fix_head:
+            return None
+        return "worst" if self.rank == "last" else "best"
+
+    def scores(self, q: Tensor, summary: Tensor, n_choosers: int, step: Step, layer: int) -> Tensor:
         if self.rank == "top" and not self.fix_head:
-            return SUMMARY.score(q, summary, together)
-        scores = SUMMARY.score(q[:1], summary[:1]) if self.fix_head else SUMMARY.score(q, summary)  # [H, T, M]
+            return super().scores(q, summary, n_choosers, step, layer)
+        scores = self.score(q[:1], summary[:1], step, layer) if self.fix_head else self.score(q, summary, step, layer)
         if self.rank == "random":
             scores = random_scores(len(scores), scores.shape[-1], step, layer, scores.device)
         elif self.rank == "last":
             scores = -scores.float()
-        return scores if self.fix_head else SUMMARY.together(scores, len(q) // together)
+        return scores if self.fix_head else self.together(scores, n_choosers)
 
-    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        return super().log_mass(scores, len(scores) if self.fix_head else n_heads, head_dim)
+    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int, size: int) -> Tensor:
+        return super().log_mass(scores, len(scores) if self.fix_head else n_heads, head_dim, size)
 
-    def choice_cost(self, block: QueryBlock) -> Cost:
-        n_scored = 0 if self.fix_layer and block.layer > block.first_layer else 1 if self.fix_head else block.n_heads
-        choosing = SUMMARY.cost(replace(block, n_heads=n_scored), self.size)
-        summaries = SUMMARY.cost(block, self.size).summaries
-        together = self.share != "head" or self.fix_head
-        return self.seen_cost(block, together=together) + replace(choosing, summaries=summaries)
-
-    def paper_figures(self, block: QueryBlock) -> Sequence[PaperFigure]:
-        heads, layers = block.n_heads, block.n_layers
-        reach, seen = (self.n_choices + 1) * heads * layers, f"{heads} heads of {layers} layers can see in all"
-        return (
-            PaperFigure(f"chunks that {seen}, |P| · heads · layers", "", reach),
-            PaperFigure("the same in tokens", "", reach * self.size),
-        )
-
-    @property
-    def plain_choice(self) -> Literal["best", "worst"] | None:
-        if self.rank == "random" or self.fix_head or self.fix_layer:
-            return None
-        return "worst" if self.rank == "last" else "best"
-
-    def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        if not self.fix_layer:
-            return super().choose(q, cache, step)
-        return step.once_on_all(
-            "choice of the first layer", lambda: super(LongHeads, self).choose(q, cache, step), q.device
-        )
+    def cost(self, block: QueryBlock, selection: Selection) -> Cost:
+        follows = selection.one_layer and block.layer > block.first_layer
+        n_scored = 0 if follows else 1 if self.fix_head else block.n_heads
+        summaries = super().cost(block, selection).summaries
+        return replace(super().cost(replace(block, n_heads=n_scored), selection), summaries=summaries)

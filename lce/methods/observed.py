@@ -1,11 +1,12 @@
 """Methods that wrap a method to observe which keys are chosen: for traces, the pages of `lce inspect`, and evaluation.
 
 `Observed` runs any method unchanged. For each block and layer an `Observer` receives an `Observation`: the chunks or
-tokens that queries chose, with functions to study the chosen ones while the run's cache exists.
+tokens that queries chose, with the cache of the run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Protocol, Self
@@ -14,14 +15,18 @@ import torch
 from torch import Tensor
 
 from lce.cache.layer import LayerCache
+from lce.methods import registry
 from lce.methods.base import Method
-from lce.methods.distances import always, choice_distance, spans_by_query
-from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
+from lce.methods.costs import PaperFigure, QueryBlock, paper_figures
+from lce.methods.promises import ATTENTION, Promise, Promises
+from lce.methods.registry import UserFile
 from lce.methods.step import ModelFacts, Step
+
+AS_INNER: Promises = {"counted": (), "noted": (), "kept": (), "by_head": ATTENTION}  # what a wrapped method may promise
 
 
 @dataclass(frozen=True)
-class Wrapped(Method):
+class Wrapped(Method, promises=AS_INNER):
     """A method that behaves as the method `inner`. A derived class overrides `attend` to observe or change outputs.
 
     Decode steps are not recorded as CUDA graphs, so that `attend` is called for every token.
@@ -37,50 +42,41 @@ class Wrapped(Method):
     def resolve(self, window: int) -> Self:
         return replace(self, inner=self.inner.resolve(window))
 
+    def promised(self, what: Promise) -> bool:
+        return super().promised(what) and self.inner.promised(what)
+
     @property
     def couples_heads(self) -> str | None:
-        return super().couples_heads or self.inner.couples_heads
-
-    def alike(self, step: Step) -> bool:
-        """Return False: `attend` of a derived class looks on in each layer."""
-        return False
+        return self.inner.couples_heads or super().couples_heads
 
 
 for _name in (
     "attend",
-    "attend_chosen",
-    "attend_spans",
+    "attend_part",
     "choice_cost",
-    "cost",
     "could_keep",
     "keep",
     "keep_queries",
-    "in_sliding_layer",
     "key_positions",
     "layer_kind",
     "limit",
-    "paper_figures",
-    "note_choice",
     "parts_of",
     "query_scale",
-    "sees_all",
     "state",
 ):
     setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
-for _name in (
-    "access",
-    "block",
-    "choices",
-    "counted",
-    "declares",
-    "explained",
-    "label",
-    "n_recent",
-    "notes_choices",
-    "unrotated",
-    "user_file",
-):
+for _name in ("access", "block", "choices", "label"):
     setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))
+
+
+@paper_figures.register(Wrapped)
+def _(method: Wrapped, block: QueryBlock) -> Sequence[PaperFigure]:
+    return paper_figures(method.inner, block)
+
+
+@registry.user_file.register(Wrapped)
+def _(method: Wrapped) -> UserFile | None:
+    return registry.user_file(method.inner)
 
 
 @dataclass(frozen=True)
@@ -119,37 +115,6 @@ class Observation:
         """The chunks or tokens that the observed queries chose, `[H, n, K]`."""
         return None if self.chosen is None else self.chosen[:, self.rows]
 
-    def spans(self) -> list[list[list[int]]] | None:
-        """Return the spans `[start, stop]` that each query of the block always attends; None: not known."""
-        return spans_by_query(self.method, self.layer, self.step)
-
-    def distances(self) -> Tensor | None:
-        """Return the least and largest distance of what each observed query chose, `[H, n, K, 2]`; None: not known."""
-        if self.chosen is None:
-            return None
-        found = choice_distance(self.method, self.layer, self.chosen, self.step)
-        return None if found is None else found[:, self.rows.to(found.device)]
-
-    def always(self) -> Tensor | None:
-        """Return the tokens that the observed queries always attend, `[n, N]` bool; None: not known."""
-        found = always(self.method, self.layer, self.step)
-        return None if found is None else found.to(self.rows.device)[self.rows]
-
-    def attended(self, some: slice, always: Tensor) -> Tensor:
-        """Return all tokens that a slice of the observed queries attends, `[H, t, N]` bool, given `always()`."""
-        picked, (first, size) = self.picked, self.method.choices
-        chosen = None if picked is None else picked[:, some]
-        return attended_tokens(always[some], chosen, first, size, len(self.q))
-
-    def mass(self, judge: Judge) -> TrueMass:
-        """Return full attention over the layer's keys, to compare with what the queries chose."""
-        return TrueMass(self.method, self.cache, self.step, judge)
-
-    def scored_bytes(self) -> float:
-        """Return the bytes that the observed queries read to choose keys, as if each query were a decode step."""
-        queries = self.positions.tolist()
-        return sum(scored_bytes(self.method, query, self.q, self.cache, self.step) for query in queries)
-
 
 class Observer(Protocol):
     """The interface of an observer: what `Observed` calls in each layer."""
@@ -162,16 +127,13 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class Observed(Wrapped):
-    """A method that runs unchanged while an observer sees which keys are chosen.
+class Observed(Wrapped, promises={"by_head": ATTENTION}):
+    """A method that runs unchanged, in layers with a sliding window too, while an observer sees which keys are chosen.
 
     Example: `lce.load(model, Observed(lce.methods.make("longheads"), observer))`.
     """
 
     observer: Observer = field(repr=False, compare=False)
-
-    def in_sliding_layer(self, own: Method) -> Method:
-        return replace(self, inner=self.inner.in_sliding_layer(own))
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         some = self.observer.rows(step)

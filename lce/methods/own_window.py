@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from lce.cache.layout import AccessPattern
 from lce.methods.base import Method
 from lce.methods.parts import LayerFacts, Part
-from lce.models.config import LayerKind
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,3 @@ class OwnWindow(Method):
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         yield Part(keys=(i + 1 - self.size, i + 1), query_at=i)
-
-
-def method_of(method: Method, kind: LayerKind) -> Method:
-    """Return the method of layers of this kind: `method`, or `OwnWindow` in layers with a sliding window."""
-    size = kind.sliding_window
-    return method if size is None else method.in_sliding_layer(OwnWindow(size))
-
-
-def access_of(method: Method, kinds: Iterable[LayerKind]) -> AccessPattern:
-    """Return what a cache of layers of these kinds must know: the method's access, and sliding windows as local."""
-    local = (method_of(method, kind).access.local for kind in {*kinds})
-    return replace(method.access, local=max(method.access.local, *local))

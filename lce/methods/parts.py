@@ -1,7 +1,7 @@
 """`Part`: some keys that the queries of a step see, and the positions of these queries and keys.
 
 A method declares its parts once, in `Method.parts_of`. The parts are used to compute the attention of blocks
-(`attending`) and of recorded decode steps (`decoding`), for explanations (`distances`) and operation counts (`costs`).
+(`attending`) and of recorded decode steps (`decoding`), operation counts (`costs`), and in the laboratory distances.
 """
 
 from __future__ import annotations

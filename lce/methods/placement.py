@@ -1,150 +1,171 @@
-"""Placements of chosen chunks. A placement decides how keys are cached and how queries are rotated to score chunks."""
+"""Placements of chosen chunks: the kinds of `Placement`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from lce.attention import Turn, rotate
+from lce.errors import UsageError
+from lce.methods.base import resolved
+from lce.methods.knobs import fill_in, knob
 from lce.methods.parts import CHOSEN, Part
+from lce.methods.selection import Placement, Selection
 from lce.methods.step import Step
 
 
-class Placement(ABC):
-    """A rule for the positions at which a query sees its chosen chunks and its own chunk."""
-
-    true_within: ClassVar[bool] = False  # whether distances are true if a query attends all chunks before its own
-    exact: ClassVar[bool] = False  # whether the own chunk is seen by recent keys, although keys are cached rotated
-
-    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        """Return the positions at which keys are cached; None: keys are unrotated."""
-        return None
-
-    @abstractmethod
-    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        """Return the `Part` of the chunks that queries `i [T]` choose: at most `most` each, in `n_slots` slots."""
-
-    def bands(self, i: Tensor, size: int) -> Tensor | None:
-        """Return the `Part.bands` of queries `i [T]`; None: positions do not differ by a range of chunks."""
-        return None
-
-    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
-        """Return the block's unrotated queries `q`, rotated to score chunks: once for all chunks, or for each band."""
-        return [q]
-
-
-class SideBySide(Placement):
+@dataclass(frozen=True)
+class SideBySide(Placement, name="side_by_side"):
     """The placement of LongHeads: chosen chunks side by side from position 0, then the own chunk, within the window."""
 
     true_within: ClassVar[bool] = True
 
+    def limit(self, selection: Selection, window: int) -> int | None:
+        return window if (selection.n_choices + 1) * selection.size > window else None
+
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices % size
 
-    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
+    def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
         """Return the `Part`. Chunks are cached at positions 0..L-1, so the query's position is lower by s·L for slot s.
 
         Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
         """
-        taken = (i // size).clamp(max=most)
+        size = selection.size
+        taken = (i // size).clamp(max=selection.n_choices)
         behind = (taken[:, None] - torch.arange(n_slots, device=i.device)).clamp(min=0) * size
         return Part(CHOSEN, behind + (i % size)[:, None], n_slots=taken)
 
 
-class TruePositions(Placement):
+@dataclass(frozen=True)
+class TruePositions(Placement, name="true"):
     """The placement of chosen chunks at their true positions, for speed with models whose window is long."""
 
     true_within: ClassVar[bool] = True
 
+    def limit(self, selection: Selection, window: int) -> int | None:
+        return window
+
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices
 
-    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
+    def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
         return Part(CHOSEN, i)
 
-    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
+    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
         return [rotate(q, step.true_turn(q))]
 
 
 @dataclass(frozen=True)
-class ConstantDistance(Placement):
-    """The placement of chosen chunks at one distance, by default the chunk size L. Other tokens: true distances."""
+class ConstantDistance(Placement, name="constant"):
+    """The placement of chosen chunks at the distance `far`. Local chunks are at true distances, with the own one."""
 
-    distance: int | None = None
+    far: int | None = knob(None, "distance of pages; none is least beyond local, in dual W - 1", least=1)
+    local_is_near: ClassVar[bool] = True
 
-    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        return Part(CHOSEN, self.distance or size)
+    def fitted(self, label: str, selection: Selection, window: int) -> Self:
+        return fill_in(self, label, "placement.", far=selection.reach)
 
-    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
-        return [rotate(q, step.far_turn(self.distance or size, q))]
+    def limit(self, selection: Selection, window: int) -> int | None:
+        return window if resolved(self.far) >= window else None
+
+    def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
+        return Part(CHOSEN, resolved(self.far))
+
+    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
+        return [rotate(q, step.far_turn(resolved(self.far), q))]
+
+
+class OneDistance(ConstantDistance):
+    """The placement of all chunks but the own one at the distance `far`, local ones too."""
+
+    local_is_near: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class GroupedPositions(Placement):
+class GroupedPositions(Placement, name="grouped"):
     """The placement of Self-Extend: chosen keys at `j // group`, the query at `i // group + reach - reach // group`.
 
-    At most `reach` tokens, those of the own chunk and of chunks seen with it, are at true distances.
+    At most `Selection.reach` tokens, those of the own chunk and of chunks seen with it, are at true distances.
     """
 
-    group: int
-    reach: int
+    group: int = knob(8, "tokens that share a position", least=1)
     exact: ClassVar[bool] = True
+    local_is_near: ClassVar[bool] = True
+
+    def limit(self, selection: Selection, window: int) -> int | None:
+        """Return the length at which the largest distance is `window - 1`."""
+        return max(window, (window - selection.reach + selection.reach // self.group) * self.group)
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices // self.group
 
-    def query_at(self, i: Tensor) -> Tensor:
+    def query_at(self, i: Tensor, reach: int) -> Tensor:
         """Return the positions from which queries `i [T]` see chosen keys."""
-        return i // self.group + self.reach - self.reach // self.group
+        return i // self.group + reach - reach // self.group
 
-    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        return Part(CHOSEN, self.query_at(i))
+    def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
+        return Part(CHOSEN, self.query_at(i, selection.reach))
 
-    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
-        turn = step.once("grouped turn", lambda: step.rope.turn(self.query_at(step.positions(q.device)), q.dtype))
-        return [rotate(q, turn)]
+    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
+        def make() -> Turn:
+            return step.rope.turn(self.query_at(step.positions(q.device), selection.reach), q.dtype)
+
+        return [rotate(q, step.once("grouped turn", make))]
 
 
 @dataclass(frozen=True)
-class DualPositions(Placement):
+class DualPositions(Placement, name="dual"):
     """The placement of Dual Chunk Attention, by large chunks of `chunk_size` tokens: key j is at `j mod chunk_size`.
 
     The query i is at `i mod chunk_size` for its own large chunk, at `min(chunk_size + i mod chunk_size, far)` for the
     previous one, and at `far` for older ones. `chunk_size` is a multiple of the chunk size L.
     """
 
-    chunk_size: int
-    far: int
+    chunk_size: int | None = knob(None, "tokens of a large chunk; none is 3/4 of the window", least=1)
+    far: int | None = knob(None, "distance of pages; none is least beyond local, in dual W - 1", least=1)
+
+    def fitted(self, label: str, selection: Selection, window: int) -> Self:
+        """Return this placement, filled in; refuse large chunks that are not of whole pages, and distances below 0."""
+        usual = max(1, 3 * window // 4 // selection.size) * selection.size
+        made = fill_in(self, label, "placement.", chunk_size=usual, far=window - 1)
+        if made.size % selection.size or made.size > window:
+            expected = f"a multiple of page, {selection.size}, and at most the window, {window}"
+            raise UsageError(f"{label}: placement.chunk_size is {made.size}; expected {expected}")
+        if resolved(made.far) < made.size - 1:  # a query at a smaller position would be before some keys
+            expected = f"{made.size - 1} or more, or a smaller placement.chunk_size"
+            raise UsageError(f"{label}: placement.far is {made.far}; expected {expected}")
+        return made
+
+    @property
+    def size(self) -> int:
+        """The number of tokens in a large chunk."""
+        return resolved(self.chunk_size)
+
+    def limit(self, selection: Selection, window: int) -> int | None:
+        return window if resolved(self.far) >= window else None
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
-        return indices % self.chunk_size
+        return indices % self.size
 
     def bands(self, i: Tensor, size: int) -> Tensor | None:
         """Return the first chunks of the previous large chunk and of the own one."""
-        own = i // self.chunk_size * (self.chunk_size // size)
-        return torch.stack((own - self.chunk_size // size, own), dim=1)
+        own = i // self.size * (self.size // size)
+        return torch.stack((own - self.size // size, own), dim=1)
 
     def query_at(self, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the positions from which queries `i [T]` see older large chunks, the previous one, the own one."""
-        offset = i % self.chunk_size
-        return torch.full_like(i, self.far), (self.chunk_size + offset).clamp(max=self.far), offset
+        offset, far = i % self.size, resolved(self.far)
+        return torch.full_like(i, far), (self.size + offset).clamp(max=far), offset
 
-    def part(self, i: Tensor, size: int, n_slots: int, most: int) -> Part:
-        return Part(CHOSEN, torch.stack(self.query_at(i), dim=1), bands=self.bands(i, size))
+    def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
+        return Part(CHOSEN, torch.stack(self.query_at(i), dim=1), bands=self.bands(i, selection.size))
 
-    def scored(self, q: Tensor, step: Step, size: int) -> list[Tensor]:
+    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
         def make() -> list[Turn]:
             return [step.rope.turn(at, q.dtype) for at in self.query_at(step.positions(q.device))]
 
         return [rotate(q, turn) for turn in step.once("dual turns", make)]
-
-
-PLACEMENTS: dict[str, Placement] = {
-    "side_by_side": SideBySide(),
-    "true": TruePositions(),
-    "constant": ConstantDistance(),
-}

@@ -10,7 +10,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.methods.base import Example, LocalMethod, knob
+from lce.methods.base import Example, filled, knob
+from lce.methods.local import LocalMethod
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 
@@ -34,7 +35,7 @@ class ReRope(LocalMethod):
     example: ClassVar = Example({"local": 6})
 
     def resolve(self, window: int) -> Self:
-        return self.filled(local=max(1, window // 2))
+        return filled(self, local=max(1, window // 2))
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         yield Part(keys=(i + 1 - self.n_local, i + 1), query_at=i, exact=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -13,10 +13,12 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import AccessPattern, CacheLayout
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods.base import Method
-from lce.methods.own_window import method_of
+from lce.methods.handover import Handover
+from lce.methods.observed import Observed
+from lce.methods.own_window import OwnWindow
 from lce.methods.registry import as_method
 from lce.methods.step import DeviceStep, Note, Step
 from lce.models.config import LayerKind, RopeConfig
@@ -26,6 +28,21 @@ from lce.profiling import section
 from lce.sizes import count
 
 T = TypeVar("T")
+
+
+def method_of(method: Method, kind: LayerKind) -> Method:
+    """Return the method of layers of this kind: `method`, or `OwnWindow` in layers with a sliding window."""
+    if kind.sliding_window is None:
+        return method
+    if isinstance(method, Observed):
+        return replace(method, inner=method_of(method.inner, kind))
+    return OwnWindow(kind.sliding_window)
+
+
+def access_of(method: Method, kinds: Iterable[LayerKind]) -> AccessPattern:
+    """Return what a cache of layers of these kinds must know: the method's access, and sliding windows as local."""
+    local = (method_of(method, kind).access.local for kind in {*kinds})
+    return replace(method.access, local=max(method.access.local, *local))
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,7 @@ class Driver:
     def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
         """Return a function that computes a layer's attention for one token, whose index `at [1]` is on the device.
 
-        The method's `decodes` must be true, and the cache must have space for the token. The caller begins and commits
+        The method must promise `recorded`, and the cache must have space for the token. The caller begins and commits
         the cache. The function's work can be recorded once, as a CUDA graph, and replayed for each token of a text
         of at most `bound` tokens.
         """
@@ -89,7 +106,7 @@ class Driver:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             number = numbers[layer] if numbers else 0
             methods[number].keep(k, v, layers[layer], steps[number])
-            return methods[number].decode(q, layers[layer], steps[number])
+            return methods[number].attend(q, layers[layer], steps[number])
 
         return attend
 
@@ -157,11 +174,12 @@ class Block:
         """Prepare all layers for one token; return the addresses and bytes of what each layer's attention reads.
 
         None unless the kernels of all layers' attention differ in addresses alone: one kind of layers and a method that
-        is `alike` in them, whose state is `steady`; nobody notes choices, and everything is in buffers.
+        promises `alike`, whose state is `steady`; nobody notes choices, and everything is in buffers.
         """
         (method, step), *others = next(iter(self.steps.values()))
         layers = self.cache.layers
-        if others or len(self.steps) > 1 or step.note or step.note_scores or not method.alike(step):
+        acting = method.inner if isinstance(method, Handover) and step.decoding else method
+        if others or len(self.steps) > 1 or step.note or step.note_scores or not acting.promised("alike"):
             return None
         if len({method.layer_kind(layer) for layer in range(len(layers))}) > 1:
             return None

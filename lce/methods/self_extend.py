@@ -11,9 +11,11 @@ from torch import Tensor
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState
 from lce.errors import UsageError
-from lce.methods.base import Example, LocalMethod, knob, resolved
+from lce.methods.base import Example, filled, knob, resolved
 from lce.methods.grouped_keys import GROUPED, GroupedKeys
+from lce.methods.local import LocalMethod
 from lce.methods.parts import LayerFacts, Part
+from lce.methods.promises import Promise
 from lce.methods.registry import register
 
 
@@ -44,7 +46,7 @@ class SelfExtend(LocalMethod):
     example: ClassVar = Example({"local": 4, "group": 3})
 
     def resolve(self, window: int) -> Self:
-        made = self.filled(local=max(1, window // 4), far=window - 1 if self.group == "auto" else None)
+        made = filled(self, local=max(1, window // 4), far=window - 1 if self.group == "auto" else None)
         if made.far is None:
             return made
         if self.group != "auto":
@@ -71,9 +73,8 @@ class SelfExtend(LocalMethod):
     def access(self) -> AccessPattern:
         return AccessPattern(local=self.n_local)
 
-    @property
-    def decodes(self) -> bool:
-        return self.group != "auto" and super().decodes
+    def promised(self, what: Promise) -> bool:
+        return super().promised(what) and (what != "recorded" or self.group != "auto")
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         if self.group == "auto":

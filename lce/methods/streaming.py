@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from lce.cache.layout import AccessPattern
-from lce.methods.base import Example, Method, knob, resolved
+from lce.methods.base import Example, Method, filled, knob, resolved
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 
@@ -34,7 +34,7 @@ class Streaming(Method):
     example: ClassVar = Example({"sinks": 2, "local": 6})
 
     def resolve(self, window: int) -> Self:
-        return self.filled(local=max(1, window - self.sinks))
+        return filled(self, local=max(1, window - self.sinks))
 
     @property
     def block(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.methods.step import Step
 
+if TYPE_CHECKING:
+    from lce.methods.base import Method
+
+PIECE = 1024  # the number of keys scored at a time, so that scores stay in the processor's caches
 Positions = Callable[[Tensor], Tensor | None]  # takes indices `[T]`; returns positions `[T]`, or None: not rotated
 
 
@@ -57,3 +62,20 @@ class TurnedKeys:
         turn = rope.turn((zero if seen is None else seen) - (zero if held is None else held), torch.float64)
         factor = rope.scale ** ((seen is not None) - (held is not None) - 1)
         return Turn(*((x * factor).to(like.dtype) for x in turn))
+
+
+def pieces(cache: LayerCache, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield spans that cover tokens `start..stop-1`, each of whole chunks of `size` tokens."""
+    length = max(1, min(cache.layout.segment, PIECE) // size) * size
+    for first in range(start, stop, length):
+        yield first, min(first + length, stop)
+
+
+def unrotated_keys(method: Method, cache: LayerCache, step: Step, start: int, stop: int) -> Tensor:
+    """Return the keys of tokens `start..stop-1` in float32, rotated back from their cached positions."""
+    k, rope = cache.span(start, stop)[0].float(), step.rope
+    placed = method.key_positions(torch.arange(start, stop, device=k.device))
+    if placed is None:
+        return k
+    cos, sin = rope.turn(-placed, torch.float64)  # this rotation and the cached keys both include YaRN's factor
+    return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))

@@ -16,22 +16,24 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, unseen
-from lce.methods.base import Example, Method, knob, resolved, says_for
+from lce.methods.base import Example, Method, filled, knob, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.full import Full
-from lce.methods.mass import pieces
 from lce.methods.parts import CHOSEN, LayerFacts, Part
+from lce.methods.promises import ATTENTION, Promise
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
 from lce.methods.top_p import prune
+from lce.methods.turned_keys import pieces
 
+PROMISES: tuple[Promise, ...] = "alike", "counted", "recorded", "noted", "kept", "by_head"
 BLOCK = 2048  # the tokens of a pass, in whole blocks
 CHOICES_AT_ONCE = 1 << 16  # the largest number of choices of a head's queries at a time: choices take memory
 
 
 @register("xattention")
 @dataclass(frozen=True)
-class XAttention(Method):
+class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of", "choose", "shares"))):
     """XAttention (Xu et al., 2025, "XAttention: Block Sparse Attention with Antidiagonal Scoring").
 
     Queries and keys are cut into blocks of `block_size` tokens, the paper's B, from token 0 on. A block of queries
@@ -59,9 +61,9 @@ class XAttention(Method):
     example: ClassVar = Example({"stride": 2, "block_size": 4, "top_p": 0.7}, window=24)
 
     def resolve(self, window: int) -> Self:
-        made = self.filled()
+        made = filled(self)
         usual = min(128, window // 32) // made.stride * made.stride
-        made = made.filled(block_size=max(2, made.stride, usual))
+        made = filled(made, block_size=max(2, made.stride, usual))
         if made.size % made.stride:
             raise UsageError(f"{self.label}: block_size is {made.size}; expected a multiple of stride, {made.stride}")
         return made
@@ -99,7 +101,14 @@ class XAttention(Method):
         for a in range(first, last, at_once):
             yield a, min(a + at_once, last)
 
-    def attend_chosen(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        if isinstance(step, DeviceStep):
+            return Full().attend(q, cache, replace(step, sliding_window=None))
+        return super().attend(q, cache, step)
+
+    def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
+        if placed.part.keys != CHOSEN:
+            return super().attend_part(q, placed, cache, step)
         size, slices = self.size, list(self.slices(step.start, step.stop))
         if not slices:
             return None
@@ -152,13 +161,6 @@ class XAttention(Method):
         of_rows = logits.softmax(-1).unflatten(-1, (-1, per_block)).sum(-1)  # [H, n · B/S, first + n]
         shares: Tensor = of_rows.unflatten(1, (-1, per_block)).sum(2)
         return shares
-
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        return Full().decode(q, cache, replace(step, sliding_window=None))
-
-    @property
-    def decodes(self) -> bool:
-        return says_for(self, "decode", "attend", "attend_spans", "attend_chosen", "parts_of", "keep")
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of the estimate, and of attending every earlier block, which is the most with any text."""

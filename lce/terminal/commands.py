@@ -1,31 +1,14 @@
-"""Finds commands of other packages: the entry points of the group `lce.commands`, each a `click.Command`.
-
-A source tree that is not installed has no entry points. There they are read from the `setup.cfg` beside the package,
-which is also where an installation has them from.
-"""
+"""Commands of other packages: the entry points of the group `lce.commands`, each a `click.Command`."""
 
 from __future__ import annotations
 
-from configparser import ConfigParser
-from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
+from importlib.metadata import EntryPoint
 
 import click
 
 from lce.errors import UsageError
 
 GROUP = "lce.commands"
-TREE = Path(__file__).parents[2]
-
-
-def others(tree: Path = TREE) -> dict[str, EntryPoint]:
-    """Return the commands of other packages by name. Those of a source tree come before those that are installed."""
-    parser = ConfigParser(delimiters="=", interpolation=None)
-    parser.read(tree / "setup.cfg", encoding="utf-8")
-    lines = parser.get("options.entry_points", GROUP, fallback="").strip().splitlines()
-    pairs = [map(str.strip, line.split("=", 1)) for line in lines]
-    installed = {point.name: point for point in entry_points(group=GROUP)}
-    return installed | {name: EntryPoint(name, value, GROUP) for name, value in pairs}
 
 
 def load(point: EntryPoint) -> click.Command:

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import click
 
 from lce.errors import CapacityError, LceError, user_line
-from lce.terminal.commands import load, others
+from lce.plugins import plugins
+from lce.terminal.commands import GROUP, load
 from lce.terminal.ranks import error_stream
 
 INTERRUPTED = 130
@@ -45,13 +46,13 @@ class Root(click.Group):
         sys.exit(code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *others()})
+        return sorted({*super().list_commands(ctx), *plugins(GROUP)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        point = others().get(cmd_name)
+        point = plugins(GROUP).get(cmd_name)
         return None if point is None else load(point)
 
     def invoke(self, ctx: click.Context) -> None:

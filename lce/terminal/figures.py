@@ -69,18 +69,18 @@ def stats_object(stats: Stats) -> dict[str, Any]:
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
     """Return a method as JSON: its name, the first paragraph of its docstring, its knobs and its presets."""
-    hints = typing.get_type_hints(cls)
     return {
         "name": name,
         "summary": " ".join((cls.__doc__ or "").partition("\n\n")[0].split()),
         "options": [
             {
                 "name": x.name,
-                "type": type_text(hints[x.name]),
-                "default": _default(x),
-                "meaning": x.metadata.get("meaning"),
+                "type": type_text(x.type),
+                "default": _default(x.default),
+                "meaning": f"{x.beside}: {meaning}" if x.beside and meaning else meaning,
             }
-            for x in dataclasses.fields(cls)
+            for x in lce.methods.knobs_of(cls)
+            for meaning in (x.field.metadata.get("meaning"),)
         ],
         "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
     }
@@ -88,7 +88,7 @@ def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
 
 def method_lines(method: dict[str, Any]) -> list[str]:
     """Format the JSON object of `method_object` as lines of text."""
-    from lce.methods.registry import spelled
+    from lce.methods.knobs import spelled
 
     rows = [(f"{x['name']}={spelled(x['default'])}", x["type"], x["meaning"] or "") for x in method["options"]]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
@@ -135,10 +135,8 @@ def type_text(hint: Any) -> str:
     return " or ".join(map(type_text, arms)) if arms else getattr(hint, "__name__", str(hint))
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
+def _default(default: Any) -> Any:
+    return None if default is dataclasses.MISSING else default
 
 
 def model_object(model: ModelInfo) -> dict[str, Any]:
@@ -241,7 +239,7 @@ def _kinds(kinds: Sequence[LayerKind]) -> str:
 
 
 def _pairs(knobs: Mapping[str, Any]) -> str:
-    from lce.methods.registry import spelled
+    from lce.methods.knobs import spelled
 
     texts = {name: _word(value) if isinstance(value, str) else spelled(value) for name, value in knobs.items()}
     return " ".join(f"{name}={text}" for name, text in texts.items())

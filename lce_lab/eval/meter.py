@@ -2,7 +2,7 @@
 
 `lce.methods.Observed` runs a method unchanged, in its usual blocks of queries. In every layer and head, an
 `AttentionMeter` finds the tokens that the watched queries attend, and the weight of these tokens under full attention.
-This full attention is called the judge (`lce.methods.mass`). The next layer gets the method's own output
+This full attention is called the judge (`lce_lab.analysis.mass`). The next layer gets the method's own output
 (`states="own"`), or the judge's output (`states="judge"`), so that errors of earlier layers do not count.
 """
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from lce.errors import UsageError
 from lce.methods import ESA, Observation, Step, rotate
 from lce.methods.lowdim import first_best
-from lce.methods.mass import Judge
+from lce_lab.analysis.distances import attended_tokens, observed_always, scored_bytes
+from lce_lab.analysis.mass import Judge, TrueMass
 from lce_lab.eval.record import Attended
 from lce_lab.eval.scores import mean_of
 
@@ -91,20 +92,22 @@ class AttentionMeter:
         """Count what the watched queries attended. Return `out`, or full attention's output for `states="judge"`."""
         if len(seen.rows):
             self._count(seen)
-        return out if self.states == "own" else seen.mass(self.judge).attend(seen.q)
+        return out if self.states == "own" else TrueMass(seen.method, seen.cache, seen.step, self.judge).attend(seen.q)
 
     def _count(self, seen: Observation) -> None:
-        always = seen.always()
+        always = observed_always(seen)
         if always is None:
             raise UsageError(
                 f"{seen.method.label} does not say which tokens it always attends, so what it selects cannot be "
                 "measured; define parts_of"
             )
-        tally, mass, q = self.layers.setdefault(seen.layer, _Tally()), seen.mass(self.judge), seen.q
+        tally, q = self.layers.setdefault(seen.layer, _Tally()), seen.q
+        mass = TrueMass(seen.method, seen.cache, seen.step, self.judge)
         vector = 2 * seen.cache.layout.stored_bytes
         for some in mass.slices(len(seen.rows), len(q)):
             positions = seen.positions[some]
-            attended = seen.attended(some, always)
+            chosen = None if seen.picked is None else seen.picked[:, some]
+            attended = attended_tokens(always[some], chosen, *seen.method.choices, len(q))
             weights = mass.weights(q[:, seen.rows[some]], positions)
             tally.queries += len(positions)
             tally.add("recall", (weights * attended).sum(-1))
@@ -119,7 +122,8 @@ class AttentionMeter:
                 self._count_hits(tally, seen, seen.scores[:, some])
                 if seen.picked is not None:
                     self._count_choices(seen.picked[:, some], seen.scores[0, some] > -torch.inf, positions)
-        self.bytes["scored"] += seen.scored_bytes()
+        for query in seen.positions.tolist():
+            self.bytes["scored"] += scored_bytes(seen.method, query, q, seen.cache, seen.step)
         if isinstance(seen.method, ESA):
             self._count_found(tally, seen, seen.method)
 

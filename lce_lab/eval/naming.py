@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lce
-from lce.methods import knob_values
+from lce.methods import Placement, Selector, knob_values
 from lce_lab.eval.record import Line
 
 MOST = 160  # the largest number of characters of a name
@@ -30,8 +30,8 @@ def described(engine: lce.Engine) -> dict[str, str]:
         found["weights"] = engine.setup.weights
     if engine.setup.layout.kv_dtype != "auto":
         found["kv_dtype"] = engine.setup.layout.kv_dtype
-    if engine.method.user_file is not None:
-        found["code"] = engine.method.user_file.digest
+    if (code := engine.setup.identity.facts.get("code")) is not None:
+        found["code"] = code["digest"]
     return found
 
 
@@ -128,13 +128,26 @@ def engine_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     kind, knobs, window, block, place = match.groups()
     if watched := re.fullmatch(r"inner=(\w+)\((.*)\)", knobs):  # `lce eval selection` wraps methods in `Observed`
         kind, knobs = watched.groups()
-    parts = dict(re.findall(KNOB, knobs))
+    parts = _flat(knobs)
     for knob, value in parts.items():
         read = re.fullmatch(r"\w+\('[^']*', (\w+)\)", value)  # LowDimMaps('FILE', DIGEST): keep the digest
         parts[knob] = read[1] if read else value.strip("'")
     parts |= {"window": window, "block": block, "on": place.replace("torch.", "")} | _rope(str(sample.get("rope")))
     parts |= {name: str(sample.get(name, "as loaded")) for name in ("weights", "kv_dtype", "code")}
     return kind, parts
+
+
+def _flat(knobs: str) -> dict[str, str]:
+    """Return the knobs in a repr by name, those of values with dots: `budget=Budget(tokens=9, sinks=4)` are two."""
+    found = {}
+    for knob, value in re.findall(KNOB, knobs):
+        found[knob] = value
+        if nested := re.fullmatch(r"(\w+)\((\w+=.*)?\)", value):
+            own = _flat(nested[2] or "")
+            kinds = {kind.__name__: name for base in (Selector, Placement) for name, kind in base.kinds.items()}
+            found[knob] = kinds[nested[1]] if nested[1] in kinds else own.pop(next(iter(own)), value)
+            found |= {f"{knob}.{key}": each for key, each in own.items()}
+    return found
 
 
 def _rope(text: str) -> dict[str, str]:

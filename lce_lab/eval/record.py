@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -20,7 +21,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from lce.errors import DataError, shown
+from lce.errors import DataError, UsageError, shown
 from lce.files import check_target, lock, named, open_regular, path_of, unwritable
 
 BEGINNING = b'{"task": '  # how every line begins
@@ -171,6 +172,8 @@ def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
     sample: Any = json.loads(line) if line.startswith(BEGINNING) else None
     kind = next(kind for sign, kind in KINDS.items() if sign in sample)
     given = {each: sample.pop(each.name) for each in fields(kind) if each.name in sample}
+    if "engine" in sample:
+        sample["engine"] = renewed_engine(str(sample["engine"]))
     known = all(value is None or _fits(str(each.type), value) for each, value in given.items())
     if not (known and isinstance(sample.get("task_knobs", {}), dict) and isinstance(sample.get("depths", []), list)):
         raise TypeError
@@ -178,6 +181,21 @@ def parse_line(line: bytes) -> tuple[dict[str, Any], Line]:
     if isinstance(measured, Answer) and not 0 <= measured.value <= 1 + 1e-9:  # a mean of scores may be rounded up
         raise ValueError
     return sample, measured
+
+
+def renewed_engine(text: str) -> str:
+    """Return the repr of an engine, as a version before wrote it, with the present names of the knobs of `pages`."""
+    match = re.search(r"Pages\((select='.*?)\)", text)
+    if match is None:
+        return text
+    from lce.methods import make, renewed
+
+    knobs = {name: value.strip("'") for name, value in re.findall(r"(\w+)=('[^']*'|[^,]*)", match[1])}
+    try:
+        made = make("pages", renewed("pages", {name: None if x == "None" else x for name, x in knobs.items()}))
+    except UsageError:
+        return text  # of a version with other knobs
+    return f"{text[: match.start()]}{made!r}{text[match.end() :]}"
 
 
 def _fits(kind: str, value: Any) -> bool:

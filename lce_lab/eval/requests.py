@@ -62,7 +62,7 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
     if isinstance(method, str) and method.endswith(".py"):
         method = lce.methods.from_file(method).name
     cls = lce.methods.find(method)
-    knobs = [] if loaded else [each.name for each in dataclasses.fields(cls)] + ["preset"] * bool(cls.presets)
+    knobs = [] if loaded else [each.name for each in lce.methods.knobs_of(cls)] + ["preset"] * bool(cls.presets)
     valid = ["pretrained", *own, *([] if loaded else ["method", *LOADING, *knobs])]
     if unknown := next((name for name in given if name not in valid), None):
         where = "beside an engine" if loaded else f"with method {method!r}"

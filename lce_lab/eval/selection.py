@@ -16,7 +16,7 @@ from typing import Any
 
 import lce
 from lce.methods import Observed
-from lce.methods.mass import Judge
+from lce_lab.analysis.mass import Judge
 from lce_lab.eval.meter import AttentionMeter, States
 from lce_lab.eval.metrics import METRICS
 from lce_lab.eval.naming import EngineKey, cut, described, engine_key, method_names, model_names, way_of

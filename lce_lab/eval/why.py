@@ -3,7 +3,7 @@
 A missed sample is asked again with one change of the method after the other. The first change that gives a right
 answer names the cause:
 
-1. `selection`: the method chooses by true attention (`lce.methods.cheating`); budget and placement stay.
+1. `selection`: the method chooses by true attention (`lce_lab.analysis.oracle.cheating`); budget and placement stay.
 2. `budget`: as 1, without `top_p`, then with 2, 4, 8, ... times the budget. With the placement `side_by_side` the
    budget grows only while the window has room.
 3. `placement`: as 1, with the chosen chunks at other positions within the window.
@@ -25,12 +25,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lce
 from lce.errors import UsageError, nearest, shown
-from lce.methods import ESA, InfLLM, Method, Pages, Quest, ReAttention, SelectiveMethod, cheating, make, selects
-from lce.methods.mass import Judge
+from lce.methods import (
+    ESA,
+    ChunkMethod,
+    InfLLM,
+    Method,
+    Pages,
+    Placement,
+    Quest,
+    ReAttention,
+    SelectiveMethod,
+    make,
+    settings,
+)
+from lce_lab.analysis.mass import Judge
+from lce_lab.analysis.oracle import cheating, selects
 from lce_lab.eval.record import Answer, Record
 from lce_lab.eval.running import ALONE, Asking, Shard, answers
 from lce_lab.eval.selection import Samples
@@ -172,18 +185,22 @@ def rungs(method: Method, window: int, length: int, given: Method) -> Iterator[R
 
 
 def _changed(method: Method, **knobs: Any) -> Method:
-    return replace(method, **knobs)
+    """Return a method with other knobs; those of the budget of `pages` are named as other methods' own."""
+    if not isinstance(method, Pages):
+        return replace(method, **knobs)
+    knobs["tokens"] = knobs.pop("budget", method.budget.tokens)
+    return replace(method, budget=replace(method.budget, **knobs))
 
 
 def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Method]]:
     """Yield labels and methods: without `top_p`, then with 2, 4, ... times the budget, up to the text or the window."""
-    if getattr(method, "top_p", None) is not None:
+    if getattr(method.budget if isinstance(method, Pages) else method, "top_p", None) is not None:
         method = _changed(method, top_p=None)
         yield "without top_p", method
     knob, size, beside = _budget(method)
     if knob is None:
         return
-    least, factor = getattr(method, knob), 1
+    least, factor = settings(method)[knob], 1
     while least * factor * size < length:
         factor *= 2
         if _placement(method) == "side_by_side" and beside + least * factor * size > window:
@@ -196,7 +213,7 @@ def _budget(method: Method) -> tuple[str | None, int, int]:
     if isinstance(method, Quest | Pages):
         return "budget", 1, 0
     if isinstance(method, SelectiveMethod):
-        return "chunks", method.size, 0
+        return "chunks", method.selection.size, 0
     knob = "top_k" if isinstance(method, ESA | InfLLM | ReAttention) else None
     return knob, method.choices[1], method.access.sinks + method.access.local
 
@@ -207,7 +224,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
         if _placement(method) == placement:
             continue
         if isinstance(method, Pages):
-            yield placement, method.replaced(place=placement)
+            yield placement, replace(method, placement=cast("Placement", Placement.kinds[placement]()))
         elif "placement" not in {each.name for each in fields(method)}:
             size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
             knobs = {"chunk_size": size, "budget": min(window, max(3 * size, _attended(method)))}
@@ -218,10 +235,10 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
 
 def _placement(method: Method) -> str | None:
     """Return the placement of chosen chunks under a method with a knob for it."""
-    return method.place if isinstance(method, Pages) else getattr(method, "placement", None)
+    return method.selection.placement.name if isinstance(method, ChunkMethod) else None
 
 
 def _attended(method: Method) -> int:
     """Return the largest number of tokens that a query attends under a method whose knobs are set."""
     knob, size, beside = _budget(method)
-    return beside + (0 if knob is None else size * int(getattr(method, knob)))
+    return beside + (0 if knob is None else size * int(settings(method)[knob]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +90,7 @@ class Entry:
         if setting.lengths and not self.multiples:
             raise UsageError(f"{self.id} has no lengths; leave --lengths out")
         names = {row.method for row in self.rows}
-        known = {name: {field.name for field in dataclasses.fields(lce.methods.find(name))} for name in names}
+        known = {name: {each.name for each in lce.methods.knobs_of(lce.methods.find(name))} for name in names}
         for key in setting.knobs:
             name, dot, knob = key.partition(".")
             if dot and name not in names:

@@ -184,9 +184,9 @@ class Found(Measure):
 
 @dataclass(frozen=True)
 class Operations(Measure):
-    """The costs that the method's paper states, for the model's sizes (`Method.paper_figures`)."""
+    """The costs that the method's paper states, for the model's sizes (`lce.methods.costs.paper_figures`)."""
 
-    labels: tuple[str, ...] = ()  # the names of the costs, in the order of `Method.paper_figures`
+    labels: tuple[str, ...] = ()  # the names of the costs, in the order of `lce.methods.costs.paper_figures`
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         return f"lce plan --operations --tokens {setting.window}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -89,7 +88,7 @@ class Setting:
 
     def method(self, row: Row) -> lce.Method:
         """Return the row's method, with the user's knobs where the row sets none."""
-        fields = {each.name for each in dataclasses.fields(lce.methods.find(row.method))}
+        fields = {each.name for each in lce.methods.knobs_of(lce.methods.find(row.method))}
         own = {key: value for key, value in self.knobs.items() if key in fields}
         for key, value in self.knobs.items():
             name, dot, knob = key.partition(".")
@@ -107,9 +106,8 @@ class Setting:
     def knob_words(self, row: Row) -> list[str]:
         """Return the row's knobs as options of a command, without knobs that have their default value."""
         method = self.method(row)
-        values = {each.name: getattr(method, each.name) for each in dataclasses.fields(method)}
-        usual = type(method)()
-        changed = {name: value for name, value in values.items() if value != getattr(usual, name)}
+        usual = lce.methods.settings(type(method)())
+        changed = {name: x for name, x in lce.methods.settings(method).items() if name not in usual or x != usual[name]}
         texts = {name: str(x).lower() if isinstance(x, bool) else x for name, x in changed.items()}
         return [word for name, text in texts.items() for word in ("-o", f"{name}={text}")]
 

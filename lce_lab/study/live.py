@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import threading
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
+import lce.methods
 from lce.errors import LceError, UsageError, shown
 from lce.methods import Method, available, find, make
 from lce_lab.study.recording import Recorder, Recording, RecordingRequest, check_heads, facts, prompt_ids
@@ -50,9 +50,9 @@ def requested(body: Any) -> tuple[RecordingRequest, Method]:
     if not isinstance(name, str) or not isinstance(knobs, dict):
         raise UsageError(f"a method is {shown((name, knobs))}; expected the name of a method and an object of knobs")
     settable = {knob["name"] for knob in knobs_of(find(name))}
-    for field in dataclasses.fields(find(name)):
-        if field.name in knobs and field.name not in settable:
-            raise UsageError(f"{field.name} of {name} cannot be set from a page; leave it out")
+    for knob in lce.methods.knobs_of(find(name)):
+        if knob.name in knobs and knob.name not in settable:
+            raise UsageError(f"{knob.name} of {name} cannot be set from a page; leave it out")
     heads = sorted({(layer, head) for layer, head in off})
     return RecordingRequest(prompt, n, list(filter(None, marks)), heads), make(name, knobs)
 
@@ -67,18 +67,19 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
     If the choices are None, the knob takes any number, or one of the words. Knobs that take free text, such as file
     names, are left out.
     """
-    hints, found = typing.get_type_hints(cls), []
-    for field in dataclasses.fields(cls):
-        kinds = [hints[field.name], *typing.get_args(hints[field.name])]
+    found = []
+    for knob in lce.methods.knobs_of(cls):
+        kinds = [knob.type, *typing.get_args(knob.type)]
         words = [word for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
         is_number = int in kinds or float in kinds
         if not (is_number or words or bool in kinds):
             continue
         choices = None if is_number else words or ["true", "false"]
-        default = field.default if isinstance(field.default, bool | int | float | str) else None
-        help_text = field.metadata.get("meaning", "")
+        is_told = isinstance(knob.default, bool | int | float | str) and not knob.of
+        default = knob.default if is_told else None  # a knob of other kinds must not be sent with the usual kind
+        help_text = ": ".join(filter(None, (knob.beside, knob.field.metadata.get("meaning", ""))))
         more = {"choices": choices, "words": words if is_number else []}
-        found.append({"name": field.name, "default": default, "help": help_text, **more})
+        found.append({"name": knob.name, "default": default, "help": help_text, **more})
     return found
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lce.methods import rotate
-from lce.methods.mass import Judge, TrueMass, attended_tokens, scored_bytes
+from lce_lab.analysis.distances import attended_tokens, scored_bytes
+from lce_lab.analysis.mass import Judge, TrueMass
 from lce_lab.study.run_observer import RunObserver, SeenLayer, SeenQuery
 
 BEST = 8  # For each head, so many of the chunks with the highest weight under full attention are listed.

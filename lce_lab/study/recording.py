@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import lce
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods import Observed, QueryBlock, make
-from lce.methods.mass import Judge
 from lce.sizes import count, size_text
+from lce_lab.analysis.mass import Judge
 from lce_lab.study.looks import looks_of
 from lce_lab.study.run_observer import RunObserver
 from lce_lab.study.segments import MOST_BYTES
@@ -198,8 +198,8 @@ def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, n
     block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, n_acting, c.n_layers - 1)
     n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
     k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
-    if isinstance(method, lce.SelectiveMethod | lce.methods.Pages):
-        choosers = method.n_choosers(c.n_heads, c.n_kv_heads)
+    if isinstance(method, lce.methods.ChunkMethod):
+        choosers = method.selection.n_choosers(c.n_heads, c.n_kv_heads)
     if k >= (n - 1) // method.choices[1]:  # all chunks fit, so all heads choose alike
         choosers = min(choosers, 1)
     look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
@@ -234,11 +234,11 @@ def _run(
     return {
         "label": label_of(method),
         "method": method.label,
-        "knobs": {each.name: _plain(getattr(method, each.name)) for each in fields(method)},
+        "knobs": {name: _plain(value) for name, value in lce.methods.settings(method).items()},
         "window": engine.window,
         "chunk_size": size,
         "first": first,
-        "placement": getattr(method, "placement", getattr(method, "place", None)),
+        "placement": method.selection.placement.name if isinstance(method, lce.methods.ChunkMethod) else None,
         "blocks": [[block.start, block.stop] for block in choices.blocks],
         "generated": _generated(engine, text.ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
@@ -289,8 +289,9 @@ def facts(engine: Engine, name: str) -> dict[str, Any]:
 
 def label_of(method: Method) -> str:
     """Return a method's label with the knobs that differ from their defaults, such as `longheads(chunk_size=16)`."""
-    changed = [each.name for each in fields(method) if _plain(getattr(method, each.name)) != _plain(each.default)]
-    knobs = ", ".join(f"{name}={_plain(getattr(method, name))}" for name in changed)
+    usual = {each.name: each.default for each in lce.methods.knobs_of(type(method))}
+    values = {name: _plain(value) for name, value in lce.methods.settings(method).items()}
+    knobs = ", ".join(f"{name}={value}" for name, value in values.items() if value != _plain(usual[name]))
     return f"{method.label}({knobs})" if knobs else method.label
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.methods import LayerCache, Method, Observation, Step, distances
+from lce.methods import LayerCache, Method, Observation, Step
+from lce_lab.analysis.distances import distance, observed_distances, spans_by_query
 from lce_lab.study.segments import MOST_BYTES, RunChoices, Spans
 
 Piece = tuple[int, int, int | None, int | None]  # Start and stop of some tokens, their least and largest distance.
@@ -74,7 +75,7 @@ class RunObserver:
         layer, step = seen.layer, seen.step
         if layer == 0:
             self.choices.begin(step.start, step.stop)
-        spans = seen.spans()
+        spans = spans_by_query(seen.method, layer, step)
         self.choices.add(layer, seen.chosen, spans, step.n_kv_heads)
         kept = self.layers.setdefault(layer, SeenLayer(seen.method, seen.cache, step))
         kept.step = step
@@ -85,7 +86,7 @@ class RunObserver:
 
     def _queries(self, seen: Observation, spans: list[Spans] | None) -> dict[int, SeenQuery]:
         """Return the block's queries to analyse, by their index in the text."""
-        q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, seen.distances()
+        q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, observed_distances(seen)
         if picked is None:
             picked = q.new_empty(len(q), len(rows), 0, dtype=torch.int64)
         if scores is not None:
@@ -116,10 +117,10 @@ def _pieces(seen: Observation, query: int, start: int, stop: int) -> list[Piece]
 
     A span that would have more than `MOST_PIECES` pieces is cut into that many equal parts instead.
     """
-    distance = distances.distance(seen.method, seen.layer, torch.tensor([query]), torch.arange(start, stop), seen.step)
-    if distance is None:
+    found = distance(seen.method, seen.layer, torch.tensor([query]), torch.arange(start, stop), seen.step)
+    if found is None:
         return [(start, stop, None, None)]
-    row = distance[0]
+    row = found[0]
     return [(start + a, start + b, int(row[a:b].min()), int(row[a:b].max())) for a, b in _cuts(row)]
 
 

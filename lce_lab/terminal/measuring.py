@@ -10,10 +10,10 @@ from typing import Any
 
 import lce
 from lce.errors import UsageError
-from lce.methods.mass import Judge
 from lce.sizes import size_text
 from lce.terminal.output import Output, markdown
 from lce.terminal.reading import read_text
+from lce_lab.analysis.mass import Judge
 from lce_lab.eval.meter import States
 from lce_lab.eval.perplexity import Perplexity, check, ends, stream, windows
 from lce_lab.eval.record import Record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,8 @@ def methods_of(
         return [lce.methods.make(name, knobs_for(name, knobs, names)) for name in names]
     asked = [name for name in names if name != ALL]
     classes = _classes(lce.methods.available())
-    others = [name for name in lce.methods.available() if name not in classes or not classes[name].analysis]
+    of_class = lce.methods.promises_of
+    others = [x for x in lce.methods.available() if x not in classes or "analysis" not in of_class(classes[x])]
     listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in asked), *asked]))
     check_owned(knobs, listed)
     resolved(method="full", **loading)  # raises an error if the model cannot be read
@@ -53,21 +53,35 @@ def _classes(names: Sequence[str]) -> dict[str, type[lce.Method]]:
 
 def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Return the knobs of the method `name`: KEY=VALUE is for all methods, NAME.KEY=VALUE overrides it for NAME."""
-    chosen = {key: value for key, value in knobs.items() if "." not in key}
+    chosen = {key: value for key, value in knobs.items() if not _owner(key, names)}
     for key, value in knobs.items():
-        owner, dot, own_key = key.partition(".")
-        if dot and owner not in names:
-            raise UsageError(f"-o {key}={value} is for a method that --method does not name; {nearest(owner, names)}")
-        if dot and owner == name:
-            chosen[own_key] = value
+        if _owner(key, names) == name:
+            chosen[key.partition(".")[2]] = value
     return chosen
+
+
+def _owner(key: str, names: Sequence[str]) -> str:
+    """Return the method in METHOD.KEY, "" for a KEY, which may have dots: `budget.sinks` is a knob of `pages`.
+
+    Raises `UsageError` for a method that is not in `names`.
+    """
+    owner, dot, _ = key.partition(".")
+    if not dot or any(key in _knob_names(cls) for cls in _classes(names).values()):
+        return ""
+    if owner not in names:
+        raise UsageError(f"-o {key} is for a method that --method does not name; {nearest(owner, names)}")
+    return owner
+
+
+def _knob_names(cls: type[lce.Method]) -> set[str]:
+    return {each.name for each in lce.methods.knobs_of(cls)}
 
 
 def owned(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Return the result of `knobs_for` without the KEY=VALUE knobs that the method lacks."""
     cls = lce.methods.find(name)
-    own = {field.name for field in dataclasses.fields(cls)} | {f"preset={preset}" for preset in cls.presets}
-    some = {key: x for key, x in knobs.items() if "." in key or key in own or f"{key}={x}" in own}
+    own = _knob_names(cls) | {f"preset={preset}" for preset in cls.presets}
+    some = {key: x for key, x in knobs.items() if _owner(key, names) or key in own or f"{key}={x}" in own}
     return knobs_for(name, some, names)
 
 
@@ -75,13 +89,13 @@ def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
     """Raise `UsageError` for a KEY=VALUE that no method has, or a METHOD.KEY=VALUE of a method not in `names`."""
     classes = _classes(names).values()
     presets = {preset for cls in classes for preset in cls.presets}
-    valid = {field.name for cls in classes for field in dataclasses.fields(cls)} | ({"preset"} if presets else set())
+    valid = {name for cls in classes for name in _knob_names(cls)} | ({"preset"} if presets else set())
     for key, value in knobs.items():
-        if "." in key:
-            knobs_for("", {key: value}, names)
-        elif key not in valid:
+        if _owner(key, names):
+            continue
+        if key not in valid:
             raise UsageError(f"no method has the knob {key!r}; {nearest(key, sorted(valid))}")
-        elif key == "preset" and value not in presets:
+        if key == "preset" and value not in presets:
             raise UsageError(f"no method has the preset {value!r}; {nearest(value, sorted(presets))}")
 
 

@@ -30,7 +30,11 @@ def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False
     given = click.get_current_context().params
     decisive = ("model", "window", "rope", "rope_factor")
     loading: dict[str, Any] = {name: given[name] for name in decisive if name in given}
-    return methods_of(names, knobs, loading, suits=lce.methods.selects if selecting else lambda method: True)
+    if not selecting:
+        return methods_of(names, knobs, loading)
+    from lce_lab.analysis.oracle import selects
+
+    return methods_of(names, knobs, loading, suits=selects)
 
 
 named_options = packed(

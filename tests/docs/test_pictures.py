@@ -9,6 +9,7 @@ import pytest
 
 import lce
 from lce.cli import cli
+from lce_lab.analysis.oracle import selects
 from tests.docs.scripts import load
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +38,8 @@ def test_every_picture_has_its_command() -> None:
 
 def test_every_selecting_method_has_a_picture_of_a_models_choices() -> None:
     drawn = {command[2] for command in COMMANDS if command[0] == "python"}
-    own = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")]
-    assert drawn == {name for name in own if lce.methods.selects(lce.methods.make(name))}
+    own = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce")]
+    assert drawn == {name for name in own if selects(lce.methods.make(name))}
 
 
 def test_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

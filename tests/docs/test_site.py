@@ -47,7 +47,7 @@ def test_the_whole_face_is_in_the_reference() -> None:
     assert face <= set(names)
     for name, page in names.items():
         assert f"`{name}`" in page.read_text(encoding="utf-8") or name.startswith("lce.methods."), name
-        module = importlib.import_module("lce_lab.calibrate") if name.startswith("lce_lab.calibrate.") else lce
+        module = importlib.import_module(name.rpartition(".")[0]) if name.startswith("lce_lab.") else lce
         owner: Any = module
         for part in name.removeprefix(f"{module.__name__}.").split("."):
             owner = getattr(owner, part)

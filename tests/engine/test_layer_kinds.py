@@ -15,6 +15,7 @@ from lce.engine.lanes import forward
 from lce.engine.running import lane_of
 from lce.kernels.cuda import launching
 from lce.methods import Observed, QueryBlock
+from lce.methods.costs import cost
 from lce.models.config import LayerKind, ModelConfig, RopeConfig
 from lce.models.registry import read_config
 from lce.models.rope import Rope
@@ -175,7 +176,7 @@ def test_all_layers_take_the_choice_of_the_first_that_chooses(made: Path) -> Non
     chosen = lce.load(made, method, block=32).trace(TEXT).chosen
     assert chosen[1].shape[-1] == 4
     assert torch.equal(chosen[1], chosen[3])
-    scores = [method.resolve(32).cost(QueryBlock(88, 89, 4, 2, 16, layer=at, first_layer=1)).scores for at in ACTING]
+    scores = [cost(method.resolve(32), QueryBlock(88, 89, 4, 2, 16, layer=at, first_layer=1)).scores for at in ACTING]
     assert scores == [4 * 22 * 16, 0]
     counted = lce.operations(made, method, tokens=89)
     assert counted.paper_figures[0].value == 5 * 4 * len(ACTING), "chunks of heads and layers"

@@ -11,6 +11,7 @@ from torch import Tensor
 import lce
 from lce.attention import Attention
 from lce.methods import QueryBlock
+from lce.methods.costs import cost
 from lce.models.layers import Layer, Model
 from tests.checkpoints import TINY, save_tiny, tokens
 
@@ -93,10 +94,10 @@ def test_bytes_read_are_those_of_a_profiled_step(tmp_path: Path, name: str) -> N
     with lce.profiled(engine) as step:
         engine.prefill([7], context=context)
     sizes = (4, 2, 16, 2)
-    costs = [engine.method.cost(QueryBlock(N, N + 1, *sizes, layer)) for layer in range(2)]
-    counted = sum(2 * 16 * (cost.rows_read or 0) + (cost.state_read or 0) for cost in costs if cost)
+    costs = [cost(engine.method, QueryBlock(N, N + 1, *sizes, layer)) for layer in range(2)]
+    counted = sum(2 * 16 * (each.rows_read or 0) + (each.state_read or 0) for each in costs)
     if name == "esa":  # exact scores read the keys of the middle, which the profile takes for no state
-        counted -= sum(cost.state_read or 0 for cost in costs if cost)
+        counted -= sum(each.state_read or 0 for each in costs)
     assert counted == step.read_bytes // 4 or (name in ("longheads", "quest") and counted > step.read_bytes // 4)
 
 

@@ -34,9 +34,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("esa", {"compress": "none"}),
     ("oracle", {"chunk_size": 8}),
     ("random", {"chunk_size": 8, "placement": "constant"}),
-    ("pages", {"select": "summary", "place": "dual"}),
-    ("pages", {"select": "lowdim", "compress": "pca", "low_dim": 16, "place": "grouped"}),
-    ("pages", {"select": "oracle", "place": "constant"}),
+    ("pages", {"select": "summary", "placement": "dual"}),
+    ("pages", {"select": "lowdim", "select.compress": "pca", "select.low_dim": 16, "placement": "grouped"}),
+    ("pages", {"select": "oracle", "placement": "constant"}),
     ("reattention", {}),
     ("xattention", {"block_size": 16}),
 ]
@@ -59,7 +59,7 @@ def at_most(monkeypatch: pytest.MonkeyPatch, memory: int | None = None, disk: in
 
 
 def test_every_method_is_planned() -> None:
-    own = {name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce.")}
+    own = {name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce")}
     assert {name for name, _ in CASES} == own
 
 
@@ -344,5 +344,5 @@ def test_many_threads_ask_at_once(engine: lce.Engine) -> None:
 
 
 def test_maps_are_not_needed_to_plan(tiny_model: Path) -> None:
-    knobs = {"select": "lowdim", "low_dim": 16, "top_p": 0.5}
+    knobs = {"select": "lowdim", "select.low_dim": 16, "budget.top_p": 0.5}
     assert lce.plan(tiny_model, lce.methods.make("pages", knobs), tokens=700).fits

@@ -27,6 +27,7 @@ from lce.engine.info import describe
 from lce.engine.saving import text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import LongHeads
+from lce.methods.promises import promises_of
 from lce.methods.run import Block
 from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens
@@ -40,7 +41,14 @@ NEEDS: dict[str, dict[str, object]] = {
     "esa": {"compress": "pca", "sinks": 16, "low_dim": 8},
     "infllm": {"block_size": 16, "sinks": 16, "repr_tokens": 2, "top_k": 3},
     "longheads": {"chunk_size": 8, "chunks": 4},
-    "pages": {"select": "lowdim", "compress": "pca", "low_dim": 8, "place": "grouped", "page": 8, "budget": 48},
+    "pages": {
+        "select": "lowdim",
+        "select.compress": "pca",
+        "select.low_dim": 8,
+        "placement": "grouped",
+        "page": 8,
+        "budget": 48,
+    },
     "quest": {"page": 8, "budget": 48, "dense_layers": 1},
 }
 
@@ -54,7 +62,7 @@ KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of a manifest and small tensors
 SMALL = "least"  # a budget of the least bytes that are legal, and a folder for the rest
 # The methods for analysis keep what other selectors keep, or nothing.
-SERVING = [name for name in lce.methods.available() if not getattr(lce.methods.find(name), "analysis", False)]
+SERVING = [name for name in lce.methods.available() if "analysis" not in promises_of(lce.methods.find(name))]
 SLOW_IN_TIERS = pytest.param("longheads", marks=pytest.mark.slow)  # each head reads chunks of its own
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.slow] * (name == "reattention")) for name in SERVING]
 

@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
 from lce.attention import Attention
+from lce.methods import esa, selectors
 from lce.methods.base import Method
-from lce.methods.costs import Cost, QueryBlock
+from lce.methods.costs import Cost, QueryBlock, cost, paper_figures
 from lce.methods.lowdim import LowDimMap, LowDimMaps
+from lce.methods.promises import promises_of
 from tests.running import vectors
 
 D, WINDOW, LENGTH = 8, 40, 131
@@ -83,12 +85,12 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     for module in ("scores", "choices"):
         monkeypatch.setattr(f"lce.attention.{module}.compiled_for", lambda x: False)
     for owner, name, kind in (
-        (lce.methods.LongHeads, "summarise", SUMMARIES),
+        (selectors.Summary, "summarise", SUMMARIES),
         (lce.methods.InfLLM, "votes", SUMMARIES),
-        (lce.methods.Pages, "summarise", SUMMARIES),
+        (selectors.Representatives, "summarise", SUMMARIES),
         (LowDimMap, "low_keys", LOW_DIM),
         (LowDimMap, "low_queries", LOW_DIM),
-        (lce.methods.ESA, "find_basis", BASIS),
+        (esa, "find_basis", BASIS),
     ):
         monkeypatch.setattr(owner, name, made.under(kind, getattr(owner, name)))
     return made
@@ -97,6 +99,11 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 def maps(n_heads: int, n_kv_heads: int, low_dim: int = 3) -> LowDimMaps:
     sizes = LowDimMap.shapes(n_heads, n_kv_heads, D, low_dim)
     return LowDimMaps([LowDimMap(**{name: torch.randn(shape) for name, shape in sizes.items()})])
+
+
+def pages(**knobs: Any) -> Method:
+    """The method `pages`; two underscores are a dot."""
+    return lce.methods.make("pages", {name.replace("__", "."): value for name, value in knobs.items()})
 
 
 def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
@@ -121,13 +128,19 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "longheads fixed": own.LongHeads(chunk_size=8, chunks=4, fix_head=True, placement="constant"),
         "quest": own.Quest(page=8, budget=24, dense_layers=0),
         "quest dense": own.Quest(page=8, budget=24, dense_layers=1),
-        "pages": own.Pages(page=8, budget=40, sinks=8, local=16),
-        "pages constant": own.Pages(select="summary", place="constant", page=8, budget=40, local=9, share="layer"),
-        "pages dual": own.Pages(select="mean", place="dual", page=8, budget=40, chunk_size=24, share="group"),
-        "pages grouped": own.Pages(select="representatives", place="grouped", page=8, budget=40, repr_tokens=2),
-        "pages lowdim": own.Pages(select="lowdim", page=8, budget=24, low_dim=3, maps=maps(n_heads, n_kv_heads)),
-        "pages growing": own.Pages(page=4, budget=16, growth="linear", place="constant", share="group"),
-        "pages growing side by side": own.Pages(page=4, budget=16, growth="sqrt"),
+        "pages": pages(page=8, budget=40, budget__sinks=8, budget__local=16),
+        "pages constant": pages(
+            select="summary", placement="constant", page=8, budget=40, budget__local=9, share="layer"
+        ),
+        "pages dual": pages(
+            select="mean", placement="dual", page=8, budget=40, placement__chunk_size=24, share="group"
+        ),
+        "pages grouped": pages(select="representatives", placement="grouped", page=8, budget=40, select__repr_tokens=2),
+        "pages lowdim": pages(
+            select="lowdim", page=8, budget=24, select__low_dim=3, select__maps=maps(n_heads, n_kv_heads)
+        ),
+        "pages growing": pages(page=4, budget=16, budget__growth="linear", placement="constant", share="group"),
+        "pages growing side by side": pages(page=4, budget=16, budget__growth="sqrt"),
         "reattention": own.ReAttention(span=4, top_k=3, local=9),
         "xattention": own.XAttention(block_size=8, stride=4, top_p=1.0),
         "infllm": own.InfLLM(block_size=8, repr_tokens=2, top_k=3, sinks=3, local=20),
@@ -140,10 +153,10 @@ def declared(counter: Counter, method: Method, blocks: list[int], heads: tuple[i
     """What a method says of these blocks, which are run and counted."""
     with counter:
         lce.methods.run(method, *vectors(1, *heads, LENGTH, D), window=WINDOW, blocks=blocks, attention="reference")
-    cost, start = Cost(0), 0
+    found, start = Cost(0), 0
     for size in blocks:
-        cost, start = cost + method.cost(QueryBlock(start, start + size, *heads, D)), start + size
-    return cost
+        found, start = found + cost(method, QueryBlock(start, start + size, *heads, D)), start + size
+    return found
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=["grouped", "multi-head"])
@@ -196,7 +209,7 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Attention, "dense", count_dense)
     monkeypatch.setattr(Attention, "routed", count_routed)
     lce.methods.run(method, *vectors(1, 3, 3, LENGTH, D), window=WINDOW, blocks=[65, 65, 1])
-    assert method.cost(QueryBlock(LENGTH - 1, LENGTH, 3, 3, D)).rows_read == sum(rows)
+    assert cost(method, QueryBlock(LENGTH - 1, LENGTH, 3, 3, D)).rows_read == sum(rows)
 
 
 def test_a_block_is_the_sum_of_its_queries() -> None:
@@ -204,14 +217,14 @@ def test_a_block_is_the_sum_of_its_queries() -> None:
         if isinstance(method, lce.methods.ESA | lce.methods.InfLLM | lce.methods.Delta | lce.methods.XAttention):
             continue  # their queries choose together; a block of one is dense
         resolved = method.resolve(WINDOW)
-        whole = resolved.cost(QueryBlock(0, 90, 4, 2, D))
-        each = [resolved.cost(QueryBlock(i, i + 1, 4, 2, D)) for i in range(90)]
-        assert whole.attention == sum(cost.attention for cost in each)
+        whole = cost(resolved, QueryBlock(0, 90, 4, 2, D))
+        each = [cost(resolved, QueryBlock(i, i + 1, 4, 2, D)) for i in range(90)]
+        assert whole.attention == sum(one.attention for one in each)
 
 
 def test_every_method_of_ours_is_counted() -> None:
     found = [lce.methods.find(name) for name in lce.methods.available()]
-    assert all(cls().counted for cls in found if cls.__module__.startswith("lce."))
+    assert all("counted" in promises_of(cls) for cls in found if cls.__module__.startswith("lce"))
 
 
 class Other(lce.methods.LongHeads):
@@ -227,22 +240,22 @@ class Mean(lce.methods.SelectiveMethod):
 def test_what_a_method_of_ones_own_says() -> None:
     """A cost stands for the hooks that it knows. A selector's own summary is not counted, what it attends is."""
     block = QueryBlock(100, 101, 4, 2, D)
-    assert not Other().resolve(WINDOW).counted
+    assert not Other().resolve(WINDOW).promised("counted")
     mean = Mean(chunk_size=8, chunks=4).resolve(WINDOW)
-    cost, known = mean.cost(block), methods(4, 2)["longheads"].resolve(WINDOW).cost(block)
-    assert mean.counted
-    assert (cost.attention, cost.scores, cost.summaries) == (known.attention, known.scores, None)
+    found, known = cost(mean, block), cost(methods(4, 2)["longheads"].resolve(WINDOW), block)
+    assert mean.promised("counted")
+    assert (found.attention, found.scores, found.summaries) == (known.attention, known.scores, None)
 
 
 def test_figures_of_the_papers() -> None:
     """ESA: 128 numbers a token, 32 heads and 8 KV heads of 128 dimensions. LongHeads on Llama 2 7B."""
     esa_, heads = lce.methods.ESA(), lce.methods.LongHeads(chunk_size=256, chunks=16)
-    shares = [figure.value for figure in esa_.paper_figures(QueryBlock(0, 1, 32, 8, 128, 32))]
+    shares = [figure.value for figure in paper_figures(esa_, QueryBlock(0, 1, 32, 8, 128, 32))]
     assert [f"{share:.2%}" for share in shares] == ["1.56%", "6.25%"]
-    reach = [figure.value for figure in heads.paper_figures(QueryBlock(0, 1, 32, 32, 128, 32))]
+    reach = [figure.value for figure in paper_figures(heads, QueryBlock(0, 1, 32, 32, 128, 32))]
     assert reach == [16 * 32 * 32, 256 * 16 * 32 * 32]
     n = 1 << 20
     block = QueryBlock(n - 1, n, 32, 8, 128)
-    scores = lce.methods.ESA(local=4096, top_k=2048, compress="calibrated").sized(8192).cost(block)
-    full = lce.methods.Full().cost(block)
+    scores = cost(lce.methods.ESA(local=4096, top_k=2048, compress="calibrated").sized(8192), block)
+    full = cost(lce.methods.Full(), block)
     assert math.isclose(scores.scores / full.attention, 0.015625, rel_tol=0.005)

@@ -25,7 +25,7 @@ RECORDED = [
     case
     for case in CASES
     if case[0] not in ONE_BY_ONE
-    and not {"top_k", "top_p", "growth"} & {*case[1]}
+    and not {"top_k", "top_p", "budget.top_p", "budget.growth"} & {*case[1]}
     and case[1].get("select") not in CONTEXTUAL
     and case[1].get("dense_up_to") != 0
     and case[1].get("group") != "auto"
@@ -144,10 +144,10 @@ class OwnAttend(LongHeads):
 
 
 def test_who_decodes() -> None:
-    decoding = {name for name in available() if make(name, NEEDS.get(name, {})).resolve(WINDOW).decodes}
+    decoding = {name for name in available() if make(name, NEEDS.get(name, {})).resolve(WINDOW).promised("recorded")}
     assert decoding == {case[0] for case in RECORDED}
-    assert Relative().decodes
-    assert not OwnAttend().decodes, "it does something else"
+    assert Relative().promised("recorded")
+    assert not OwnAttend().promised("recorded"), "it does something else"
     with pytest.raises(OnDevice):
         differences(HostScores(chunk_size=8, chunks=4), 100, 104)
 

@@ -9,12 +9,12 @@ from torch import Tensor
 import lce
 from lce.attention import Attention
 from lce.errors import UsageError
-from lce.methods import Delta, make
+from lce.methods import Delta, make, registry
 from lce.methods.attending import around_core, bounds
-from lce.methods.base import UserFile
-from lce.methods.costs import QueryBlock
+from lce.methods.costs import QueryBlock, cost
 from lce.methods.lowdim import LowDimMap, LowDimMaps
 from lce.methods.parts import Part
+from lce.methods.registry import UserFile, user_file
 from tests.checkpoints import tokens
 from tests.methods.test_matrix import KNOBS, WINDOW, drawn
 from tests.running import cut, run, vectors
@@ -73,14 +73,14 @@ def test_the_default_pair_is_one_that_caches_keys_alike() -> None:
     for text, dense in (
         ("streaming", "full"),
         ("quest", "full"),
-        ("pages:place=true", "full"),
+        ("pages:placement=true", "full"),
         ("lm_infinite", "rerope"),
         ("infllm", "rerope"),
         ("longheads:placement=constant", "rerope"),
         ("esa:compress=pca", "rerope"),
         ("longheads", "dca:chunk_size=16:"),
-        ("pages:place=dual:chunk_size=64", "dca:chunk_size=64:"),
-        ("pages:place=grouped:group=5", "self_extend:local=128:group=5"),
+        ("pages:placement=dual:placement.chunk_size=64", "dca:chunk_size=64:"),
+        ("pages:placement=grouped:placement.group=5", "self_extend:local=128:group=5"),
         ("dca:parts=intra", "dca:"),
     ):
         assert str(Delta(method=text).resolve(512).dense).startswith(dense), text
@@ -104,11 +104,15 @@ def test_pairs_that_cannot_be() -> None:
 
 
 def test_a_method_is_spelled_with_all_its_knobs() -> None:
-    made = make("delta", {"method": "pages:place=true:top_p=0.37:local=3", "every": "9"}).resolve(512)
-    assert made.method.startswith("pages:select=bounds:place=true:page=16:budget=256:sinks=16:local=3:share=head")
+    made = make("delta", {"method": "pages:placement=true:budget.top_p=0.37:budget.local=3", "every": "9"}).resolve(512)
+    assert made.method.startswith(
+        "pages:select=bounds:placement=true:page=16:budget=256:budget.sinks=16:budget.local=3:budget.top_p=0.37:share="
+    )
     assert "top_p=0.37" in made.method
     assert made == made.resolve(512)
-    assert made.sparse_method == make("pages", {"place": "true", "top_p": 0.37, "local": 3}).resolve(512)
+    assert made.sparse_method == make("pages", {"placement": "true", "budget.top_p": 0.37, "budget.local": 3}).resolve(
+        512
+    )
     assert Delta().resolve(512).method == "streaming:sinks=4:local=128"
 
 
@@ -116,9 +120,9 @@ def test_what_cannot_be_spelled_and_whose_code_it_is(monkeypatch: pytest.MonkeyP
     maps = LowDimMaps([LowDimMap(**{name: torch.zeros(s) for name, s in LowDimMap.shapes(4, 2, 8, 3).items()})])
     with pytest.raises(UsageError, match="delta: maps of esa cannot be spelled; choose knobs without maps"):
         Delta()._spell(lce.methods.ESA(maps=maps))
-    assert Delta().user_file is None
-    monkeypatch.setattr(lce.methods.Streaming, "user_file", (mine := UserFile("mine.py", "0")))
-    assert Delta().user_file is mine
+    assert user_file(Delta()) is None
+    monkeypatch.setitem(registry._FILES, lce.methods.Streaming, (mine := UserFile("mine.py", "0")))
+    assert user_file(Delta()) is mine
 
 
 def test_limits_are_those_of_both() -> None:
@@ -173,7 +177,7 @@ def test_common_keys_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cost_of_the_dense_queries() -> None:
     made = Delta(method="streaming:sinks=4:local=60", every=64).resolve(4096)
     block = QueryBlock(2048, 2048 + 512, 4, 2, 8)
-    more = (made.cost(block).attention - made.sparse_method.cost(block).attention) / block.causal.attention
+    more = (cost(made, block).attention - cost(made.sparse_method, block).attention) / block.causal.attention
     assert 0.0149 < more < 1 / 64
     step = QueryBlock(2050, 2051, 4, 2, 8)
-    assert made.cost(step) == made.dense_method.cost(step)
+    assert cost(made, step) == cost(made.dense_method, step)

@@ -19,9 +19,8 @@ from lce.cache.layout import AccessPattern
 from lce.cache.method_state import TokenRows
 from lce.errors import UsageError
 from lce.methods import Full, LongHeads, Method, SelectiveMethod, Step
-from lce.methods.base import METHOD_CHECKS
-from lce.methods.costs import Cost, QueryBlock
-from lce.methods.hooks import SELECTION_CHECKS
+from lce.methods.costs import Cost, QueryBlock, cost
+from lce.methods.hooks import METHOD_CHECKS, SELECTION_CHECKS
 from lce.methods.parts import LayerFacts
 from lce.methods.step import DeviceStep
 from tests.running import vectors
@@ -159,11 +158,11 @@ def test_hooks_that_a_run_does_not_call() -> None:
             method.choices if name == "choices" else method.for_model(None)
 
 
-class Recorded(Full):
+class Recorded(Full, promises={"counted": ()}):
     def bound(self, stop: int) -> int | None:
         return stop - 1
 
-    def decode(self, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         return q[0]
 
     def choice_cost(self, block: QueryBlock) -> Cost:
@@ -184,10 +183,10 @@ def test_hooks_of_recorded_steps_costs_analysis_and_parts() -> None:
     q, cache, step = torch.zeros(H, 1, D), cast("LayerCache", None), cast("DeviceStep", None)
     with pytest.raises(UsageError, match=r"full\.bound returned 6; expected None, or a whole number of tokens, 7"):
         Recorded().bound(7)
-    with pytest.raises(UsageError, match=r"full\.decode returned \[1, 8\] float32; expected \[4, 1, 8\] float32"):
-        Recorded().decode(q, cache, step)
+    with pytest.raises(UsageError, match=r"full\.attend returned \[1, 8\] float32; expected \[4, 1, 8\] float32"):
+        Recorded().attend(q, cache, step)
     with pytest.raises(UsageError, match=r"full\.choice_cost returned 7; expected a Cost, as block\.tokens\(n\) gives"):
-        Recorded().cost(QueryBlock(0, 1, H, G, D))
+        cost(Recorded(), QueryBlock(0, 1, H, G, D))
     with pytest.raises(UsageError, match=r"Analysed\.log_mass returned \[\d+, \d+\] float32; expected \[4, \d+, \d+\]"):
         run(Analysed(chunks=4, top_p=0.5))
     with pytest.raises(UsageError, match=r"Yields\.parts_of yielded a tuple; expected a Part"):
@@ -197,7 +196,7 @@ def test_hooks_of_recorded_steps_costs_analysis_and_parts() -> None:
 
 
 def test_every_hook_that_is_checked_is_in_the_table() -> None:
-    assert {*WRONG, "choices", "for_model", "bound", "decode", "choice_cost", "log_mass"} == {*SELECTION_CHECKS}
+    assert {*WRONG, "choices", "for_model", "bound", "choice_cost", "log_mass"} == {*SELECTION_CHECKS}
     assert {*METHOD_CHECKS} < {*SELECTION_CHECKS}
 
 

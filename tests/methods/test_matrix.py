@@ -1,6 +1,5 @@
 """Every registered method against the oracle, and the properties that all of them share."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +14,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lce.cache.layout import Budgets
-from lce.methods import Delta, Method, available, distances, find, make
+from lce.methods import Delta, Method, available, find, make
+from lce.methods import knobs as spelling
+from lce.methods.promises import promises_of
 from lce.models.config import RopeConfig
+from lce_lab.analysis import distances
 from tests import oracle
 from tests.depth import cover
 from tests.pretended import Gpus
@@ -32,21 +34,23 @@ SELECTS: dict[str, dict[str, object]] = {
     "summary": {},
     "bounds": {},
     "mean": {},
-    "representatives": {"repr_tokens": 2},
-    "lowdim": {"compress": "pca", "low_dim": 12},
+    "representatives": {"select.repr_tokens": 2},
+    "lowdim": {"select.compress": "pca", "select.low_dim": 12},
     "best_key": {},
-    "oracle": {"judge": "true"},
-    "random": {"seed": 1},
+    "oracle": {"select.judge": "true"},
+    "random": {"select.seed": 1},
 }
 PLACES: dict[str, dict[str, object]] = {
     "side_by_side": {},
     "true": {},
     "constant": {},
-    "grouped": {"group": 3},
-    "dual": {"chunk_size": 20},
+    "grouped": {"placement.group": 3},
+    "dual": {"placement.chunk_size": 20},
 }
 PLANE = [
-    {"select": select, "place": place, "page": 4, "budget": 32, "sinks": 5, "local": 7, **of_select, **of_place}
+    {"select": select, "placement": place, "page": 4, "budget": 32, "budget.sinks": 5, "budget.local": 7}
+    | of_select
+    | of_place
     for select, of_select in SELECTS.items()
     for place, of_place in PLACES.items()
 ]
@@ -66,7 +70,11 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"method": "lm_infinite:sinks=2:local=9", "dense": "rerope:local=12:log_scale=true", "every": 7},
         {"method": "quest:dense_layers=0:page=4:budget=16", "every": 8, "dense_up_to": 7},
         {"method": "longheads:chunk_size=4", "dense": "dca:chunk_size=4", "every": 16},
-        {"method": "pages:place=grouped:group=3:page=4:budget=32", "dense": "self_extend:group=3", "every": 9},
+        {
+            "method": "pages:placement=grouped:placement.group=3:page=4:budget=32",
+            "dense": "self_extend:group=3",
+            "every": 9,
+        },
         {"method": "dca:chunk_size=20:parts=intra", "dense": "dca:chunk_size=20", "every": 6, "dense_up_to": 0},
         {"method": "esa:compress=none:sinks=4:top_k=9", "dense": "rerope", "every": 11, "correct": False},
         {"method": "quest:dense_layers=0:page=4:budget=16", "dense": "self_extend:group=auto", "every": 6},
@@ -115,30 +123,74 @@ KNOBS: dict[str, list[dict[str, object]]] = {
     ],
     "pages": [
         *PLANE,
-        {"page": 5, "budget": 26, "sinks": 0, "local": 0, "select": "summary", "share": "group"},
-        {"page": 1, "budget": 16, "sinks": 2, "local": 3, "place": "constant", "far": 31, "share": "layer"},
-        {"page": 4, "budget": 32, "select": "representatives", "place": "true", "top_p": 0.4, "sinks": 0},
-        {"page": 4, "budget": 32, "place": "constant", "top_p": 0.6, "share": "group"},
-        {"page": 4, "budget": 32, "select": "oracle", "top_p": 0.6, "share": "group", "local": 8},
-        {"page": 4, "budget": 32, "select": "random", "top_p": 0.37, "share": "layer"},
-        {"page": 8, "budget": 50, "select": "mean", "place": "side_by_side"},
-        {"page": 4, "budget": 24, "place": "dual", "top_p": 0.6, "share": "group", "far": 40},
-        {"page": 2, "budget": 24, "select": "summary", "place": "grouped", "top_p": 0.5, "local": 9, "group": 8},
+        {"page": 5, "budget": 26, "budget.sinks": 0, "budget.local": 0, "select": "summary", "share": "group"},
+        {
+            "page": 1,
+            "budget": 16,
+            "budget.sinks": 2,
+            "budget.local": 3,
+            "placement": "constant",
+            "placement.far": 31,
+            "share": "layer",
+        },
+        {
+            "page": 4,
+            "budget": 32,
+            "select": "representatives",
+            "placement": "true",
+            "budget.top_p": 0.4,
+            "budget.sinks": 0,
+        },
+        {"page": 4, "budget": 32, "placement": "constant", "budget.top_p": 0.6, "share": "group"},
+        {"page": 4, "budget": 32, "select": "oracle", "budget.top_p": 0.6, "share": "group", "budget.local": 8},
+        {"page": 4, "budget": 32, "select": "random", "budget.top_p": 0.37, "share": "layer"},
+        {"page": 8, "budget": 50, "select": "mean", "placement": "side_by_side"},
+        {"page": 4, "budget": 24, "placement": "dual", "budget.top_p": 0.6, "share": "group", "placement.far": 40},
+        {
+            "page": 2,
+            "budget": 24,
+            "select": "summary",
+            "placement": "grouped",
+            "budget.top_p": 0.5,
+            "budget.local": 9,
+            "placement.group": 8,
+        },
         *(
             {"page": 4, "budget": 32, "queries": "page", **knobs}
             for knobs in (
-                {"sinks": 5, "local": 7},
-                {"share": "group", "place": "true", "page": 5},
-                {"share": "layer", "place": "grouped", "local": 9, "select": "summary"},
-                {"share": "group", "place": "constant", "select": "oracle"},
-                {"place": "dual", "chunk_size": 20, "select": "mean"},
+                {"budget.sinks": 5, "budget.local": 7},
+                {"share": "group", "placement": "true", "page": 5},
+                {"share": "layer", "placement": "grouped", "budget.local": 9, "select": "summary"},
+                {"share": "group", "placement": "constant", "select": "oracle"},
+                {"placement": "dual", "placement.chunk_size": 20, "select": "mean"},
                 {"share": "group", "select": "random"},
             )
         ),
-        {"page": 2, "budget": 12, "growth": "sqrt"},
-        {"page": 2, "budget": 12, "growth": "linear", "select": "mean", "grows_from": 20, "grows_to": 25},
-        {"page": 4, "budget": 20, "growth": "linear", "place": "constant", "share": "group", "grows_to": 70},
-        {"page": 4, "budget": 16, "growth": "sqrt", "place": "dual", "top_p": 0.7, "select": "best_key"},
+        {"page": 2, "budget": 12, "budget.growth": "sqrt"},
+        {
+            "page": 2,
+            "budget": 12,
+            "budget.growth": "linear",
+            "select": "mean",
+            "budget.grows_from": 20,
+            "budget.grows_to": 25,
+        },
+        {
+            "page": 4,
+            "budget": 20,
+            "budget.growth": "linear",
+            "placement": "constant",
+            "share": "group",
+            "budget.grows_to": 70,
+        },
+        {
+            "page": 4,
+            "budget": 16,
+            "budget.growth": "sqrt",
+            "placement": "dual",
+            "budget.top_p": 0.7,
+            "select": "best_key",
+        },
     ],
     "reattention": [
         {"span": 4, "top_k": 3, "sinks": 5, "local": 9},
@@ -168,10 +220,10 @@ KNOBS: dict[str, list[dict[str, object]]] = {
 }
 CASES = [(name, {**NEEDS.get(name, {}), **knobs}) for name in available() for knobs in [{}, *KNOBS.get(name, [])]]
 # Methods for analysis read every key, from whichever tier: where only tiers differ, one short case of each is enough.
-ANALYSIS = [name for name in available() if find(name).analysis]
+ANALYSIS = [name for name in available() if "analysis" in promises_of(find(name))]
 SERVING = [case for case in CASES if case[0] not in ANALYSIS]
 # Without other budgets and votes of the same methods: they change what is chosen, not where it lies or for which heads.
-BASIC = [case for case in SERVING if not {"top_p", "heads"} & {*case[1]}]
+BASIC = [case for case in SERVING if not {"top_p", "budget.top_p", "heads"} & {*case[1]}]
 # Each value of each knob once: for what concerns a choice, a place or a state, and not two of them at once.
 EACH, EACH_BASIC = cover(CASES), cover(BASIC)
 # Each reader of keys: what else a knob changes is what is chosen.
@@ -193,7 +245,7 @@ CUTS = {
 
 def exact_length(method: Method) -> int | None:
     """The longest text for which the method equals full attention, in tokens; None: any."""
-    knobs = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    knobs = {name.rpartition(".")[2]: value for name, value in spelling.settings(method).items()}
     local, sinks = knobs.get("local", 0), knobs.get("sinks", 0)
     match method.name:
         case "full":
@@ -210,9 +262,9 @@ def exact_length(method: Method) -> int | None:
         case "quest" if knobs["top_p"] is None:
             return None if knobs["dense_layers"] else knobs["budget"] // knobs["page"] * knobs["page"]
         case "pages" if knobs["top_p"] is None:
-            page, near = knobs["page"], knobs["place"] in ("constant", "grouped")
+            page, near = knobs["page"], knobs["placement"] in ("constant", "grouped")
             whole = (-(-local // page) + 1 if near else knobs["budget"] // page) * page
-            return min(whole, 2 * knobs["chunk_size"], knobs["far"] + 1) if knobs["place"] == "dual" else whole
+            return min(whole, 2 * knobs["chunk_size"], knobs["far"] + 1) if knobs["placement"] == "dual" else whole
         case "reattention" if knobs["top_p"] is None:
             span = knobs["span"]
             return (-(-sinks // span) + knobs["top_k"] + -(-local // span)) * span

@@ -37,13 +37,11 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Offers classes of this file through the entry-point group, as an installed package would."""
 
     def offer(**classes: str) -> None:
-        points = [EntryPoint(name, f"{__name__}:{value}", registry.ENTRY_POINTS) for name, value in classes.items()]
-
-        def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
+        def plugins(group: str) -> dict[str, EntryPoint]:
             assert group == registry.ENTRY_POINTS
-            return [point for point in points if name in (None, point.name)]
+            return {name: EntryPoint(name, f"{__name__}:{value}", group) for name, value in classes.items()}
 
-        monkeypatch.setattr(registry, "entry_points", entry_points)
+        monkeypatch.setattr(registry, "plugins", plugins)
         monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
     return offer

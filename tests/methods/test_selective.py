@@ -13,8 +13,23 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
 from lce.kernels.cuda import launching
-from lce.methods import Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, Step, attending, make
-from lce.methods.selective import ChunkSelection
+from lce.methods import (
+    Budget,
+    Driver,
+    LongHeads,
+    Pages,
+    Quest,
+    Rope,
+    RopeConfig,
+    SelectiveMethod,
+    Step,
+    make,
+    selective,
+)
+from lce.methods.choosing import plain_runs
+from lce.methods.placement import TruePositions
+from lce.methods.selective import ChunkMethod
+from lce.methods.selectors import MeanKey
 from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
 from tests.running import cut, layout_for, run, vectors
@@ -74,7 +89,7 @@ class Fewest(ByMeanKey):
         {"name": "longheads", "chunk_size": 16, "placement": "true"},
         {"name": "reattention"},
         {"name": "pages", "page": 16, "budget": 320},
-        {"name": "pages", "page": 16, "budget": 320, "place": "true"},
+        {"name": "pages", "page": 16, "budget": 320, "placement": "true"},
     ],
     ids=str,
 )
@@ -86,7 +101,7 @@ def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
     (q, k, v), found = vectors(8, 4, 2, 3 * 128 + 100, 16), []
     yarn = RopeConfig(kind="yarn", factor=2.0)
     for rows, budgets in ((64, None), (10_000, None), (64, Budgets(100 << 10, 0, tmp_path))):
-        monkeypatch.setattr(attending, "TURNED_ROWS", rows)
+        monkeypatch.setattr(selective, "TURNED_ROWS", rows)
         chosen: list[Tensor] = []
         blocks, note = [128, 128, 64, 64, 100], lambda _, x, chosen=chosen: chosen.append(x)
         out = run(method, q, k, v, blocks, window=window, scaling=yarn, note=note, budgets=budgets)
@@ -145,13 +160,13 @@ def test_more_than_was_declared_is_not_kept() -> None:
         run(KeepsTwice(chunk_size=SIZE), q, k, v, [100], window=WINDOW)
 
 
-PLAIN: dict[str, ChunkSelection] = {
+PLAIN: dict[str, ChunkMethod] = {
     "mean key": ByMeanKey(chunk_size=SIZE, chunks=5, placement="true"),
     "head": LongHeads(chunk_size=SIZE, chunks=5),
     "group": LongHeads(chunk_size=SIZE, chunks=5, share="group", rank="last"),
     "layer": LongHeads(chunk_size=SIZE, chunks=5, share="layer", keep_first=False, placement="constant"),
     "quest": Quest(page=SIZE, budget=5 * SIZE, dense_layers=0),
-    "pages": Pages(select="mean", page=SIZE, budget=5 * SIZE, sinks=0, share="group", place="true"),
+    "pages": Pages(MeanKey(), TruePositions(), SIZE, Budget(5 * SIZE, sinks=0), share="group"),
 }
 EVERY_DAY = ("group", "quest")
 
@@ -175,9 +190,9 @@ def test_plain_choices_become_runs_as_any_choices_do(name: str, gpus: Gpus, monk
             step = DeviceStep(rope, attention, WINDOW, len(k), at=at, bound=63)
             query = q[:, index : index + 1]
             for own in (False, True):
-                plain = method._plain_runs(query, layer, step, own)
+                plain = plain_runs(method.selection, query, layer, step, own)
                 chosen = method.choose(query, layer, step)
-                first, count = runs_of_chunks(chosen.squeeze(1), method.size, at if own else None, query)
+                first, count = runs_of_chunks(chosen.squeeze(1), method.selection.size, at if own else None, query)
                 assert (plain[0] * (plain[1] > 0)).tolist() == (first * (count > 0)).tolist(), index
                 assert plain[1].tolist() == count.tolist(), index
                 assert (count > 0).any()
@@ -189,7 +204,7 @@ class Own(LongHeads):
 
 
 def test_choices_of_ones_own_are_not_plain(triton_gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ChunkSelection] = [ByMeanKeyInFull(chunk_size=SIZE, chunks=5), Own(chunk_size=SIZE, chunks=5)]
+    made: list[ChunkMethod] = [ByMeanKeyInFull(chunk_size=SIZE, chunks=5), Own(chunk_size=SIZE, chunks=5)]
     made += [LongHeads(chunk_size=SIZE, chunks=5, **knobs) for knobs in ({"rank": "random"}, {"fix_head": True})]
     q, at = torch.zeros(4, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     rope = Rope(RopeConfig(), 16, WINDOW)
@@ -197,4 +212,4 @@ def test_choices_of_ones_own_are_not_plain(triton_gpus: Gpus, monkeypatch: pytes
     for method in made:
         layer = KVCache.empty(layout_for(method, 4, torch.zeros(2, 8, 16, device="cuda"), 8, Budgets())).layers[0]
         layer.state["summaries"].write(torch.zeros(4, 2, 16, device="cuda"), 0)  # type: ignore[attr-defined]
-        assert method._plain_runs(q, layer, step, own=True) is None
+        assert plain_runs(method.resolve(WINDOW).selection, q, layer, step, own=True) is None

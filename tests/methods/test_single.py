@@ -10,6 +10,7 @@ import lce
 from lce.cache.layout import CacheLayout
 from lce.errors import UsageError
 from lce.methods import InfLLM, LMInfinite, LongHeads, Method, Quest, make
+from lce.methods.selectors import Bounds
 from tests import oracle
 from tests.running import cut, run, vectors
 
@@ -172,13 +173,13 @@ def test_no_key_answers_better_than_its_page_of_quest_promises() -> None:
     """The score is an upper bound of `q · k`, and is reached where a page has one key."""
     q, k, v = vectors(1, 8, 2, 60, 16)
     pages = k.unflatten(1, (12, 5))
-    quest: Any = Quest(page=5)
-    score = quest.score(q, quest.summarise(q[:, :0], pages, v.unflatten(1, (12, 5)), None), None, 0)
+    bounds: Any = Bounds()
+    score = bounds.score(q, bounds.summarise(q[:, :0], pages, v.unflatten(1, (12, 5)), None), None, 0)
     logits = torch.einsum("htd,hmld->html", q, pages.repeat_interleave(4, 0))
     assert (logits.amax(-1) <= score + 1e-4).all()
-    single = quest.summarise(q[:, :0], k[:, :, None], v[:, :, None], None)
+    single = bounds.summarise(q[:, :0], k[:, :, None], v[:, :, None], None)
     exact = q @ k.repeat_interleave(4, 0).mT
-    torch.testing.assert_close(quest.score(q, single, None, 0), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(bounds.score(q, single, None, 0), exact, rtol=0, atol=1e-4)
 
 
 def test_the_first_layers_of_quest_attend_everything() -> None:

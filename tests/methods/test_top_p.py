@@ -89,5 +89,5 @@ def test_less_mass_is_fewer_choices(name: str, knobs: dict[str, object]) -> None
 
 
 def test_steps_of_a_share_are_not_recorded() -> None:
-    assert make("longheads").decodes
-    assert not make("longheads", {"top_p": 0.5}).decodes
+    assert make("longheads").promised("recorded")
+    assert not make("longheads", {"top_p": 0.5}).promised("recorded")

@@ -9,6 +9,7 @@ from torch import Tensor
 import lce
 from lce.errors import UsageError
 from lce.methods import Delta, XAttention, make, xattention
+from lce.methods.costs import cost
 from tests.methods.test_decoding import differences
 from tests.methods.test_matrix import KNOBS, WINDOW
 from tests.running import cut, run, vectors
@@ -77,11 +78,11 @@ def test_half_of_the_blocks_is_half_of_the_work() -> None:
     """The estimate costs 1 / (2 · stride) of full attention, and is counted with the most that a choice may cost."""
     method, n = XAttention().resolve(8192), 8192
     block = lce.methods.QueryBlock(0, n, 9, 3, 64)
-    cost, full = method.cost(block), lce.methods.Full().cost(block)
-    assert cost.scores / full.attention == pytest.approx(1 / 16, rel=0.15)
-    assert cost.attention == pytest.approx(full.attention, rel=0.001)
+    found, full = cost(method, block), cost(lce.methods.Full(), block)
+    assert found.scores / full.attention == pytest.approx(1 / 16, rel=0.15)
+    assert found.attention == pytest.approx(full.attention, rel=0.001)
     step = lce.methods.QueryBlock(n - 1, n, 9, 3, 64)
-    assert method.cost(step) == lce.methods.Full().cost(step)
+    assert cost(method, step) == cost(lce.methods.Full(), step)
 
 
 def test_a_recorded_step_ignores_the_checkpoints_sliding_window() -> None:

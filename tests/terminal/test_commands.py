@@ -7,19 +7,20 @@ import click
 import pytest
 
 from lce.errors import UsageError
+from lce.plugins import plugins
 from lce.terminal import commands
 
 
 def test_a_source_tree_names_its_commands(tmp_path: Path) -> None:
     text = "[options.entry_points]\nlce.commands =\n    hello = one.two:three\n    trace = mine:trace\n"
     (tmp_path / "setup.cfg").write_text(text)
-    found = commands.others(tmp_path)
+    found = plugins(commands.GROUP, tmp_path)
     assert (found["hello"].value, found["trace"].value) == ("one.two:three", "mine:trace")
 
 
 def test_our_tree_has_the_commands_of_server_and_laboratory() -> None:
     names = "bench calibrate eval explain inspect leaderboard recommend reproduce serve trace".split()
-    found = commands.others()
+    found = plugins(commands.GROUP)
     assert set(names) <= set(found)
     assert all(isinstance(found[name].load(), click.Command) for name in names)
 

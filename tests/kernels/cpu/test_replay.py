@@ -84,7 +84,8 @@ ALIKE: dict[str, list[dict[str, object]]] = {
     "longheads": [{"chunk_size": 8}, {"chunk_size": 8, "placement": "true"}],
     "quest": [{"dense_layers": 0, "page": 4, "budget": 24}],
     "pages": [
-        {"page": 4, "budget": 24, **knobs} for knobs in ({}, {"share": "group"}, {"select": "mean", "place": "true"})
+        {"page": 4, "budget": 24, **knobs}
+        for knobs in ({}, {"share": "group"}, {"select": "mean", "placement": "true"})
     ],
 }
 NOT_ALIKE: dict[str, list[dict[str, object]]] = {

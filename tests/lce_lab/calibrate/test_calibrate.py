@@ -16,7 +16,7 @@ import torch
 
 import lce
 from lce.errors import CapacityError, DataError, UsageError
-from lce.methods import ESA, LayerCache, Step
+from lce.methods import ESA, LayerCache, Step, esa
 from lce.methods.lowdim import LearnedFor, LowDimMap
 from lce.methods.map_file import read_sealed, sealed
 from lce_lab.calibrate import Calibration, calibrate, learn, work_folder
@@ -61,10 +61,10 @@ def test_queries_are_learned_as_the_method_places_them(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any]
 ) -> None:
     learned, placed = [], []
-    learn_layer, scorer = learn.Calibrator.learn, ESA.scorer
+    learn_layer, scorer = learn.Calibrator.learn, esa.scorer
     noted = lambda self, q, *rest: learned.append(q) or learn_layer(self, q, *rest)  # noqa: E731
     monkeypatch.setattr(learn.Calibrator, "learn", noted)
-    monkeypatch.setattr(ESA, "scorer", lambda self, q, *rest: placed.append(q) or scorer(self, q, *rest))
+    monkeypatch.setattr(esa, "scorer", lambda self, q, *rest: placed.append(q) or scorer(self, q, *rest))
     out = tmp_path / "maps.safetensors"
     calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=1, far=5), **rope)
     method = ESA(maps=str(out), low_dim=4, sinks=1, local=2, top_k=2, far=5)
@@ -80,7 +80,7 @@ def test_pieces_beyond_the_window_are_read_by_exact_scores(
     """The queries that are learned from are those of `esa` with exact scores, in the layer above its choices too."""
     learned: dict[int, torch.Tensor] = {}
     chosen_by: dict[int, list[torch.Tensor]] = defaultdict(list)
-    learn_layer, scorer = learn.Calibrator.learn, ESA.scorer
+    learn_layer, scorer = learn.Calibrator.learn, esa.scorer
 
     def note_learned(self: learn.Calibrator, q: torch.Tensor, k: torch.Tensor, start: LowDimMap, layer: int) -> Any:
         learned[layer] = q
@@ -93,7 +93,7 @@ def test_pieces_beyond_the_window_are_read_by_exact_scores(
     monkeypatch.setattr(learn.Calibrator, "learn", note_learned)
     options = Calibration(low_dim=4, tokens=8 * 256, epochs=1, far=20, piece=256)
     calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", options)
-    monkeypatch.setattr(ESA, "scorer", note_scored)
+    monkeypatch.setattr(esa, "scorer", note_scored)
     engine = lce.load(tiny_model, ESA(compress="none", far=20))
     engine.prefill(engine.tokenizer.encode(TEXT, bos=False)[:256])
     assert [*chosen_by] == [*learned] == [0, 1]

@@ -7,7 +7,7 @@ import torch
 
 from lce.errors import UsageError
 from lce.methods import Method, Observed, make
-from lce.methods.mass import JUDGES, Judge
+from lce_lab.analysis.mass import JUDGES, Judge
 from lce_lab.eval.meter import AttentionMeter, States, cover_and_gini
 from lce_lab.eval.record import Attended
 from tests import oracle

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import lce
 from lce.errors import CapacityError, DataError
-from lce_lab.eval.record import Answer, Loss, Record, text_hash
+from lce_lab.eval.naming import engine_parts
+from lce_lab.eval.record import Answer, Loss, Record, renewed_engine, text_hash
 from tests.command import assert_error, run, start
 from tests.interrupts import interrupted, places
 
@@ -177,3 +179,24 @@ def test_another_file_is_refused_and_stays_as_it_is(text: str, tmp_path: Path) -
     with pytest.raises(DataError, match="is no record: line"):
         Record(file)
     assert file.read_text() == text
+
+
+def test_an_engine_of_before_is_the_same_engine(tmp_path: Path) -> None:
+    """Answers recorded under the former names of knobs count for the method as it is spelled now."""
+    before = (
+        "Pages(select='bounds', place='grouped', page=16, budget=4096, sinks=16, local=16, share='head', "
+        "queries='alone', repr_tokens=None, compress=None, low_dim=None, maps=None, judge=None, seed=None, group=8, "
+        "chunk_size=None, far=None, growth=None, grows_from=None, grows_to=None, top_p=None)"
+    )
+    now = lce.methods.make("pages", {"placement": "grouped"}).resolve(8192)
+    for text in ("Engine({}, window=8192, block=257, cpu, torch.bfloat16)", "Engine(Observed(inner={}), window=8192)"):
+        assert renewed_engine(text.format(before)) == text.format(repr(now))
+        assert renewed_engine(text.format(repr(now))) == text.format(repr(now))
+    kind, parts = engine_parts({"engine": f"Engine({now!r}, window=8192, block=257, cpu, torch.bfloat16)"})
+    assert kind == "Pages"
+    assert [parts[knob] for knob in ("select", "placement", "placement.group", "budget")] == [
+        "bounds",
+        "grouped",
+        "8",
+        "4096",
+    ]

@@ -143,10 +143,14 @@ def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -
         ),
         ("esa", {"compress": "none"}, ["selection"] + ["budget"] * 4 + ["placement"] * 2 + ["window", "both", "both"]),
         ("quest", {}, ["selection"] + ["budget"] * 3 + ["placement"] * 2 + ["both"] * 2),
-        ("pages", {"place": "true"}, ["selection"] + ["budget"] * 3 + ["placement"] * 4 + ["window", "both", "both"]),
         (
             "pages",
-            {"budget": WINDOW, "select": "lowdim", "compress": "pca"},
+            {"placement": "true"},
+            ["selection"] + ["budget"] * 3 + ["placement"] * 4 + ["window", "both", "both"],
+        ),
+        (
+            "pages",
+            {"budget": WINDOW, "select": "lowdim", "select.compress": "pca"},
             ["selection"] + ["placement"] * 3 + ["window", "both", "both"],
         ),
         ("longheads", {"chunk_size": 8, "chunks": 8}, ["selection", "placement", "both", "both"]),  # 64 tokens

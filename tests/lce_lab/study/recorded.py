@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from lce.methods import Observed, make
-from lce.methods.mass import Judge
+from lce_lab.analysis.mass import Judge
 from lce_lab.study.looks import looks_of
 from lce_lab.study.run_observer import RunObserver
 from tests.running import run, vectors

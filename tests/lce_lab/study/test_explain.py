@@ -14,7 +14,8 @@ from torch import Tensor
 from lce.attention import rotate
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
-from lce.methods import Method, Step, available, make, selects
+from lce.methods import Method, Step, available, make, settings
+from lce_lab.analysis.oracle import selects
 from lce_lab.study.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
 from tests import oracle
 from tests.command import assert_error, run
@@ -24,7 +25,7 @@ WINDOW, TOKENS = 16, 40
 SETTINGS = {
     "dca": "; chunk_size=5; chunk_size=16; temperature=true",
     "delta": "; every=5; method=lm_infinite:sinks=2:local=5 dense=rerope:local=6 every=4 dense_up_to=0; "
-    "method=pages:place=dual:page=2:budget=8:chunk_size=6 dense=dca:chunk_size=6 every=3 dense_up_to=5",
+    "method=pages:placement=dual:page=2:budget=8:placement.chunk_size=6 dense=dca:chunk_size=6 every=3 dense_up_to=5",
     "esa": "compress=none sinks=4 top_k=5; compress=none sinks=0 local=3 top_k=4 eps=0 far=500",
     "full": "",
     "infllm": "block_size=4 sinks=3 top_k=2 repr_tokens=2; block_size=3 sinks=0 top_k=1 far=13",
@@ -32,8 +33,10 @@ SETTINGS = {
     "longheads": "chunk_size=2; chunk_size=4 share=group; chunk_size=3 rank=last keep_first=false; chunk_size=1; "
     "chunk_size=2 placement=true; chunk_size=3 placement=constant",
     "oracle": "chunk_size=2",
-    "pages": "page=2 budget=8 place=side_by_side; page=3 budget=15 select=summary place=grouped group=3 local=3; "
-    "page=2 budget=10 select=mean place=dual chunk_size=6; page=2 budget=8 place=constant select=representatives",
+    "pages": "page=2 budget=8 placement=side_by_side; "
+    "page=3 budget=15 select=summary placement=grouped placement.group=3 budget.local=3; "
+    "page=2 budget=10 select=mean placement=dual placement.chunk_size=6; "
+    "page=2 budget=8 placement=constant select=representatives",
     "quest": "; dense_layers=0 page=2 budget=8",
     "random": "chunk_size=2",
     "reattention": "; span=3 local=4 sinks=0 top_k=1; span=2 top_k=1 share=group",
@@ -46,7 +49,7 @@ SETTINGS = {
 
 def knobs_of(name: str, text: str) -> dict[str, object]:
     given = dict(knob.split("=", 1) for knob in text.split())
-    return {knob: getattr(make(name, given), knob) for knob in given}
+    return {knob: value for knob, value in settings(make(name, given)).items() if knob in given}
 
 
 KNOBS = {name: [knobs_of(name, text) for text in texts.split(";")] for name, texts in SETTINGS.items()}

@@ -108,7 +108,7 @@ def test_about_names_every_method_and_its_knobs(live: Live) -> None:
     assert [knobs[name]["choices"] for name in ("chunk_size", "keep_first")] == [None, ["true", "false"]]
     (group,) = (knob for knob in knobs_of(find("self_extend")) if knob["name"] == "group")
     assert (group["choices"], group["words"], group["default"]) == (None, ["auto"], 8)
-    (growth,) = (knob for knob in knobs_of(find("pages")) if knob["name"] == "growth")
+    (growth,) = (knob for knob in knobs_of(find("pages")) if knob["name"] == "budget.growth")
     assert (growth["choices"], growth["default"]) == (["sqrt", "linear"], None)
     assert requested({"prompt": "x", "method": "self_extend", "knobs": {"group": "auto"}})[1] == make(
         "self_extend", {"group": "auto"}
@@ -118,4 +118,4 @@ def test_about_names_every_method_and_its_knobs(live: Live) -> None:
         plain = {knob["name"]: knob["default"] for knob in each["knobs"]}
         texts = {name: str(value) for name, value in plain.items() if value is not None}  # as the page sends knobs
         _, method = requested({"prompt": "x", "method": each["name"], "knobs": texts})
-        assert method == make(each["name"], plain)
+        assert method == make(each["name"])

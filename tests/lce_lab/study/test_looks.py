@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lce.methods import Observed, make
-from lce.methods.mass import JUDGES, Judge
+from lce_lab.analysis.mass import JUDGES, Judge
 from lce_lab.eval.meter import AttentionMeter
 from lce_lab.study.looks import looks_of, own_attention, rounded
 from tests import oracle

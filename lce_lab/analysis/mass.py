@@ -15,16 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lce.attention import SCORES_AT_ONCE, Turn, rotate
-from lce.cache.layer import LayerCache
-from lce.methods.base import Method, resolved
-from lce.methods.costs import QueryBlock
+from lce.methods import LayerCache, Method, Step, rotate
 from lce.methods.own_window import OwnWindow
-from lce.methods.step import Step
+from lce.methods.turned_keys import pieces, unrotated_keys
 
 Judge = Literal["true", "constant"]
-# The numbers of keys and queries scored at a time, so that scores stay in the processor's caches.
-PIECE, ROWS = 1024, 128
+# The numbers of queries and of scores at a time.
+ROWS, SCORES_AT_ONCE = 128, 1 << 24
 JUDGES: tuple[Judge, ...] = ("true", "constant")
 
 
@@ -85,7 +82,7 @@ class TrueMass:
 
     def _scores(self, q: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
         """Return the logits of queries `[H, T, D]` with tokens `start..stop-1`: `[H, T, n]`, -inf for later tokens."""
-        q, k = q.float(), unrotated(self.method, self.cache, self.step, start, stop)
+        q, k = q.float(), unrotated_keys(self.method, self.cache, self.step, start, stop)
         index = torch.arange(start, stop, device=q.device)
         least, most = self.step.start - stop + 1, self.step.stop - 1 - start  # the smallest and the largest distance
         near = self.cap is None or least < self.cap
@@ -100,51 +97,12 @@ class TrueMass:
 
     def _far(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the logits of unrotated queries and keys at the distance `cap`."""
-        distance = torch.full((1,), resolved(self.cap), device=q.device)
+        assert self.cap is not None, "there is a far distance"
+        distance = torch.full((1,), self.cap, device=q.device)
         return _products(rotate(q, self.step.far_turn(distance, q)), k)
-
-
-def pieces(cache: LayerCache, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield spans that cover tokens `start..stop-1`, each of whole chunks of `size` tokens."""
-    length = max(1, min(cache.layout.segment, PIECE) // size) * size
-    for first in range(start, stop, length):
-        yield first, min(first + length, stop)
-
-
-def unrotated(method: Method, cache: LayerCache, step: Step, start: int, stop: int) -> Tensor:
-    """Return the keys of tokens `start..stop-1` in float32, rotated back from their cached positions."""
-    k, rope = cache.span(start, stop)[0].float(), step.rope
-    placed = method.key_positions(torch.arange(start, stop, device=k.device))
-    if placed is None:
-        return k
-    cos, sin = rope.turn(-placed, torch.float64)  # this rotation and the cached keys both include YaRN's factor
-    return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
     """Return the logits `[H, T, n]` of rotated queries `q [H, T, D]` and keys `k [G, n, D]`."""
     grouped = (q / math.sqrt(q.shape[-1])).reshape(len(k), -1, q.shape[-1]) @ k.mT
     return grouped.view(len(q), -1, k.shape[1])
-
-
-def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """Return a mask `[H, T, N]` of the tokens that queries attend, from a mask `always [T, N]` and `chosen [H, T, K]`.
-
-    A number c in `chosen` means the `size` tokens from `first + c·size` on.
-    """
-    attended = always.expand(n_heads, *always.shape).clone()
-    if chosen is None or not chosen.shape[-1]:
-        return attended
-    n = always.shape[-1]
-    n_choices = max(0, -(-(n - first) // size))
-    taken = torch.zeros(*attended.shape[:2], n_choices + 1, dtype=torch.bool, device=always.device)
-    taken.scatter_(-1, torch.where(chosen < 0, n_choices, chosen), value=True)
-    tokens = taken[..., :n_choices].repeat_interleave(size, -1)[..., : n - first]
-    attended[..., first:] |= tokens
-    return attended
-
-
-def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
-    """Return the bytes that a decode step at `position` reads to choose keys, as counted by `choice_cost`."""
-    block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
-    return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

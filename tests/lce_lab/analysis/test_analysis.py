@@ -1,4 +1,4 @@
-"""True mass against the definition, methods whose selection is replaced by true mass, and methods inside others."""
+"""True mass and spans against the definition, and methods whose selection is replaced by true mass."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +13,14 @@ from lce.errors import UsageError
 from lce.methods import (
     LongHeads,
     Method,
-    QueryBlock,
     Rope,
     RopeConfig,
     Step,
-    Wrapped,
-    cheating,
-    distances,
     make,
-    selects,
 )
-from lce.methods.mass import JUDGES, Judge, TrueMass
+from lce_lab.analysis import distances
+from lce_lab.analysis.mass import JUDGES, Judge, TrueMass
+from lce_lab.analysis.oracle import cheating, selects
 from tests import oracle
 from tests.running import cut, run, vectors
 
@@ -176,39 +173,3 @@ def test_spans_of_queries() -> None:
     assert spans(streaming, 0, 2) == [[[0, 1]], [[0, 2]]], "no empty ones"
     assert spans(make("rerope", {"local": 3}), 5, 6) == [[[0, 6]]], "spans that touch are one"
     assert spans(make("lm_infinite", {"local": 4, "top_k": 2}), 5, 8) is None
-
-
-# A method inside another one does what it does alone
-
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("longheads", {"chunk_size": 4, "chunks": 5, "share": "layer"}),
-    ("dca", {}),
-    ("esa", {"compress": "pca", "sinks": 4, "top_k": 8}),
-    ("quest", {"page": 4, "budget": 20}),
-]
-
-
-@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
-def test_gives_the_same_bits(name: str, knobs: dict[str, Any]) -> None:
-    inner = make(name, knobs)
-    q, k, v = vectors(3, 4, 2, N, 8)
-    alone, wrapped = (run(method, q, k, v, [80, 39, 1], window=WINDOW) for method in (inner, Wrapped(inner)))
-    assert torch.equal(alone, wrapped)
-
-
-def test_says_of_itself_what_the_inner_one_does() -> None:
-    inner = make("longheads", {"chunk_size": 4}).resolve(WINDOW)
-    wrapped = Wrapped(make("longheads", {"chunk_size": 4})).resolve(WINDOW)
-    assert wrapped.inner == inner
-    names = ("block", "choices", "counted", "label", "access")
-    assert [getattr(wrapped, name) for name in names] == [getattr(inner, name) for name in names]
-    block = QueryBlock(100, 108, 4, 2, 8)
-    assert (wrapped.cost(block), wrapped.paper_figures(block)) == (inner.cost(block), inner.paper_figures(block))
-    assert not wrapped.decodes, "attend is called for every token"
-
-
-def test_no_hook_is_forgotten() -> None:
-    """What a method may define is forwarded, but what decode steps that are recorded need."""
-    own = {name for name in vars(Method) if not name.startswith("_") and callable(getattr(Method, name))}
-    own |= {name for name, value in vars(Method).items() if isinstance(value, property)} | {"notes_choices"}
-    assert own - {*vars(Wrapped)} == {"decode", "decode_chosen", "decodes", "bound", "filled"}

@@ -1,14 +1,12 @@
-"""Computes from a method's parts which tokens the queries of a block see, and at which distances, for explanations."""
+"""Computes from a method's parts which tokens the queries of a block see, and at which distances."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lce.methods import CHOSEN, LayerCache, Method, Observation, Part, QueryBlock, Step
 from lce.methods.attending import band_of, block_parts, bounds, slot_shift
-from lce.methods.base import Method
-from lce.methods.parts import CHOSEN, Part
-from lce.methods.step import Step
 
 
 def spans(method: Method, layer: int, step: Step) -> Tensor | None:
@@ -17,10 +15,8 @@ def spans(method: Method, layer: int, step: Step) -> Tensor | None:
     A span is tokens `start..stop-1`, none if `stop <= start`. Besides its spans, a query attends only the chunks or
     tokens passed to `step.note`. None: the method declares no parts, or does not report what queries choose.
     """
-    if not method.declares:
-        return None
     i, parts = block_parts(method, layer, step)
-    if any(part.keys == CHOSEN for part in parts) and not method.notes_choices:
+    if not parts or (any(part.keys == CHOSEN for part in parts) and not method.promised("noted")):
         return None
     return torch.stack([torch.stack(bounds(part, i), dim=-1) for part in parts if part.keys != CHOSEN], dim=1)
 
@@ -52,9 +48,9 @@ def distance(method: Method, layer: int, index: Tensor, token: Tensor, step: Ste
 
     The result is on the host, -1 for tokens outside of the query's spans. None: the method declares no parts.
     """
-    if not method.declares:
-        return None
     i, parts = block_parts(method, layer, step)
+    if not parts:
+        return None
     rows, found = index - step.start, torch.full((len(index), len(token)), -1, dtype=torch.int64)
     for part in parts:
         if part.keys != CHOSEN:
@@ -70,7 +66,7 @@ def choice_distance(method: Method, layer: int, chosen: Tensor, step: Step) -> T
     `chosen [H, T, K]` are chunks or tokens as passed to `step.note`. The distances of a chunk's tokens fall from
     token to token as their keys' positions rise, or are all equal. None: the method declares no part of chosen keys.
     """
-    parts = block_parts(method, layer, step)[1] if method.declares else []
+    parts = block_parts(method, layer, step)[1]
     part = next((part for part in parts if part.keys == CHOSEN), None)
     if part is None:
         return None
@@ -93,3 +89,38 @@ def _key_at(method: Method, part: Part, token: Tensor) -> Tensor:
         return token // part.group
     found = token if part.exact else method.key_positions(token.flatten())
     return torch.zeros_like(token) if found is None else found.view(token.shape)
+
+
+def observed_always(seen: Observation) -> Tensor | None:
+    """Return the tokens that the observed queries always attend, `[n, N]` bool; None: not known."""
+    found = always(seen.method, seen.layer, seen.step)
+    return None if found is None else found.to(seen.rows.device)[seen.rows]
+
+
+def observed_distances(seen: Observation) -> Tensor | None:
+    """Return the least and largest distance of what each observed query chose, `[H, n, K, 2]`; None: not known."""
+    found = None if seen.chosen is None else choice_distance(seen.method, seen.layer, seen.chosen, seen.step)
+    return None if found is None else found[:, seen.rows.to(found.device)]
+
+
+def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
+    """Return a mask `[H, T, N]` of the tokens that queries attend, from a mask `always [T, N]` and `chosen [H, T, K]`.
+
+    A number c in `chosen` means the `size` tokens from `first + c·size` on.
+    """
+    attended = always.expand(n_heads, *always.shape).clone()
+    if chosen is None or not chosen.shape[-1]:
+        return attended
+    n = always.shape[-1]
+    n_choices = max(0, -(-(n - first) // size))
+    taken = torch.zeros(*attended.shape[:2], n_choices + 1, dtype=torch.bool, device=always.device)
+    taken.scatter_(-1, torch.where(chosen < 0, n_choices, chosen), value=True)
+    tokens = taken[..., :n_choices].repeat_interleave(size, -1)[..., : n - first]
+    attended[..., first:] |= tokens
+    return attended
+
+
+def scored_bytes(method: Method, position: int, q: Tensor, cache: LayerCache, step: Step) -> float:
+    """Return the bytes that a decode step at `position` reads to choose keys, as counted by `choice_cost`."""
+    block = QueryBlock(position, position + 1, len(q), step.n_kv_heads, q.shape[-1], layer=cache.index)
+    return float(method.choice_cost(block).state_read or 0) * cache.layout.dtype.itemsize

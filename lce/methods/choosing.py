@@ -1,0 +1,221 @@
+"""Runs a method's `Selection`: chooses chunks for a block of queries, and attends the chosen chunks.
+
+The same for all selectors, placements and budgets, in prefill, in decode steps, and in decode steps that are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lce.attention import Attended, Runs, SlotTurns, Turn, best_runs, combine, join, runs_of_chunks
+from lce.cache.layer import LayerCache
+from lce.cache.method_state import Summaries
+from lce.kernels.cpu.elementwise import take_rows
+from lce.methods.attending import PlacedPart, band_of, slot_shift
+from lce.methods.base import Method
+from lce.methods.costs import Cost, QueryBlock
+from lce.methods.decoding import Span
+from lce.methods.joint_pages import attend_whole_pages, pooled, whole_pages
+from lce.methods.selection import Selection
+from lce.methods.step import DeviceStep, Step
+from lce.methods.summaries import SUMMARIES, SummarySelector
+from lce.methods.top_p import keep_best, prune
+
+
+def block_of(n_choices: int) -> int:
+    """Return a block whose queries choose 65,536 chunks in all, of 128 to 2,048 queries: choices take memory."""
+    return max(128, min(2048, 65536 // n_choices))
+
+
+def choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+    """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk at most.
+
+    For a `DeviceStep` the result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
+    """
+    if c.one_layer:
+        return step.once_on_all("choice of the first layer", lambda: _choose(method, c, q, cache, step), q.device)
+    return _choose(method, c, q, cache, step)
+
+
+def _choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+    if isinstance(step, DeviceStep):
+        assert isinstance(c.selector, SummarySelector), "steps of other selectors are not recorded"
+        return c.selector.on_device(c, q, cache, step)
+    if step.stop <= c.size:
+        return None
+    n_queries, least, parts, stop = q.shape[1], c.size if c.by_page else 1, list[Tensor](), 0
+    score, rows = c.selector.scorer(method, c, q, cache, step)
+    while stop < n_queries:
+        start, stop = stop, min(stop + max(rows, least), n_queries)
+        if stop < n_queries:
+            stop -= (step.start + stop) % least
+        some = step if stop - start == n_queries else step.part(start, stop)
+        scores = score(slice(start, stop), some)
+        if c.by_page:
+            scores = pooled(scores, some.start, c.size, c.selector)
+        chosen = c.selector.select(c, scores, some)
+        if c.varies:
+            chosen = _fewer(c, chosen, scores, q, some)
+        if step.note_scores:
+            later = torch.arange(scores.shape[-1], device=q.device) >= c.ends(some, q.device)
+            step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
+        parts.append(chosen)
+    chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    return _of_each_head(chosen, len(q), step)
+
+
+def _of_each_head(chosen: Tensor, n_heads: int, step: Step) -> Tensor:
+    """Return the choices `[H, T, K]` of H heads by those of groups that choose together, `chosen [C, T, K]`."""
+    n_choosers, n_queries, n = chosen.shape
+    if n_choosers == n_heads:
+        return chosen
+    if n_queries > 1 or not chosen.is_cpu:
+        return chosen.repeat_interleave(n_heads // n_choosers, 0)
+    rep = n_heads // n_choosers  # a kernel copies, so that a step whose kernels serve other layers has no operator
+    heads = step.once("choosers", lambda: torch.arange(n_heads) // rep)
+    return take_rows((chosen.view(1, n_choosers, n), chosen.view(1, n_choosers, n)), heads)[0].view(n_heads, 1, n)
+
+
+def _fewer(c: Selection, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) -> Tensor:
+    """Return those of `chosen [C, T, K]` that the budget's growth and `top_p` leave: ids ascending, then -1."""
+    chunk_ids, ends = torch.arange(scores.shape[-1], device=q.device), c.ends(step, q.device)
+    later = chunk_ids >= ends
+    forced = c.selector.forced(c, chunk_ids, ends).expand_as(later)
+    if (n := c.n_chosen(step.positions(q.device))) is not None:
+        chosen = keep_best(chosen, scores, forced, n)
+    if c.budget.top_p is None:
+        return chosen
+    mass = c.selector.log_mass(scores, len(q), q.shape[-1], c.size).masked_fill(later, -torch.inf)
+    return prune(chosen, scores, mass, forced, c.budget.top_p)
+
+
+def sees_all(c: Selection, step: Step) -> bool:
+    """Return whether the text has no more chunks than a query attends, each at true distances from the query.
+
+    Attention is then dense, which takes less time than attending chunk by chunk.
+    """
+    few = step.stop <= (c.n_choices + 1) * c.size and not c.varies and not c.n_near
+    return few and step.stride == 1 and c.placement.true_within and c.selector.takes_best
+
+
+def attend(c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+    """Return the attention of unrotated queries `[H, T, D]` to the chunks that they chose, `chosen [H, T, K]`."""
+    if c.varies and placed.part.n_slots is not None:
+        number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
+        chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
+    return _by_page(c, q, chosen, placed, cache, step) if c.by_page else _attend(q, chosen, placed, cache, step)
+
+
+def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+    """Return the attention of unrotated queries `[H, T, D]` to `chosen [H, T, K]`, in a call for each band."""
+    n_slots, slots, bands, table = chosen.shape[-1], placed.slots, placed.part.bands, placed.turn
+
+    def memory() -> Tensor:
+        return step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
+
+    if bands is None or slots is None:
+        return step.attention.routed(q, _slot_turns(placed, n_slots, q, step), chosen, cache.tiles(chosen), memory)
+    band, found = band_of(bands, chosen), list[Attended]()
+    for number in reversed(range(slots.shape[1])):  # the last request for pages is the one that is prefetched
+        some, rows = chosen.masked_fill(band != number, -1), slots[:, number : number + 1]
+        found.append(step.attention.routed(q, SlotTurns(table, rows), some, cache.tiles(some), memory))
+    return combine(found)
+
+
+def _by_page(c: Selection, q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+    """Return what `_attend` returns; the queries of whole pages, which chose together, in one dense call."""
+    first, n_pages = whole_pages(step.start, q.shape[1], c.size)
+    stop, n_slots = first + n_pages * c.size, chosen.shape[-1]
+    first = max(first, (n_slots + c.n_near) * c.size - step.start)  # earlier pages choose all that there are
+    lists = chosen[:, first : stop : c.size]
+    if placed.part.bands is not None or first >= stop or not bool((lists >= 0).all()):
+        return _attend(q, chosen, placed, cache, step)
+    turns = _slot_turns(placed, n_slots, q, step)
+
+    def alone(here: slice) -> list[Attended]:
+        queries, few = q[:, here], chosen[:, here]
+        return [step.attention.routed(queries, turns.at(here), few, cache.tiles(few))] if queries.shape[1] else []
+
+    n_lists, inner = max(c.n_choosers(len(q), step.n_kv_heads), step.n_kv_heads), slice(first, stop)
+    whole = attend_whole_pages(q[:, inner], turns.at(inner), lists, n_lists, c.size, cache, step)
+    return join([*alone(slice(first)), whole, *alone(slice(stop, None))], 1)
+
+
+def _slot_turns(placed: PlacedPart, n_slots: int, q: Tensor, step: Step) -> SlotTurns:
+    """Return the rotations of queries for n slots of chosen chunks; one may serve all slots, and maybe all queries."""
+    slots, table = placed.slots, placed.turn
+    if slots is None:
+        slots = step.once("each turn", lambda: torch.arange(len(table.cos), device=q.device)[:, None])
+    return SlotTurns(table, slots[:, :n_slots])
+
+
+def decode(
+    c: Selection,
+    choose: Callable[[], Tensor | None],
+    q: Tensor,
+    turn: Turn,
+    others: Sequence[Span],
+    cache: LayerCache,
+    step: DeviceStep,
+) -> Attended:
+    """Return the attention to chosen chunks, and to the query's own chunk unless the own chunk has recent keys.
+
+    `choose` returns the chunks, if no kernel can choose them.
+    """
+    own = others[0].turn if others else None
+    bands = step.once("bands", lambda: c.placement.bands(step.at, c.size))
+    n_bands = 0 if bands is None else bands.shape[1] + 1
+    runs = plain_runs(c, q, cache, step, own is not None)
+    if runs is None:
+        chosen = choose()
+        assert chosen is not None, "there are complete chunks"
+        if bands is not None:  # each band has slots of its own
+            band = band_of(bands, chosen)
+            chosen = torch.cat([chosen.masked_fill(band != number, -1) for number in range(n_bands)], dim=-1)
+        runs = runs_of_chunks(chosen.squeeze(1), c.size, None if own is None else step.at, q)
+    first, count = runs
+    n_slots = first.shape[1] - (own is not None)
+
+    def make() -> tuple[Turn, Tensor]:
+        """Return rotations of the query, and the index of each run's rotation; the own chunk's rotation is last."""
+        slots = turn.at(0, slice(n_bands or n_slots)) if turn.cos.ndim == 3 else turn
+        number = torch.arange(first.shape[1], device=turn.cos.device)
+        number = number // max(1, n_slots // max(1, len(slots.cos)))
+        return slots if own is None else Turn(*(torch.cat(pair) for pair in zip(slots, own, strict=True))), number
+
+    turns, number = step.once(f"turns of {n_slots}", make)
+    return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, c.size))
+
+
+def plain_runs(c: Selection, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
+    """Choose chunks with a GPU kernel, and return them as `runs_of_chunks` does; None: no kernel can choose."""
+    plain = c.selector.plain if isinstance(c.selector, SummarySelector) and not c.one_layer else None
+    if plain is None or c.n_near or max(c.n_first, c.n_last) > 1:
+        return None
+    summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // c.size)
+    scored, *others = c.placement.scored(q, step, c)
+    if others:
+        return None
+    options: dict[str, Any] = {"choosers": c.n_choosers(len(q), step.n_kv_heads), "least": plain == "worst", "own": own}
+    options |= {"keep_first": c.n_first > 0, "keep_last": c.n_last > 0}
+    return best_runs(scored[:, 0], summary, step.at, c.size, c.n_choices, **options)
+
+
+def cost(c: Selection, block: QueryBlock) -> Cost:
+    """Return the cost of choosing and attending chunks."""
+    if block.layer < c.dense_layers:
+        return Cost(0)
+    near, together = c.n_near * c.size, c.share != "head"
+    candidates = replace(block, start=max(0, block.start - near), stop=max(0, block.stop - near))
+    i = torch.arange(block.start, block.stop)
+    if (n := c.n_chosen(i)) is not None:
+        n_seen = int(torch.minimum(n, (i // c.size - c.n_near).clamp(min=0)).sum())
+        seen = candidates.chosen(c.size, n_seen, together=together)
+    else:
+        seen = candidates.chunks(c.size, c.n_choices, together=together)
+    return seen + c.selector.cost(block, c)
