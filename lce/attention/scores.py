@@ -70,8 +70,7 @@ def bound_scores(q: Tensor, bounds: Tensor, together: int = 1) -> Tensor:
     `q [H, T, D]` are queries. `bounds [G, M, 2, D]` are the minimum and the maximum of each channel of a page's keys.
     Bounds are summed over n = `together` neighbouring heads.
     """
-    few = _scores_of_few(q, bounds, together)
-    if few is not None:
+    if (few := _scores_of_few(q, bounds, together)) is not None:
         return few
     signed = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1)  # [H, T, 2·D], as a page's bounds lie
     return _shared_products(signed, bounds.flatten(2), together)
