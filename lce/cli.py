@@ -6,7 +6,6 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +16,11 @@ import lce
 from lce.errors import CapacityError, UsageError
 from lce.kernels import levels
 from lce.terminal import figures, operations, options
-from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
+from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
 from lce.terminal.methods import MethodOption, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
-from lce.terminal.ranks import quieten
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
 
@@ -31,7 +29,6 @@ def main() -> NoReturn:
     """Run the command line and exit. This is the entry point of the console script `lce`."""
     try:
         prepare_streams()
-        quieten(sys.argv)
         keep_interrupts()
         cli.main(prog_name="lce")
     except KeyboardInterrupt as error:  # Ctrl-C before or after the command itself
@@ -100,7 +97,7 @@ def generate(
     if save.path is not None:
         asked.save(save.path, force=save.force)
     output.object({**figures.generation_object(stream.result, engine.method), "context": save.path})
-    if hint := empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
+    if hint := figures.empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
         output.figures(hint)
     output.figures(figures.generation_line(stream.result.stats))
 

@@ -221,14 +221,6 @@ def turns_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, 
     return [(question.strip(), answer.strip()) for question, answer in turns]
 
 
-def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
-    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
-    template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
-    parts = [] if answer.strip() else ["the answer is empty"]
-    parts += ["the model has a chat template, and --chat uses it"] if template else []
-    return f"lce: {'; '.join(parts)}" if parts else ""
-
-
 def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) -> lce.Sampling:
     """Return the sampling of a chat, and say it: the options `given`, else what the model recommends, else `MILD`.
 

@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 import click
 
-from lce.errors import CapacityError, LceError, user_line
+from lce.errors import CapacityError, DataError, LceError, ModelError, RankError, UsageError, user_line
 from lce.terminal.commands import load, others
-from lce.terminal.ranks import error_stream
 
 INTERRUPTED = 130
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
@@ -49,10 +48,7 @@ class Root(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        point = others().get(cmd_name)
-        return None if point is None else load(point)
+        return load(point) if own is None and (point := others().get(cmd_name)) else own
 
     def invoke(self, ctx: click.Context) -> None:
         try:
@@ -67,7 +63,10 @@ class Root(click.Group):
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr safe to write: unencodable characters are replaced, a closed stream becomes /dev/null."""
+    """Make stdout and stderr safe to write: unencodable characters are replaced, a closed stream becomes /dev/null.
+
+    Under torchrun, with --ranks, each process runs the same command, and the first rank alone prints.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -77,6 +76,8 @@ def prepare_streams() -> None:
     if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):  # its descriptor stays open
         notes = io.BufferedWriter(_Notes(sys.stderr.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(notes, sys.stderr.encoding, "replace", line_buffering=True)
+    if "--ranks" in sys.argv and os.environ.get("RANK", "0") != "0":
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 class _Notes(io.FileIO):
@@ -125,7 +126,9 @@ def report_failure(error: BaseException) -> int:
     if cause is None and isinstance(error, BrokenPipeError):  # another program closed our stdout, as `head` does
         return 0
     code, line = (INTERRUPTED, "\nlce: interrupted") if cause else classify(error)
-    click.echo("; ".join([line, *notes]), file=error_stream(error))
+    known = isinstance(error, UsageError | ModelError | DataError | RankError) or getattr(error, "told", False)
+    alone = sys.stdout is sys.stderr and isinstance(error, Exception) and not known  # the first rank cannot know it
+    click.echo("; ".join([line, *notes]), file=sys.__stderr__ if alone else sys.stderr)
     return code
 
 

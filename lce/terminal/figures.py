@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats
     from lce.cache.tier import Traffic
     from lce.models.config import LayerKind
+    from lce.tokenizer.tokenizer import Tokenizer
 
 
 def generation_line(stats: Stats) -> str:
@@ -51,6 +52,14 @@ def _traffic_text(traffic: Traffic) -> str:
     hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
     early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
     return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
+
+
+def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
+    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
+    template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
+    parts = [] if answer.strip() else ["the answer is empty"]
+    parts += ["the model has a chat template, and --chat uses it"] if template else []
+    return f"lce: {'; '.join(parts)}" if parts else ""
 
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:

@@ -35,12 +35,16 @@ class MethodOption:
         default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`, but at least for
         `least` tokens. Raises an error for options that contradict the file.
         """
-        auto = lce.methods.registry.AUTO
         if context_file is None:
             name = "full" if self.method is None else self.method
-            length = None if text is None or name != auto else max(least, _n_tokens(model, text) + more)
+            length = (
+                None if text is None or name != lce.methods.registry.AUTO else max(least, _n_tokens(model, text) + more)
+            )
             how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **loading}
             return lce.load(model, **how), None
+        return self._opened(model, context_file, loading)
+
+    def _opened(self, model: str, context_file: str, loading: Mapping[str, Any]) -> tuple[lce.Engine, lce.Context]:
         from lce.engine.info import describe
         from lce.methods.handover import BETWEEN, PREFILL
 
@@ -49,7 +53,7 @@ class MethodOption:
             where = f"{context.method} of {context.method_file}, which is code and runs only if you name it"
             raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
         own, _, prefill = context.method.partition(BETWEEN)
-        name = own if self.method is None or self.method == auto else self.method
+        name = own if self.method in (None, lce.methods.registry.AUTO) else self.method
         before = self.prefill_method or prefill or None
         same = {False: name == own, True: before == prefill}  # by whether a knob is the method of prefill's
         knobs = {key: value for key, value in context.knobs.items() if same[key.startswith(PREFILL)]}

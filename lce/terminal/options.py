@@ -26,7 +26,6 @@ from lce.system import default_threads
 from lce.terminal.exits import DEBUG
 from lce.terminal.methods import MethodOption, method_name, named_methods
 from lce.terminal.output import Output, note
-from lce.terminal.ranks import join
 from lce.terminal.reading import read_prompt
 
 Command = Callable[..., Any]
@@ -191,6 +190,15 @@ def flags_of(record: type[Record], *, defaults: bool = True, **more: dict[str, A
     return found
 
 
+def _join(_ctx: click.Context, _param: click.Parameter, value: bool) -> str | None:
+    """Join the other ranks, and return the option `ranks` of `lce.load`: the callback of --ranks."""
+    if value:
+        from lce.engine.dividing import ranks_of
+
+        ranks_of("all")
+    return "all" if value else None
+
+
 def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
     return {**values, "threads": threads or default_threads()}
 
@@ -232,7 +240,7 @@ planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knob
 method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
 sampling_options = packed("sampling", _sampling, *flags_of(Sampling).values())
 given_sampling_options = packed("sampling", _given, *flags_of(Sampling, defaults=False).values())
-_LOADING = flags_of(LoadOptions, ranks={"callback": join})
+_LOADING = flags_of(LoadOptions, ranks={"callback": _join})
 loading_options = packed("loading", _loading, *(each for name, each in _LOADING.items() if name != "ranks"))
 divided_loading_options = packed("loading", _loading, *_LOADING.values())
 planning_options = packed("planning", dict, *flags_of(SizeOptions).values())

@@ -7,11 +7,12 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
+import click
+
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import JsonError, named, open_regular, parse_json, path_of
 from lce.sizes import size_text
 from lce.system import free_host_memory
-from lce.terminal.ranks import from_first
 
 BYTES_OF_TEXT = 16  # The most bytes of memory per byte of input: for the input, its characters and token ids.
 MAX_MESSAGES_VALUES = 1 << 20
@@ -86,7 +87,13 @@ def read_messages(name: str) -> list[Any]:
 
 def read_bytes(name: str) -> tuple[str, bytes]:
     """Read a file, or stdin for "-". Return its name for error messages, and its bytes. Of several ranks, one reads."""
-    return from_first(lambda: _read_bytes(name))
+    command = click.get_current_context(silent=True)
+    if command is None or not command.params.get("ranks"):
+        return _read_bytes(name)
+    from lce.engine.dividing import ranks_of
+
+    ranks = ranks_of("all")
+    return ranks.exchange(ranks.together(lambda: ("", b"") if ranks.rank else _read_bytes(name)))[0]
 
 
 def _read_bytes(name: str) -> tuple[str, bytes]:
