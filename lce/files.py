@@ -37,10 +37,8 @@ def path_of(path: object, what: str = "the path") -> Path:
     try:
         names = [len(os.fsencode(part)) for part in Path(text).parts]
         if max(names, default=0) > MOST_NAME_BYTES or len(os.fsencode(text)) >= MOST_PATH_BYTES:
-            raise UsageError(
-                f"{what} is {shown(text)}, which is too long; expected names of {MOST_NAME_BYTES} bytes at most, and "
-                f"fewer than {MOST_PATH_BYTES:,} in all"
-            )
+            most = f"names of {MOST_NAME_BYTES} bytes at most, and fewer than {MOST_PATH_BYTES:,} in all"
+            raise UsageError(f"{what} is {shown(text)}, which is too long; expected {most}")
         fits = "\0" not in text and text != ""
     except UnicodeEncodeError:
         fits = False
@@ -98,9 +96,8 @@ def check_folder(path: str | Path) -> None:
     except (OSError, ValueError) as failure:
         if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
             raise unwritable(named(path), failure) from failure
-        raise UsageError(
-            f"{named(draft.parent)} is not a folder that can be written ({_reason(failure)}); name another place"
-        ) from None
+        fault = f"is not a folder that can be written ({_reason(failure)})"
+        raise UsageError(f"{named(draft.parent)} {fault}; name another place") from None
     finally:
         with suppress(OSError, ValueError):
             os.unlink(draft)
@@ -117,14 +114,8 @@ def _reason(failure: Exception) -> str:
 
 
 def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO"}
+    kinds |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
@@ -218,11 +209,11 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
     """Return the bytes of a checkpoint's file, None if it does not exist. Raises `ModelError` above `most` bytes."""
     if not os.path.lexists(path):
         return None
-    with open(open_regular(path, ModelError), "rb") as file:
-        try:
+    try:
+        with open(open_regular(path, ModelError), "rb") as file:
             raw = file.read(most + 1)
-        except OSError as error:
-            raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
+    except OSError as error:
+        raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
     if len(raw) > most:
         raise ModelError(f"{named(path)} is larger than {most} bytes, which no such file is; download the file again")
     return raw
@@ -231,11 +222,6 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
 def reader(folder: Path) -> Reader:
     """Return a `Reader` of the files in a folder."""
     return lambda name, most: read_file(folder / name, most)
-
-
-def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a checkpoint's file, {} if there is no file. Raises `ModelError` for other contents."""
-    return object_of(read_file(path, most), path)
 
 
 def object_of(raw: bytes | None, path: Path) -> dict[str, Any]:

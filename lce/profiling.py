@@ -64,7 +64,6 @@ class _Clock:
 
     @contextmanager
     def section(self, category: str) -> Iterator[None]:
-        """Add the time inside `with` to `category`."""
         before = self.change(category)
         try:
             yield

@@ -75,7 +75,7 @@ def free_disk(folder: Path) -> int | None:
 
 
 def disk_name(folder: Path) -> str:
-    """Return a name for the disk of a folder, which need not exist yet. All folders on one disk give the same name."""
+    """Return the name of the disk of a folder, which need not exist yet."""
     try:
         return f"disk {os.stat(_existing(folder)).st_dev}"
     except OSError:
@@ -144,13 +144,11 @@ def check_environment() -> None:
             raise UsageError(f"{name} is {text!r}; expected a number of threads, 1 or more; correct it, or unset it")
     free, (limit, _) = free_host_memory(), resource.getrlimit(resource.RLIMIT_AS)
     if free is not None and free < IMPORT_MEMORY:
-        what, has = "memory", f"{size_text(free)} is available; end other programs, or raise the limit"
-    elif limit != resource.RLIM_INFINITY and limit < IMPORT_SPACE:
-        what, has = "address space", f"the limit is {size_text(limit)}; raise it (ulimit -v)"
-    else:
-        return
-    least = IMPORT_MEMORY if what == "memory" else IMPORT_SPACE
-    raise CapacityError(f"importing torch takes {size_text(least)} of {what} or more, and {has}")
+        has = f"{size_text(free)} is available; end other programs, or raise the limit"
+        raise CapacityError(f"importing torch takes {size_text(IMPORT_MEMORY)} of memory or more, and {has}")
+    if limit != resource.RLIM_INFINITY and limit < IMPORT_SPACE:
+        has = f"the limit is {size_text(limit)}; raise it (ulimit -v)"
+        raise CapacityError(f"importing torch takes {size_text(IMPORT_SPACE)} of address space or more, and {has}")
 
 
 class InCaller(Executor):
@@ -252,7 +250,6 @@ def _folders(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers, by name, in a file with lines such as `MemAvailable: 123 kB`."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -271,19 +268,16 @@ def keep_freed_memory() -> None:
     system each time, and the page faults slow a prefill down, most of all on virtual machines. The process now keeps up
     to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still returned.
     """
-    mallopt = _glibc("mallopt")
-    if mallopt is not None:
+    if mallopt := _glibc("mallopt"):
         mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def give_back_freed_memory() -> None:
     """Return to the system the freed memory that `keep_freed_memory` made glibc keep. Does nothing without glibc."""
-    malloc_trim = _glibc("malloc_trim")
-    if malloc_trim is not None:
+    if malloc_trim := _glibc("malloc_trim"):
         malloc_trim(0)
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library; None if the library lacks it."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
