@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig, RopeConfig, check_layer_types, check_supported, read_rope
 from lce.models.products import Gate, Replays, linear, rows_of
-from lce.weights.packed import Scheme, all_schemes
+from lce.weights.packed import ROUNDED, Scheme
 
 # The attention hook takes (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, and returns [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -201,7 +201,7 @@ class Model:
         The embedding and the head always get 8 bits, because they have few of the bytes and cause much of the error.
         """
         return {
-            published: all_schemes()["int8"] if name in ("embed", "head") else scheme
+            published: ROUNDED["int8"] if name in ("embed", "head") else scheme
             for name, (published, shape) in cls.weights(config, stored).items()
             if len(shape) == 2
         }

@@ -244,7 +244,7 @@ class Checkpoint:
             assert target.dtype is not None
             weight = stage[: target.staged].view(target.dtype).view(target.shape)
             self._fill(target.split({"": weight}), files, dtype)
-            target.scheme.pack(weight, target.parts)
+            target.scheme.matrix(target.shape, target.parts).pack(weight)
 
     def _fill(
         self, outs: Mapping[str, Mapping[str, Tensor]], files: Mapping[Path, int], dtype: torch.dtype | None

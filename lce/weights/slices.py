@@ -16,7 +16,6 @@ from lce.files import named
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.gguf_types import BY_NAME
 from lce.weights.packed import Scheme
-from lce.weights.rounded import Rounded
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def sliced(checkpoint: Checkpoint, slices: Mapping[str, Slice]) -> Checkpoint:
 
 def block_size(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> int:
     """Return how many neighbouring weights of a row share a scale, as they are stored or as `scheme` rounds them."""
-    if isinstance(scheme, Rounded):
+    if scheme:
         return scheme.layout.group
     kind = BY_NAME.get(checkpoint.tensors[name].dtype) if name in checkpoint.tensors else None
     return 1 if kind is None else kind.size
