@@ -69,9 +69,8 @@ def _hub_id(text: str) -> HubId | None:
     if colon and os.path.isfile(folder):
         raise UsageError(f"{named(text)}: {named(folder)} is a file here; name it alone")
     if colon and file and os.path.isdir(folder):
-        raise UsageError(
-            f"{named(text)}: {named(folder)} is a folder here; name the file itself, {named(Path(folder, file))}"
-        )
+        itself = named(Path(folder, file))
+        raise UsageError(f"{named(text)}: {named(folder)} is a folder here; name the file itself, {itself}")
     match = _ADDRESS.fullmatch(text)
     if match and not text.startswith(f"{match['repo']}"):
         revision = "" if match["revision"] in (None, "main") else f"@{match['revision']}"

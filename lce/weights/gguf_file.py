@@ -45,6 +45,7 @@ _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "u1"))) | {
 # Keys that decide how the file is read, and the type of each.
 _TYPED = {"general.alignment": _U32, "split.no": _U16, "split.count": _U16, "split.tensors.count": _I32}
 
+_SHARD_NAME = "{}-{:05d}-of-{:05d}.gguf"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _OTHER = "download another quantisation of the model, such as Q4_K_M or Q8_0"
 
@@ -76,9 +77,9 @@ def read_gguf(path: Path) -> GgufFile:
         return file
     match = _SHARD.fullmatch(path.name)
     if not match or int(match[3]) != count:
-        expected = f"a name that ends in {_shard_name('', file.metadata.get('split.no', 0), count)}"
+        expected = f"a name that ends in {_SHARD_NAME.format('', file.metadata.get('split.no', 0) + 1, count)}"
         raise ModelError(f"{named(path)} is one of {count} shards; expected {expected}: give each shard its name back")
-    shards = [path.with_name(_shard_name(match[1], number, count)) for number in range(count)]
+    shards = [path.with_name(_SHARD_NAME.format(match[1], number + 1, count)) for number in range(count)]
     missing = [shard.name for shard in shards if not os.path.lexists(shard)]
     if missing:
         raise ModelError(f"{named(path)}: {len(missing)} of {count} shards are missing ({few(missing)}); download them")
@@ -102,12 +103,7 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(shards[0], first.metadata, tensors, stamps)
 
 
-def _shard_name(base: str, number: int, count: int) -> str:
-    return f"{base}-{number + 1:05d}-of-{count:05d}.gguf"
-
-
 def _check_shard(shard: GgufFile, first: GgufFile, number: int) -> None:
-    """Raise ModelError unless `shard` is shard `number`, from 0 on, of the file that `first` is the first shard of."""
     found = shard.metadata.get("split.no")
     if found != number:
         raise Damaged(shard.path, f"split.no is {found}, expected {number} by the file's name")

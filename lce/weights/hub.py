@@ -29,7 +29,6 @@ class HubSource(Source):
 
     @cached_property
     def _described(self) -> tuple[str, Source]:
-        """The commit, and the model with its config and tokenizer."""
         return self._find(self.id.revision, weights=False)
 
     @property
@@ -82,9 +81,7 @@ class HubSource(Source):
             except ModelError as error:
                 if not (weights or isinstance(error, Absent)):
                     raise
-                absent = (
-                    f"{self.id} is in the hub's cache, {cache_folder()}, without its weights" if weights else str(error)
-                )
+                absent = f"{self.id} is in {cache}, without its weights" if weights else str(error)
         is_whole = weights or (found and found.vocabulary and found.read("tokenizer_config.json") is not None)
         if cached and found and (is_whole or not ask):
             return cached.commit, found

@@ -72,7 +72,6 @@ def scheme_of(name: object) -> Scheme | None:
 
 
 def sha256_of(data: bytes) -> str:
-    """Return the SHA-256 of bytes as text."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -151,21 +150,13 @@ class Stacked:
         return zip(self.parts, [None] * len(rows) if bias is None else bias.split(rows), strict=True)
 
     def product(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        gate: Gate | None = None,
-        onto: Tensor | None = None,
-        **norm: Any,
+        self, x: Tensor, bias: Tensor | None = None, *, gate: Gate | None, onto: Tensor | None, **norm: Any
     ) -> Tensor:
         """Multiply rows `x [T, in]` with the transposed matrix, as `PackedMatrix.product` does."""
-        found = []
-        for part, own in self.with_biases(bias):
-            found.append(product(x, part, own, **norm) if isinstance(part, Tensor) else part.product(x, own, **norm))
+        pairs = self.with_biases(bias)
+        found = [product(x, y, b, **norm) if isinstance(y, Tensor) else y.product(x, b, **norm) for y, b in pairs]
         out = torch.cat(found, dim=1)
-        if gate:
-            out = elementwise.gate_mul(out, gate)
+        out = elementwise.gate_mul(out, gate) if gate else out
         return out if onto is None else onto.add_(out)
 
 

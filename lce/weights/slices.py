@@ -68,7 +68,6 @@ def check_cuts(checkpoint: Checkpoint, name: str, block: int, cuts: Iterable[int
     """Raise `UsageError` unless columns of a matrix are cut between blocks of `block` weights."""
     for cut in cuts:
         if cut % block:
-            raise UsageError(
-                f"{named(checkpoint.folder)}: these ranks would cut {shown(name)} at column {cut}, within a block of "
-                f"{block} weights that share a scale; use fewer ranks, or weights of another type, such as bfloat16"
-            )
+            where = f"{shown(name)} at column {cut}, within a block of {block} weights that share a scale"
+            remedy = "use fewer ranks, or weights of another type, such as bfloat16"
+            raise UsageError(f"{named(checkpoint.folder)}: these ranks would cut {where}; {remedy}")

@@ -21,16 +21,9 @@ from lce.weights.checkpoint import Checkpoint
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model")
+_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # The small files beside config.json and the weights, which `Source.read` gives.
-BESIDE = (
-    GENERATION,
-    *VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+BESIDE = (GENERATION, *VOCABULARIES, *_TOKENIZER, "chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True)

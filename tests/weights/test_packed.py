@@ -31,8 +31,9 @@ def test_bytes_of_a_matrix(name: str, bits: float) -> None:
 def packed(name: str, weight: Tensor) -> PackedMatrix:
     shape = len(weight), WIDTH
     parts = {part: torch.empty(size, dtype=dtype) for part, (size, dtype) in ROUNDED[name].parts(shape).items()}
-    ROUNDED[name].pack(weight, parts)
-    return ROUNDED[name].matrix(shape, parts)
+    matrix = ROUNDED[name].matrix(shape, parts)
+    matrix.pack(weight)
+    return matrix
 
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
