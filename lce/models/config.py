@@ -74,11 +74,8 @@ class Fields:
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
         """Return the error that says that the value under `key` is wrong, what was `expected`, and a `remedy`."""
-        got = "is missing"
-        if key in self.values:
-            got = f"is {shown(self.values[key])}"
-        elif key in self.defaults:
-            got += f", which means {shown(self.defaults[key])}"
+        default = f", which means {shown(self.defaults[key])}" if key in self.defaults else ""
+        got = f"is {shown(self.values[key])}" if key in self.values else f"is missing{default}"
         return ModelError(f"{self.where}: {key} {got}; expected {expected}; {remedy}")
 
     def optional_integer(self, key: str) -> int | None:
@@ -278,9 +275,7 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer. No option scales a sliding window's RoPE: such a kind has one of its own here."""
         found = self.layer_kinds or (LayerKind(),) * self.n_layers
-        return tuple(
-            replace(kind, rope=kind.rope or self.rope) if kind.sliding_window is not None else kind for kind in found
-        )
+        return tuple(replace(x, rope=x.rope or self.rope) if x.sliding_window is not None else x for x in found)
 
     @property
     def sliding_layers(self) -> frozenset[int]:
@@ -305,10 +300,8 @@ class ModelConfig:
             return None
         size, kept = found.get("chunk_size"), found.get("local_size")
         if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
-            raise ModelError(
-                f"{path}: dual_chunk_attention_config is {shown(found)}; expected a chunk_size and a "
-                "smaller local_size; give -o chunk_size=N"
-            )
+            expected = "a chunk_size and a smaller local_size; give -o chunk_size=N"
+            raise ModelError(f"{path}: dual_chunk_attention_config is {shown(found)}; expected {expected}")
         return size - kept, min(size, 2 * (size - kept) - 1)
 
     def identity(self, fingerprint: str) -> str:
@@ -367,8 +360,8 @@ def check_supported(fields: Fields, activation: str) -> None:
     for key in ("quantization_config", "compression_config"):
         value = fields.values.get(key)
         if value is not None and not (isinstance(value, Mapping) and value.get("quant_method") == "lce"):
-            expected = f"plain weights in {', '.join(DTYPES)}"
-            raise fields.refusal(key, expected, "use the checkpoint before its quantization")
+            remedy = "use the checkpoint before its quantization"
+            raise fields.refusal(key, f"plain weights in {', '.join(DTYPES)}", remedy)
     same = ("silu", "swish") if activation == "silu" else (activation,)
     for key in ("hidden_act", "hidden_activation"):
         if fields.text(key) not in (None, *same):
@@ -381,7 +374,6 @@ def check_supported(fields: Fields, activation: str) -> None:
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
-    """Read the number of query heads, of key/value heads, and the head dimension."""
     n_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     n_kv_heads = fields.optional_integer("num_key_value_heads") or n_heads
     if n_heads % n_kv_heads:
@@ -424,9 +416,8 @@ def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, thet
         raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
     kind = "none" if kind in (None, "default") else kind
     if kind not in ROPE_KINDS:
-        key = "rope_type" if "rope_type" in scaling.values else "type"
-        expected = f"a supported scaling: {', '.join(ROPE_KINDS)}"
-        raise scaling.refusal(key, expected, "use a checkpoint with one of these")
+        key, expected = "rope_type" if "rope_type" in scaling.values else "type", ", ".join(ROPE_KINDS)
+        raise scaling.refusal(key, f"a supported scaling: {expected}", "use a checkpoint with one of these")
     for section in (fields, scaling):
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
             raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")

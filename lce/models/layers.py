@@ -97,7 +97,6 @@ class Model:
         return self._replays.run(self.embedded(ids), self._through, attend)
 
     def _through(self, x: Tensor, attend: Attend) -> Tensor:
-        """Return the last layer's hidden states for the first ones, `x [T, hidden]`, which may be overwritten."""
         borders = self.borders
         for layer in self.layers:
             if layer.index in borders:
@@ -150,10 +149,8 @@ class Model:
             "qkv": (config.n_heads + 2 * config.n_kv_heads) * config.head_dim,
             "gate_up": 2 * config.intermediate_size,
         }
-        return {
-            name: (published, tuple(sizes[word] for word in words))
-            for name, (published, words) in cls.table(config, stored).items()
-        }
+        table = cls.table(config, stored)
+        return {name: (published, tuple(sizes[word] for word in words)) for name, (published, words) in table.items()}
 
     @classmethod
     def table(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -165,12 +162,10 @@ class Model:
                 if name in config.biases:
                     bias = published.removesuffix("weight") + "bias"
                     table[f"{i}.{name}_bias"] = f"model.layers.{i}.{bias}", shape.split()[0]
-        table["norm"] = cls.model_weights["norm"]
-        if not config.tied or config.weight_prefix + cls.model_weights["head"][0] in stored:
+        table["norm"], prefix = cls.model_weights["norm"], config.weight_prefix
+        if not config.tied or prefix + cls.model_weights["head"][0] in stored:
             table["head"] = cls.model_weights["head"]
-        return {
-            name: (config.weight_prefix + published, tuple(shape.split())) for name, (published, shape) in table.items()
-        }
+        return {name: (prefix + published, tuple(shape.split())) for name, (published, shape) in table.items()}
 
     @classmethod
     def layer_of(cls, name: str, config: ModelConfig) -> int:

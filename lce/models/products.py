@@ -91,9 +91,7 @@ def linear(
 
 
 def _after(out: Tensor, gate: Gate | None, onto: Tensor | None) -> Tensor:
-    """Apply what follows a product: `linear` says what `gate` and `onto` do."""
-    if gate:
-        out = gate_mul(out, gate)
+    out = gate_mul(out, gate) if gate else out
     return out if onto is None else onto.add_(out)
 
 
@@ -289,7 +287,4 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
         cos, sin = on_gpu.turns(positions, frequencies, scale, dtype)
         return cos, sin
     angles = positions.to(torch.float64)[..., None] * frequencies
-    cos, sin = angles.cos(), angles.sin_()
-    if scale != 1:
-        cos, sin = cos.mul_(scale), sin.mul_(scale)
-    return cos.to(dtype), sin.to(dtype)
+    return angles.cos().mul_(scale).to(dtype), angles.sin_().mul_(scale).to(dtype)

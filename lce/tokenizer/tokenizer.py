@@ -84,7 +84,6 @@ class Tokenizer:
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
 
     def _check(self, ids: Sequence[int], what: str) -> None:
-        """Raise ModelError if an id is higher than all ids of the tokenizer and the model."""
         if (wrong := max(ids, default=0)) >= self._id_limit:
             only = f"there are only ids 0 to {self._id_limit - 1}"
             raise ModelError(f"{named(self._path)} {what.format(wrong)}, but {only}; {_REMEDY}")
@@ -119,8 +118,7 @@ class Tokenizer:
         """Return a special token's string and id: those of `name`, or, if `name` is None, those of the id `default`."""
         if name is None:
             return (None if default is None else self._vocabulary.token(default)), default
-        token_id = self._vocabulary.id_of(name)
-        if token_id is None:
+        if (token_id := self._vocabulary.id_of(name)) is None:
             files = "tokenizer_config.json or special_tokens_map.json"
             raise ModelError(f"the {key} {shown(name)} of {files} is not in {named(self._path)}; {_REMEDY}")
         return name, token_id
@@ -145,10 +143,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"the text has half a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}; "
-                "expected Unicode text, as decoding with errors='replace' gives"
-            ) from error
+            fault = f"half a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}"
+            remedy = "expected Unicode text, as decoding with errors='replace' gives"
+            raise DataError(f"the text has {fault}; {remedy}") from error
         ids = self._vocabulary.encode(text)
         self._check(ids, "encodes this text with the id {}")
         return ids
@@ -168,16 +165,14 @@ class Tokenizer:
                 kind = type(token_id).__name__
                 raise UsageError(f"a token id is an int, not {kind}; decode takes a list of ids") from None
             if not 0 <= token_id < self._id_limit:
-                raise UsageError(
-                    f"token id {token_id} is out of range: {named(self._path)} and its model have ids 0 to "
-                    f"{self._id_limit - 1}; decode ids with the tokenizer that made them"
-                )
+                ids = f"{named(self._path)} and its model have ids 0 to {self._id_limit - 1}"
+                remedy = "decode ids with the tokenizer that made them"
+                raise UsageError(f"token id {token_id} is out of range: {ids}; {remedy}")
             return None if skip_special and token_id in self._special else self._bytes_of(token_id, first)
 
         return Detokenizer(spell, self._vocabulary.spelling)
 
     def _spelled(self, token_id: int, first: bool) -> bytes | None:
-        """Return the bytes that a token adds to the text; None for an id without a token."""
         token = self._vocabulary.token(token_id)
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
@@ -218,10 +213,8 @@ class Tokenizer:
             return chat
         at = chat.text.find(_SAID) + len(_SAID)
         if at < len(_SAID):
-            raise ModelError(
-                "nothing can be asked behind this context, because the chat template leaves out earlier answers; "
-                "begin a new conversation"
-            )
+            why = "because the chat template leaves out earlier answers; begin a new conversation"
+            raise ModelError(f"nothing can be asked behind this context, {why}")
         return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
 
     def bytes_of(self, token_id: int) -> bytes | None:
@@ -235,11 +228,9 @@ class Tokenizer:
     def require_chat(self) -> str:
         """Return the chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
-            where, remedy = (
-                named(self._path.parent),
-                "use generate with a prompt alone, or load a model trained to chat",
-            )
-            raise ModelError(f"the model in {where} has no chat template: it continues text; {remedy}")
+            remedy = "use generate with a prompt alone, or load a model trained to chat"
+            fault = f"the model in {named(self._path.parent)} has no chat template: it continues text"
+            raise ModelError(f"{fault}; {remedy}")
         return self.chat_template
 
     def encode_parts(self, chat: ChatText, start: int = 0) -> list[int]:
@@ -269,10 +260,8 @@ class NoTokenizer(Tokenizer):
         self._folder = folder
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise ModelError(
-            f"no tokenizer in {named(self._folder)}: expected tokenizer.json or tokenizer.model; give token ids, or "
-            "copy the checkpoint's tokenizer files there"
-        )
+        expected = "tokenizer.json or tokenizer.model; give token ids, or copy the checkpoint's tokenizer files there"
+        raise ModelError(f"no tokenizer in {named(self._folder)}: expected {expected}")
 
     encode = decode = require_chat = _refuse
 
@@ -282,10 +271,7 @@ class NoTokenizer(Tokenizer):
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:
-    """Return `ids`, the special ids before or after a text, with `token_id` added or removed as `wanted` says.
-
-    True adds a missing `token_id` at the beginning, or `at_end`. False removes it. None returns `ids` unchanged.
-    """
+    """Return ids before or after a text: with `token_id` (True), without it (False), or unchanged (None)."""
     if wanted is None or token_id is None or wanted == (token_id in ids):
         return list(ids)
     if not wanted:
@@ -299,7 +285,6 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
         ids = [index(i) for i in token_ids]
     except TypeError:
         raise UsageError(f"the prompt is a {type(token_ids).__name__}; expected text or token ids") from None
-    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
-    if wrong is not None:
+    if (wrong := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
         raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab_size - 1}")
     return ids

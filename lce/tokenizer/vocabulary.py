@@ -104,10 +104,7 @@ class JsonVocabulary:
 
 
 def _check_normalizer(raw: bytes) -> None:
-    """Check the normalizer's steps before the library reads the file and applies them to the added tokens.
-
-    Parsing the file takes as long as the library does, so Python parses a file only if one of its steps may be refused.
-    """
+    """Check the normalizer before the library applies it to added tokens. Parses only a file that may be refused."""
     if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
         content = parse_json(raw, MOST_VALUES)
         check_steps(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
@@ -163,10 +160,7 @@ class SentencePieceVocabulary:
 
 
 def _longest_of(tokens: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of `tokens`.
-
-    Tokens are in groups with the same two characters first, so that few of thousands are tried at each character.
-    """
+    """Return a regular expression that matches the longest of `tokens`, grouped by two characters, for speed."""
     groups: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
         groups.setdefault(token[:2], []).append(re.escape(token[2:]))
