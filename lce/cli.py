@@ -223,10 +223,9 @@ def plan(
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
     Only config.json of the model is read, or the header of its GGUF file; --dtype auto is the dtype that it names, or
-    float32. Exits with 4 if the text
-    does not fit. Says so if the method cannot read so long a text. Activations are those of the model: what choosing
-    keys takes is not counted. --operations counts multiply-adds and
-    bytes read of the prefill and of the last decode step, by what they are for, beside plain causal attention.
+    float32. Exits with 4 if the text does not fit. Says so if the method cannot read so long a text. Activations are
+    those of the model: what choosing keys takes is not counted. --operations counts multiply-adds and bytes read of the
+    prefill and of the last decode step, by what they are for, beside plain causal attention.
     """
     planned = lce.plan(model, tokens=tokens, **methods, **planning)
     counted = lce.operations(model, tokens=tokens, **methods, **planning) if counts_operations else None

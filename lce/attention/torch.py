@@ -77,19 +77,10 @@ class Torch(Attention):
 
         Returns `out [B, T, H, D]`, `lse [B, H, T]`. Causal: the last query sees the last key.
         """
-        left = -1 if window is None else window - 1
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(_dense_last(x) for x in (q, k, v)),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            causal,
-            False,
-            window_size_left=left,
-            window_size_right=0 if causal else -1,
-        )
+        sizes = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0 if causal else -1}
+        vectors, lengths = (_dense_last(x) for x in (q, k, v)), (q.shape[1], k.shape[1])
+        run = torch.ops.aten._flash_attention_forward
+        out, lse, *_ = run(*vectors, None, None, *lengths, 0.0, causal, False, **sizes)
         return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:

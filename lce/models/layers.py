@@ -123,7 +123,6 @@ class Model:
 
     @classmethod
     def rope(cls, fields: Fields, head_dim: int) -> RopeConfig:
-        """Read the model's RoPE."""
         return read_rope(fields, head_dim)
 
     @classmethod

@@ -76,21 +76,13 @@ def stats_object(stats: Stats) -> dict[str, Any]:
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
     """Return a method as JSON: its name, the first paragraph of its docstring, its knobs and its presets."""
-    hints = typing.get_type_hints(cls)
-    return {
-        "name": name,
-        "summary": " ".join((cls.__doc__ or "").partition("\n\n")[0].split()),
-        "options": [
-            {
-                "name": x.name,
-                "type": type_text(hints[x.name]),
-                "default": _default(x),
-                "meaning": x.metadata.get("meaning"),
-            }
-            for x in dataclasses.fields(cls)
-        ],
-        "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
-    }
+    hints, options = typing.get_type_hints(cls), []
+    for x in dataclasses.fields(cls):
+        about = {"type": type_text(hints[x.name]), "default": _default(x), "meaning": x.metadata.get("meaning")}
+        options.append({"name": x.name, **about})
+    summary = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
+    presets = {name: dict(knobs) for name, knobs in cls.presets.items()}
+    return {"name": name, "summary": summary, "options": options, "presets": presets}
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
@@ -180,9 +172,8 @@ def model_lines(model: ModelInfo) -> list[str]:
         "tokenizer": f"{model.tokenizer}, {config.vocab_size:,} tokens" if model.tokenizer else "none",
         "chat template": "yes" if model.chat_template else "no: it continues text",
     }
-    methods = {
-        f"  {name}": _pairs(lce.methods.knob_values(method)) or "(no options)" for name, method in model.methods.items()
-    }
+    knobs = {name: _pairs(lce.methods.knob_values(method)) for name, method in model.methods.items()}
+    methods = {f"  {name}": text or "(no options)" for name, text in knobs.items()}
     refused = {f"  {name}": reason for name, reason in model.refused.items()}
     title = f"methods, with their knobs for a window of {config.window:,}"
     groups = [(f"  {x.kind}", str(x.count), x.type, size_text(x.n_bytes)) for x in model.tensors]

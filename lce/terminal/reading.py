@@ -67,9 +67,8 @@ def decoded(data: bytes, source: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
-        ) from None
+        fault = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise DataError(f"{source} is not UTF-8 text: {fault}; convert it to UTF-8") from None
 
 
 def read_messages(name: str) -> list[Any]:
@@ -116,10 +115,8 @@ def _read_bytes(name: str) -> tuple[str, bytes]:
 
 
 def _check_length(n_bytes: int, source: str) -> None:
-    """Raise `CapacityError` for a text whose bytes, characters and token ids would not fit into memory."""
     free = free_host_memory()
     if free is not None and n_bytes * BYTES_OF_TEXT > free:
-        raise CapacityError(
-            f"{source} has {size_text(n_bytes)} of text or more, and {size_text(free)} of memory is free; expected "
-            f"{size_text(free // BYTES_OF_TEXT)} at most; give a shorter text"
-        )
+        fault = f"has {size_text(n_bytes)} of text or more, and {size_text(free)} of memory is free"
+        most = f"expected {size_text(free // BYTES_OF_TEXT)} at most; give a shorter text"
+        raise CapacityError(f"{source} {fault}; {most}")

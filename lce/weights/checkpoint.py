@@ -153,16 +153,15 @@ class Checkpoint:
         schemes: Mapping[str, Scheme] | None = None,
         wide: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`.
+        """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`, which may be a function of a name.
 
-        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. `device` may
-        be a function that gives the device for a caller's name. Every other tensor of the checkpoint must match one of
-        the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a new name to names in `wanted` whose
-        tensors are read into one tensor, joined along dimension 0. Tensors of the names in `wide` are float32 instead.
+        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. Every other
+        tensor must match a pattern in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a new name to names in
+        `wanted` whose tensors are joined along dimension 0. Tensors of the names in `wide` are float32.
 
-        `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These matrices, and matrices
-        that are stored quantised, are returned as `PackedMatrix`. Matrices to be joined are returned as one `Stacked`
-        if their schemes differ, or if one has a number of rows that is no multiple of `ROW_BLOCK`.
+        `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These, and matrices that are
+        stored quantised, are returned as `PackedMatrix`; those to be joined as one `Stacked` if their schemes differ,
+        or if one has a number of rows that is no multiple of `ROW_BLOCK`.
 
         Before anything is read, raises `CapacityError` for weights larger than the free memory, and ModelError for
         wrong names, shapes and dtypes. While reading, raises ModelError for NaN, infinity, and a file that was changed.
@@ -284,10 +283,7 @@ class Checkpoint:
             yield files
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that most bytes are stored in.
-
-        For weights that lce quantised, it is the dtype before quantisation. Quantised GGUF types count as bfloat16.
-        """
+        """Return the dtype of most bytes, before lce quantised them; quantised GGUF types count as bfloat16."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes = Counter[str]()
@@ -302,9 +298,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a SHA-256 of the weights, however sharded. The hash ties contexts and learned maps to the weights.
 
-        The hash covers every name, dtype and shape, and samples of every tensor's beginning, middle and end. A change
-        elsewhere in a large tensor is not seen. `load` takes the samples when it reads the weights. Quantised weights
-        have the fingerprint of their source checkpoint; all of their bytes are compared with checksums when loaded.
+        It covers every name, dtype and shape, and samples of every tensor's beginning, middle and end; `load` takes the
+        samples while it reads. Quantised weights have the fingerprint of their source, and checksums of all bytes.
         """
         return self.manifest.source if self.manifest else self._samples
 

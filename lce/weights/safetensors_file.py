@@ -348,9 +348,8 @@ def checksums(data: NDArray[np.uint8]) -> list[str]:
 def _read(raw: Tensor, part: Tensor, name: str, info: TensorInfo, descriptor: int, number: int) -> Copies:
     """Read piece `number` of a stored tensor into `raw`. Return what is to be copied to `part`, unless `raw` is `part`.
 
-    Raises ModelError as `fill` does. The bits of a float, read as an integer, grow with its absolute value. So the
-    largest signed integer is that of the largest positive float, and the largest unsigned integer is that of the
-    negative float of largest magnitude.
+    The bits of a float, read as an integer, grow with its absolute value: the largest signed integer is that of the
+    largest positive float, the largest unsigned one that of the negative float of largest magnitude.
     """
     array = raw.view(torch.uint8).numpy()
     read_into(memoryview(array), descriptor, info.start + number * PIECE, info.file)  # type: ignore[arg-type]
