@@ -243,10 +243,9 @@ class JsonError(ValueError):
 
 
 def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
-    """Parse an untrusted JSON text. Raises `JsonError`.
+    """Parse an untrusted JSON text. Raises `JsonError`; also for an object that has a name twice, if `unique`.
 
-    Refuses a text with more than `most` values and names without parsing, because a value takes up to about 100 bytes
-    of memory. With `unique`, refuses an object that has a name twice.
+    A text with more than `most` values and names is refused unparsed: a value takes up to about 100 bytes of memory.
     """
     n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # one precedes each value and name except the first
     if n_values > most:

@@ -119,22 +119,21 @@ def default_threads() -> int | None:
 
 
 def wait_passively() -> None:
-    """Set the environment so that waiting OpenMP threads soon sleep instead of spinning. Call before torch is loaded.
+    """Set the environment so that waiting OpenMP threads soon sleep. Call this before torch is loaded.
 
-    By default, waiting OpenMP threads spin, on a busy machine even on the core that the slowest thread needs. With the
-    settings in `PASSIVE`, they spin for about 20 microseconds: not less, because the kernels of a decode step follow
-    each other faster than a thread wakes up. If the environment has one of these settings, nothing is changed; nor once
-    torch is loaded, since OpenMP has read them.
+    By default they spin, on a busy machine even on the core that the slowest thread needs. With `PASSIVE` they spin for
+    about 20 microseconds, because the kernels of a decode step follow each other faster than a thread wakes up. An
+    environment that has one of these settings is not changed.
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
 
 
 def check_environment() -> None:
-    """Raise an error if torch and Numba could not be imported here. Where memory is short, torch may end the process.
+    """Raise an error if torch and Numba could not be imported here: where memory is short, torch may end the process.
 
-    Raises `UsageError` for a variable of the environment that names no number of threads, `CapacityError` if the memory
-    or the address space is too small. Checks nothing once torch is loaded.
+    Raises `UsageError` for a wrong number of threads in the environment, `CapacityError` for too little memory or
+    address space. Checks nothing once torch is loaded.
     """
     if "torch" in sys.modules:
         return
@@ -180,9 +179,8 @@ def executor(n_threads: int, name: str) -> Executor:
 def uses_threads() -> None:
     """Record that this process computes with several threads. Call this before such work.
 
-    OpenMP's threads do not survive a fork, and a forked process that needs them hangs. So this function raises
-    `UsageError` if the parent called this function before the fork, unless the process computes with one thread. It
-    raises `CapacityError` if the system does not start that many threads: OpenMP would end the process.
+    OpenMP's threads do not survive a fork. Raises `UsageError` in a fork of a process that called this function, and
+    `CapacityError` if the system does not start that many threads: OpenMP would end the process.
     """
     import torch
 
@@ -191,17 +189,15 @@ def uses_threads() -> None:
     here = os.getpid()
     if here not in _threaded:
         if _threaded:
-            raise UsageError(
-                "this process was forked from one that had computed with several threads, which would hang here; call "
-                "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
-            )
+            fault = "this process was forked from one that had computed with several threads, which would hang here"
+            remedy = "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
+            raise UsageError(f"{fault}; call {remedy}")
         others = executor(torch.get_num_threads() - 1, "lce-probe")
         others.shutdown()
         if isinstance(others, InCaller):
-            raise CapacityError(
-                f"the system starts no more threads for this process, which computes with {torch.get_num_threads()}; "
-                "give --threads 1 (threads=1), or raise the limit (ulimit -u)"
-            )
+            fault = f"no more threads for this process, which computes with {torch.get_num_threads()}"
+            remedy = "give --threads 1 (threads=1), or raise the limit (ulimit -u)"
+            raise CapacityError(f"the system starts {fault}; {remedy}")
         _threaded.add(here)
 
 
@@ -264,9 +260,9 @@ def _text(path: Path) -> str:
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of one layer's activations for the next layer. Does nothing without glibc.
 
-    Each layer frees some megabytes of activations and allocates as many again. By default glibc returns them to the
-    system each time, and the page faults slow a prefill down, most of all on virtual machines. The process now keeps up
-    to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still returned.
+    By default glibc returns them to the system each time, and the page faults slow a prefill down. The process now
+    keeps up to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still
+    returned.
     """
     if mallopt := _glibc("mallopt"):
         mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)

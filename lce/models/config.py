@@ -61,10 +61,10 @@ _REMEDY = "correct the file or download the checkpoint again"
 class Fields:
     """A JSON object in a file, read by key. A wrong value raises ModelError.
 
-    A key that is missing or null takes its value from `defaults`; only `optional_integer` returns None for a null. The
-    argument `within` gives the limits of a key that only one family reads. `where` names the file in messages. A value
-    of a key in `implements` is not refused for being of another family; with "rope_parameters" among them, that section
-    has an object for each of `LAYER_TYPES`.
+    A key that is missing or null takes its value from `defaults`; only `optional_integer` returns None for a null.
+    `within` gives the limits of a key that only one family reads. `where` names the file in messages. The family reads
+    the keys in `implements`, which others refuse; with "rope_parameters", that section has an object for each of
+    `LAYER_TYPES`.
     """
 
     where: str
@@ -290,13 +290,11 @@ class ModelConfig:
     def dual_chunk(self, path: object) -> tuple[int, int] | None:
         """Return the chunk size of Dual Chunk Attention, and the position of a query for keys of older chunks.
 
-        Both are the values with which Qwen serves its models. A chunk has `chunk_size - local_size` tokens (keys of the
-        config). The query's position is the config's `chunk_size`, one more than in the paper, or the last position of
-        two successive chunks if that is less. Returns None for a config without `dual_chunk_attention_config`. `path`
-        is named in the error.
+        They are the values with which Qwen serves its models: a chunk has `chunk_size - local_size` tokens, and the
+        position is `chunk_size`, or the last one of two successive chunks if that is less. None for a config without
+        `dual_chunk_attention_config`. `path` is named in the error.
         """
-        found = self.published.get("dual_chunk_attention_config")
-        if found is None:
+        if (found := self.published.get("dual_chunk_attention_config")) is None:
             return None
         size, kept = found.get("chunk_size"), found.get("local_size")
         if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
@@ -307,7 +305,7 @@ class ModelConfig:
     def identity(self, fingerprint: str) -> str:
         """Return a SHA-256 of the weights' fingerprint and of every field that changes what the model computes.
 
-        The hash ties saved contexts to the model: the same weights with another RoPE base give other keys and values.
+        It ties saved contexts to the model: the same weights with another RoPE base give other keys and values.
         """
         same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
         kinds = f" {self.layer_kinds!r}" if self.layer_kinds else ""

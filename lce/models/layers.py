@@ -134,9 +134,8 @@ class Model:
     def weights(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the name in published checkpoints and the shape of every weight, by lce's name.
 
-        A weight in `config.biases` has a bias: `q` has `q_bias`, published as `self_attn.q_proj.bias`. `stored` are the
-        names in the checkpoint. As in transformers, a stored head is used even if the config ties the head to the
-        embedding.
+        A weight in `config.biases` has a bias: `q` has `q_bias`. As in transformers, a head among the `stored` names is
+        used even if the config ties the head to the embedding.
         """
         sizes = {
             "vocab": config.vocab_size,
@@ -190,9 +189,9 @@ class Model:
 
     @classmethod
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
-        """Return the scheme that quantises each matrix, by the matrix's name in published checkpoints.
+        """Return the scheme that quantises each matrix, by its published name.
 
-        The embedding and the head always get 8 bits, because they have few of the bytes and cause much of the error.
+        The embedding and the head always get 8 bits: they have few of the bytes and cause much of the error.
         """
         return {
             published: ROUNDED["int8"] if name in ("embed", "head") else scheme

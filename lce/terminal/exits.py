@@ -68,8 +68,7 @@ def prepare_streams() -> None:
     Under torchrun, with --ranks, each process runs the same command, and the first rank alone prints.
     """
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
+        if (stream := getattr(sys, name)) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it lives as long as the process
         else:
             stream.reconfigure(errors="replace")

@@ -152,10 +152,6 @@ def seeded(sampling: lce.Sampling) -> lce.Sampling:
     return sampling
 
 
-def _sampling(**values: Any) -> lce.Sampling:
-    return seeded(lce.Sampling(**values))
-
-
 def _given(**values: Any) -> dict[str, Any]:
     """Return the options of sampling that the command line names. They are checked later, by `chat_sampling`."""
     return {name: value for name, value in values.items() if value not in (None, ())}
@@ -238,7 +234,7 @@ prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
 method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
-sampling_options = packed("sampling", _sampling, *flags_of(Sampling).values())
+sampling_options = packed("sampling", lambda **own: seeded(lce.Sampling(**own)), *flags_of(Sampling).values())
 given_sampling_options = packed("sampling", _given, *flags_of(Sampling, defaults=False).values())
 _LOADING = flags_of(LoadOptions, ranks={"callback": _join})
 loading_options = packed("loading", _loading, *(each for name, each in _LOADING.items() if name != "ranks"))

@@ -55,8 +55,7 @@ def read_text(name: str) -> str:
     Raises `DataError` for a file that is not text, and `CapacityError` for a text too long for this machine.
     """
     source, data = read_bytes(name)
-    text = decoded(data, source).removesuffix("\n").removesuffix("\r")
-    if not text:
+    if not (text := decoded(data, source).removesuffix("\n").removesuffix("\r")):
         remedy = ": write it to stdin, or give it as an argument or a file" if name == "-" else ""
         raise DataError(f"{source} is empty; expected some text{remedy}")
     return text

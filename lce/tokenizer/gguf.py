@@ -91,8 +91,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes
         raise ModelError(f"{named(where)}: {key} is {shown(kind)}; expected 'gpt2' or 'llama'; {_FOLDER}")
     vocabulary = _Vocabulary(metadata, where)
     files = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
-    template = metadata.get("tokenizer.chat_template")
-    if template is None:
+    if (template := metadata.get("tokenizer.chat_template")) is None:
         return files
     if not isinstance(template, str) or len(template) > MOST_TEMPLATE or not _is_text(template):
         raise vocabulary.wrong("tokenizer.chat_template", template, f"a text of at most {MOST_TEMPLATE} characters")

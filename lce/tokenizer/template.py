@@ -1,9 +1,8 @@
 """Renders one untrusted Jinja template, in a process of its own that `chat.py` starts.
 
 The process reads a request from stdin, limits its own time and memory, and writes the text or the failure to stdout,
-both as JSON. Under `python -I -S` it sees no environment, no working folder, and only Jinja's site packages. Jinja's
-immutable sandbox keeps the template away from Python's objects. Without a loader the template can read no files. If the
-template takes too much time or memory, the limits end the process.
+both as JSON. It sees no environment, no working folder, and only Jinja's site packages (`python -I -S`). Jinja's
+immutable sandbox keeps the template away from Python's objects, and without a loader the template can read no files.
 
 Templates have the globals and filters that transformers gives them: `raise_exception`, `strftime_now`, a `tojson` that
 does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, which only mark text.

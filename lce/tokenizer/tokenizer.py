@@ -42,8 +42,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes: '' for an unfinished character or a skipped special token."""
-        spelled = self._spell(token_id, self._first)
-        if spelled is None:
+        if (spelled := self._spell(token_id, self._first)) is None:
             return ""
         self._first = False
         return self._stripped(self._utf8.decode(spelled))
@@ -95,11 +94,10 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> Tokenizer:
-        """Read a checkpoint's tokenizer. `vocab_size` is the number of rows of the model's embedding.
+        """Read a checkpoint's tokenizer, or return a `NoTokenizer` if there is no vocabulary.
 
-        `read` gives the files, whose names errors put after `where`. Returns a `NoTokenizer` if there is no vocabulary.
-        Raises ModelError for files that are broken, larger than any tokenizer of `vocab_size` tokens, or inconsistent
-        with each other.
+        `vocab_size` is the number of rows of the model's embedding. `read` gives the files, whose names errors put
+        after `where`. Raises ModelError for files that are broken, too large for `vocab_size` tokens, or inconsistent.
         """
         config = TokenizerConfig.read(read, where)
         most = LARGEST_FILE if vocab_size is None else min(LARGEST_FILE, (4 << 20) + BYTES_A_TOKEN * vocab_size)
@@ -126,8 +124,8 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Return the ids of `text`. Special tokens that are written in the text are recognised.
 
-        `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
-        BOS token, as a rendered chat does, never gets a second BOS.
+        `bos` says whether a BOS comes first; None follows the tokenizer's rule. A text that begins with one gets no
+        second.
         """
         content = self._encode(text)
         if bos and self.bos_id is None:

@@ -81,8 +81,7 @@ class JsonVocabulary:
 
         Removes the post-processor, which must have no other effect on ids.
         """
-        processor = self._library.post_processor
-        if processor is None:
+        if (processor := self._library.post_processor) is None:
             return [], []
         if (n_added := processor.num_special_tokens_to_add(False)) > MOST_AROUND:
             adds = f"its post-processor adds {n_added} tokens to every text; expected at most {MOST_AROUND}"

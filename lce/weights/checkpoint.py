@@ -320,8 +320,8 @@ class Checkpoint:
         """Read all tensors, and return whether there were checksums to compare them with.
 
         With checksums, the files beside the weights are compared, too. Raises ModelError for a file that is not as it
-        was written, cannot be read, or has a number that is not finite. Peak memory is the largest tensor. `progress`
-        is called with the bytes read so far and with the bytes of all tensors.
+        was written, cannot be read, or has a number that is not finite. `progress` gets the bytes read so far and of
+        all tensors.
         """
         for name, digest in self.manifest.files.items() if self.manifest else ():
             if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):

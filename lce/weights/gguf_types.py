@@ -76,19 +76,15 @@ class GgufType:
     def explode(self, raw: NDArray[np.uint8]) -> Exploded:
         """Return the codes and scales of the blocks `raw [n, n_bytes]`. Only for a quantised type.
 
-        A core does 1.5 GB of Q4_K a second, 4 GB of Q8_0, and 0.6 GB of the types whose codes are looked up (IQ4_NL,
-        IQ4_XS, MXFP4), in pieces of 2^18 weights; smaller pieces are slower. NumPy works without Python's lock, so
-        that threads can share a tensor's pieces.
+        A core does 1.5 GB of Q4_K a second in pieces of 2^18 weights. NumPy works without Python's lock, so that
+        threads can share a tensor's pieces.
         """
         assert self._explode is not None, f"{self.name} has no blocks"
         assert self._layout is not None
         return self._explode(np.ascontiguousarray(raw).view(self._layout)[:, 0])
 
     def dequantise(self, raw: NDArray[np.uint8], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`, in the contiguous `out` if it is given.
-
-        A core does 0.5 GB of Q4_K a second, 1.3 GB of Q8_0, 0.25 GB of Q2_K: some 1 ns for a weight.
-        """
+        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`, in the contiguous `out` if it is given."""
         out = np.empty((len(raw), self.size), np.float32) if out is None else out
         for first in range(0, len(raw), _PIECE // self.size):
             rows = slice(first, first + _PIECE // self.size)
@@ -105,8 +101,7 @@ class GgufType:
     def largest(self, exploded: Exploded) -> NDArray[np.float32]:
         """Return, for each block, a bound of its weights' absolute values, from its scales and `codes` alone.
 
-        The bound is NaN or infinite exactly if a scale is, or if the type's largest code would overflow float32, which
-        only MXFP4's can.
+        It is NaN or infinite exactly if a scale is, or if the largest code would overflow float32 (only MXFP4's can).
         """
         assert self.codes is not None
         scales, low = exploded._products(exploded.d, exploded.sub), exploded._products(exploded.dmin, exploded.submin)

@@ -74,8 +74,7 @@ class HubSource(Source):
         """
         found, cache = None, f"the hub's cache, {cache_folder()}"
         absent = f"{named(self.path)} is no file or folder{hint(self.id.repo)}, and is not in {cache}"
-        cached = Snapshot.cached(self.id, revision)
-        if cached is not None:
+        if (cached := Snapshot.cached(self.id, revision)) is not None:
             try:
                 found = cached.model(weights=weights)
             except ModelError as error:

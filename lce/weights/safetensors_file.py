@@ -1,11 +1,9 @@
 """Safetensors files: finds the files of a folder, checks their headers in full, and reads tensors into memory.
 
 A file has eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data.
-The tensors must fill the data exactly: no overlap, no hole, nothing left over. Tensors of a checked file are read
-without further checks. The header's size is limited before the header is parsed, so that a hostile file takes little
-time and memory. The limit is far above the size of any published header.
-
-No file is memory-mapped, so a file that is truncated while it is read raises an error, never a signal.
+The tensors must fill the data exactly: no overlap, no hole, nothing left over. The header's size is limited before the
+header is parsed, so that a hostile file takes little time and memory. No file is memory-mapped, so a file that is
+truncated while it is read raises an error, never a signal.
 """
 
 from __future__ import annotations
@@ -286,9 +284,8 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
 
     A tensor of `outs` must be contiguous. It may be a part of a larger tensor, have another dtype than the stored
     tensor, and be on any device. Peak memory beside `outs` is `2 * READERS` pieces of `PIECE` bytes, if tensors are
-    converted. Reading 1.5 GiB from the page cache takes some 0.2 s. Raises ModelError for a file that ends too early or
-    cannot be read, for bytes that disagree with their checksum, and for a number that is NaN or infinite, or becomes
-    infinite in the dtype of its tensor in `outs`.
+    converted. Raises ModelError for a file that ends too early or cannot be read, for bytes that disagree with their
+    checksum, and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
     """
     pinned = any(out.is_cuda for out in outs.values())
     # Pieces to convert are first read into `stages`, in turn. A stage's earlier piece has been delivered by then.
@@ -332,8 +329,7 @@ def read_ahead(reads: Iterable[Callable[[], Copies]]) -> None:
 def checksums(data: NDArray[np.uint8]) -> list[str]:
     """Return the checksum of each `PIECE` of bytes: a hash of the sums of the 64-bit words in its rows and columns.
 
-    A row has 4 KiB. Any change within a row changes the sum of a column; exchanged rows change the order of sums. The
-    sums take 0.1 s of a core for a GiB, less than reading it from the page cache; a CRC-32 takes 0.3 s.
+    A row has 4 KiB. Any change within a row changes the sum of a column; exchanged rows change the order of sums.
     """
     found = []
     for start in range(0, len(data), PIECE):

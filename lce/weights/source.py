@@ -38,9 +38,14 @@ class Source:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The fields of config.json."""
-        if (raw := self.read(CONFIG)) is None:
-            raise ModelError(f"{named(self.path)} {self._fault()}")
-        return object_of(raw, self.where(CONFIG))
+        if (raw := self.read(CONFIG)) is not None:
+            return object_of(raw, self.where(CONFIG))
+        is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
+        fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
+        close = [] if exists else get_close_matches(self.path.name.lower(), ("smollm2", "demo"), n=1)
+        hint = f"did you mean {close[0]!r}? or " if close else ""
+        expected = "a checkpoint's folder with a config.json, a .gguf file, a hub id OWNER/NAME, smollm2 or demo"
+        raise ModelError(f"{named(self.path)} {fault}; expected {expected}; {hint}check the path")
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
@@ -93,12 +98,3 @@ class Source:
     def where(self, name: str) -> Path:
         """Return the path that names the small file `name` in messages."""
         return self.path / name
-
-    def _fault(self) -> str:
-        """Return why this folder, which has no config.json, is no model, and what to do."""
-        is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
-        fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
-        close = [] if exists else get_close_matches(self.path.name.lower(), ("smollm2", "demo"), n=1)
-        hint = f"did you mean {close[0]!r}? or " if close else ""
-        expected = "a checkpoint's folder with a config.json, a .gguf file, a hub id OWNER/NAME, smollm2 or demo"
-        return f"{fault}; expected {expected}; {hint}check the path"
