@@ -18,7 +18,7 @@ from lce.kernels import levels
 from lce.terminal import figures, operations, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
-from lce.terminal.methods import MethodOption, ends
+from lce.terminal.methods import Opening, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
 
@@ -62,16 +62,8 @@ def cli() -> None:
 @options.sampling_options
 @options.divided_loading_options
 @options.output_options
-def generate(
-    model: str,
-    prompt: str | list[Any],
-    context_file: str | None,
-    save: options.NewFile,
-    method: MethodOption,
-    loading: dict[str, Any],
-    output: Output,
-    **how: Any,
-) -> None:
+@options.opened
+def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, output: Output, **how: Any) -> None:
     """Continue a prompt, or answer it with --chat.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
@@ -81,7 +73,7 @@ def generate(
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
-    engine, context = method.load(model, context_file, loading, str(prompt), how["max_tokens"])
+    engine, context = opening.load(str(prompt), how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
@@ -112,17 +104,8 @@ def generate(
 @options.given_sampling_options
 @options.loading_options
 @options.output_options
-def chat(
-    model: str,
-    text: tuple[str, ...],
-    system: str | None,
-    context_file: str | None,
-    sampling: dict[str, Any],
-    method: MethodOption,
-    loading: dict[str, Any],
-    output: Output,
-    **answering: Any,
-) -> None:
+@options.opened
+def chat(opening: Opening, text: tuple[str, ...], system: str | None, output: Output, **answering: Any) -> None:
     """Talk with a model that has a chat template. TEXT is the first message.
 
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
@@ -131,11 +114,11 @@ def chat(
     Options of sampling that are left out are as the model's generation_config.json has them. If it has none, a
     frequency_penalty of 0.5 is all. --temperature 0 is greedy.
     """
-    first = " ".join(text)
+    first, sampling = " ".join(text), answering["sampling"]
     if text and not first.strip():
         raise UsageError("the first message is empty; give some text, or leave it out")
     lce.Sampling(**sampling)  # raises an error for a wrong option before the model is loaded
-    engine, context = method.load(model, context_file, loading)
+    engine, context = opening.load()
     with output.noting():
         conversation = engine.conversation(system, context=context)
         answering["sampling"] = chat_sampling(engine, sampling, output)
@@ -153,16 +136,8 @@ def chat(
 @options.method_or_context_options
 @options.divided_loading_options
 @options.output_options
-def prefill(
-    model: str,
-    prompt: str,
-    context_file: str | None,
-    out: options.NewFile,
-    method: MethodOption,
-    loading: dict[str, Any],
-    output: Output,
-    **how: Any,
-) -> None:
+@options.opened
+def prefill(opening: Opening, prompt: str, out: options.NewFile, output: Output, **how: Any) -> None:
     """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
@@ -171,10 +146,10 @@ def prefill(
 
     --keep 0.5 makes a file of half the size: the model repeats the text, and each head keeps what it attends most.
     """
-    if context_file is not None and how["checkpoint_every"] is not None:
+    if opening.context_file is not None and how["checkpoint_every"] is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
     room = {"more": QUESTIONS} if how["length"] is None else {"least": how["length"]}
-    engine, context = method.load(model, context_file, loading, prompt, **room)
+    engine, context = opening.load(prompt, **room)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
         stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
     output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})

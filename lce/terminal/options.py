@@ -24,7 +24,7 @@ from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import MethodOption, method_name, named_methods
+from lce.terminal.methods import Opening, method_name, named_methods
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 
@@ -82,6 +82,16 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
         return run
 
     return decorate
+
+
+def opened(command: Command) -> Command:
+    """Gather what a command opens, by options that are declared above, into one argument, `opening`."""
+
+    @wraps(command)
+    def run(model: str, context_file: str | None, method: Any, loading: Any, **values: Any) -> Any:
+        return command(opening=Opening(model, context_file, loading, **method), **values)
+
+    return run
 
 
 def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -233,7 +243,7 @@ debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expos
 prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
-method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
+method_or_context_options = packed("method", dict, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
 sampling_options = packed("sampling", lambda **own: seeded(lce.Sampling(**own)), *flags_of(Sampling).values())
 given_sampling_options = packed("sampling", _given, *flags_of(Sampling, defaults=False).values())
 _LOADING = flags_of(LoadOptions, ranks={"callback": _join})
