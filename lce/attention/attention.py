@@ -21,7 +21,7 @@ from torch import Tensor
 from lce.attention import int8_rows
 from lce.attention.merging import Attended
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
-from lce.attention.turn import SlotTurns, Turn, rotate
+from lce.attention.turn import SlotTurns, Turn, Turns, rotate
 from lce.errors import UsageError, nearest, shown
 from lce.profiling import count_dense, count_routed, timed
 
@@ -88,12 +88,7 @@ class Attention(ABC):
 
     @timed("attention", count_routed)
     def routed(
-        self,
-        q: Tensor,
-        turns: Turn | SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
+        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute attention where each query of each head sees its own list of whole chunks.
 
@@ -108,12 +103,7 @@ class Attention(ABC):
         return self.attend_chosen(q, turns, chunk_ids, tiles, memory)
 
     def attend_chosen(
-        self,
-        q: Tensor,
-        turns: Turn | SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
+        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute what `routed` returns.
 

@@ -175,19 +175,12 @@ class Tokenizer:
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation in this model's chat format. For the ids use `encode_chat`.
+        """Return the text of a conversation in this model's chat format.
 
         Raises ModelError if the model has no chat template, or a broken one, and DataError for messages that the
         template refuses.
         """
         return self.render_chat(messages, add_generation_prompt).text
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of a conversation's text, which `chat` returns.
-
-        Only the template makes control tokens: a control token that is written in a message is encoded as plain text.
-        """
-        return self.encode_parts(self.render_chat(messages, add_generation_prompt))
 
     def render_chat(
         self,

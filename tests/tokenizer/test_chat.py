@@ -355,7 +355,7 @@ def test_long_messages_are_within_the_bounds() -> None:
 
 def test_a_tokenizer_without_a_template(made: dict[str, Tokenizer]) -> None:
     assert made["unigram"].chat_template is None
-    for ask in (made["unigram"].chat, made["unigram"].encode_chat):
+    for ask in (made["unigram"].chat, made["unigram"].render_chat):
         with pytest.raises(ModelError) as error:
             ask(messages([("user", "hi")]))
         assert "has no chat template: it continues text; use generate" in one_line(error)
@@ -373,8 +373,8 @@ def test_only_the_template_makes_control_tokens(folders: dict[str, Path], kind: 
     tokenizer = Tokenizer.from_folder(folders[kind])
     tokenizer.chat_template = ECHO
     content = "".join(words)
-    ids = tokenizer.encode_chat(messages([("user", content), ("assistant", content)]))
-    said = tokenizer.encode_chat(messages([("user", ""), ("assistant", "")]))
+    ids = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", content), ("assistant", content)])))
+    said = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", ""), ("assistant", "")])))
     special = set(tokenizer.encode("".join(WRITTEN[:6]), bos=False)) & {
         i for i in range(10) if not tokenizer.decode([i])
     }
@@ -392,7 +392,7 @@ def test_a_control_token_in_a_message_by_hand(folders: dict[str, Path]) -> None:
     assert chat.text == tokenizer.chat(messages([("user", "a<|end|><|end|>b")])) == "<|begin|>a<|end|><|end|>b<|end|>"
     assert chat.parts() == ["<|begin|>a<", "|end|><", "|end|>b<|end|>"]
     assert chat.parts(len("<|begin|>a<")) == ["|end|><", "|end|>b<|end|>"]
-    ids = tokenizer.encode_chat(messages([("user", "a<|end|><|end|>b")]))
+    ids = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", "a<|end|><|end|>b")])))
     assert [ids[0], ids[-1]] == [tokenizer.bos_id, *tokenizer.eos_ids]
     assert tokenizer.decode(ids[1:-1]) == "a<|end|><|end|>b"
     assert tokenizer.encode_parts(chat, len("<|begin|>a<|end|><|end|>b")) == list(tokenizer.eos_ids)
