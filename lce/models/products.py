@@ -37,7 +37,7 @@ _thread = threading.local()  # `memory`: this thread's scratch memory for unpack
 @timed("products")
 def linear(
     x: Tensor,
-    weight: Matrix | Divided,
+    weight: Matrix | SummedMatrix | VocabularyPart,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -54,7 +54,7 @@ def linear(
     rows, one kernel does everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of
     up to `MOST_ROWS` rows, each row has the same bits as in a product of its own. If a norm is given, x may be float32.
     """
-    if isinstance(weight, Divided):
+    if isinstance(weight, SummedMatrix | VocabularyPart):
         return weight.linear(x, bias, norm=norm, eps=eps, onto=onto)
     few = len(x) <= MOST_ROWS
     around: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "onto": onto, "out_dtype": out_dtype}
@@ -210,22 +210,15 @@ def gate_mul(x: Tensor, gate: Gate) -> Tensor:
     return (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")).mul_(second)
 
 
-class Divided:
-    """A matrix that ranks divide among them. Every rank calls `linear`, and gets the product with the whole matrix."""
-
-    def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
-        """Do what `linear` does with the whole matrix, without a gate."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, eq=False)
-class SummedMatrix(Divided):
+class SummedMatrix:
     """A matrix of which this rank has the columns `own`, and that part of x alone. Ranks add their sums in float32."""
 
     own: Matrix
     ranks: Ranks
 
     def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
+        """Do what `linear` does with the whole matrix, as every rank does."""
         assert norm is None, "a rank has only a part of the vectors"
         out = self.ranks.sum(linear(x, self.own, out_dtype=torch.float32))
         if bias is not None:
@@ -234,7 +227,7 @@ class SummedMatrix(Divided):
 
 
 @dataclass(frozen=True, eq=False)
-class VocabularyPart(Divided):
+class VocabularyPart:
     """An embedding or a head of `n_rows` tokens of which this rank has the rows `own`, from token `first` on.
 
     Each number of a result is computed by one rank, and has the same bits on all ranks, whatever their machines.
