@@ -120,10 +120,7 @@ def _kind(mode: int) -> str:
 
 
 def write_whole(path: Path, data: bytes, *, force: bool = True) -> None:
-    """Write a file. Even after a crash the file has either all of `data` or its earlier contents.
-
-    Raises `UsageError` for a file that exists, unless `force`.
-    """
+    """Write a file whole or not at all, even after a crash. Raises `UsageError` if the file exists, unless `force`."""
     check_new(path, force)
     with written_whole(path) as file:
         file.write(data)

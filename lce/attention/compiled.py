@@ -24,10 +24,7 @@ class Compiled(Torch):
     speed = 2
 
     def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
-        """Return the module whose kernels take these tensors, or None. All vectors must be contiguous, of one dtype.
-
-        Keys and values may be rows of 8 bits.
-        """
+        """Return the module whose kernels take these vectors (contiguous, of one dtype or rows of 8 bits), or None."""
         dtype = q.dtype
         if dtype not in DTYPES:
             return None

@@ -150,10 +150,7 @@ def flash_ragged(
 
 
 def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-    """Compute `Reference.attend` for `q [H, T, D]`, `k v [G, N, D]`, a slice of the queries at a time.
-
-    Memory: about `SCORES_AT_ONCE` numbers, or the scores of one query of each head if these are more.
-    """
+    """Compute `Reference.attend` for a slice of the queries at a time. Memory: about `SCORES_AT_ONCE` numbers."""
     k, v, past = k.float(), v.float(), k.shape[1] - q.shape[1]
     parts, start = [], 0
     for some in q.split(max(1, SCORES_AT_ONCE // (len(q) * k.shape[1])), dim=1):

@@ -242,10 +242,7 @@ class ModelConfig:
     def read(
         cls, fields: Fields, generation: Fields, architecture: str, rope: Callable[[Fields, int], RopeConfig]
     ) -> ModelConfig:
-        """Read what all families share from config.json with the family's defaults, and from generation_config.json.
-
-        `rope` reads RoPE from the fields, for a head dimension.
-        """
+        """Read what all families share, with the family's defaults; `rope` reads RoPE, for a head dimension."""
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
@@ -303,20 +300,14 @@ class ModelConfig:
         return size - kept, min(size, 2 * (size - kept) - 1)
 
     def identity(self, fingerprint: str) -> str:
-        """Return a SHA-256 of the weights' fingerprint and of every field that changes what the model computes.
-
-        It ties saved contexts to the model: the same weights with another RoPE base give other keys and values.
-        """
+        """Return a SHA-256 of the weights' fingerprint and of all that changes results. Saved contexts have it."""
         same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
         kinds = f" {self.layer_kinds!r}" if self.layer_kinds else ""
         return hashlib.sha256(f"{fingerprint} {same!r}{kinds}".encode()).hexdigest()
 
 
 def rope_section(fields: Fields) -> Fields:
-    """Return the config's RoPE scaling, `rope_scaling` or `rope_parameters`. Raises ModelError if the two differ.
-
-    If RoPE differs by layer type, this is the scaling of layers with full attention.
-    """
+    """Return the config's RoPE scaling, of layers with full attention. Raises ModelError if its two sections differ."""
     part = LAYER_TYPES[0] if "rope_parameters" in fields.implements else None
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters", part)
     if not older.values or not fields.values.get("rope_parameters"):

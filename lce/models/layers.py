@@ -48,10 +48,7 @@ class Layer:
         return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gate=gate, onto=onto)
 
     def heads(self, x: Tensor, norm: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise `x [T, hidden]` and project the result to `q [H, T, D]` and `k v [G, T, D]`, which are views.
-
-        Without `norm`, x is projected as it is.
-        """
+        """Project `x [T, hidden]`, normalised if `norm` is given, to views `q [H, T, D]` and `k v [G, T, D]`."""
         config, dim = self.config, self.config.head_dim
         joined = self.project("qkv", x, norm=norm)
         rows = joined.view(-1, 1, dim) if len(x) == 1 else joined.view(len(x), -1, dim).transpose(0, 1)
@@ -189,10 +186,7 @@ class Model:
 
     @classmethod
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
-        """Return the scheme that quantises each matrix, by its published name.
-
-        The embedding and the head always get 8 bits: they have few of the bytes and cause much of the error.
-        """
+        """Return each matrix' scheme by published name; 8 bits for embedding and head, the cause of much error."""
         return {
             published: ROUNDED["int8"] if name in ("embed", "head") else scheme
             for name, (published, shape) in cls.weights(config, stored).items()

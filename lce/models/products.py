@@ -125,10 +125,7 @@ def _computed(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | N
 
 
 def rows_of(weight: Tensor | PackedMatrix | VocabularyPart, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows `ids [T]` of the embedding as the first hidden states, `[T, in]`.
-
-    On a CPU, hidden states are float32 in a model of any `dtype`: a layer adds to them, and the sum is not rounded.
-    """
+    """Return the rows `ids [T]` of the embedding, `[T, in]`; on a CPU in float32: a layer's sums are not rounded."""
     dtype = torch.float32 if ids.is_cpu else dtype
     return F.embedding(ids, weight).to(dtype) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
@@ -150,10 +147,7 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None, out_dtype: 
 
 
 def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply with weights that are unpacked, or converted to the dtype of x, up to `SCRATCH` bytes at a time.
-
-    The thread keeps the memory for unpacked weights, because allocating it takes time.
-    """
+    """Multiply with weights converted to the dtype of x, `SCRATCH` bytes at a time, in memory that the thread keeps."""
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
     needed, memory = block * size * x.element_size(), getattr(_thread, "memory", None)
@@ -175,10 +169,7 @@ def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor 
 
 @timed("norms")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide vectors `x [..., D]` by their root mean squares and multiply by `weight [D]`, in float32 for any dtype.
-
-    The result has the dtype of `weight`; x may be float32.
-    """
+    """Divide vectors `x [..., D]` by their root mean squares, times `weight [D]`, in float32; then to its dtype."""
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps)
     if launching.runs_on(x):
@@ -270,10 +261,7 @@ def put_token(out: Tensor, joined: Tensor, token: int) -> None:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `scale` times the cosines and the sines of RoPE's angles, `[*positions.shape, D/2]` each.
-
-    An angle is a position times one of `frequencies [D/2]`, which are float64.
-    """
+    """Return `scale` · cosines and sines `[*positions.shape, D/2]` of positions times `frequencies [D/2]`, float64."""
     if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
         from lce.kernels.cuda import elementwise as on_gpu
 

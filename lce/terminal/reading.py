@@ -50,10 +50,7 @@ def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: An
 
 
 def read_text(name: str) -> str:
-    """Return the text of a UTF-8 file, or of stdin for "-", without the final line break.
-
-    Raises `DataError` for a file that is not text, and `CapacityError` for a text too long for this machine.
-    """
+    """Return a file's text, stdin's for `-`, without its last line break. Raises `DataError` or `CapacityError`."""
     source, data = read_bytes(name)
     if not (text := decoded(data, source).removesuffix("\n").removesuffix("\r")):
         remedy = ": write it to stdin, or give it as an argument or a file" if name == "-" else ""

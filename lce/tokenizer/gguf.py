@@ -99,10 +99,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Return all ids that end a text or a turn: those that the metadata names, and tokens such as `<|im_end|>`.
-
-    Values that are wrong are left to `tokenizer_files`, which refuses them.
-    """
+    """Return all ids that end a text or a turn, such as `<|im_end|>`. `tokenizer_files` refuses wrong values."""
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(types, list):
         tokens, types = [], []

@@ -77,10 +77,7 @@ class JsonVocabulary:
         self.eos_id = self.suffix[-1] if self.suffix else None
 
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor puts before and after a text, found by encoding the token `probe`.
-
-        Removes the post-processor, which must have no other effect on ids.
-        """
+        """Return the ids that the post-processor puts around a text; remove it, as it must do nothing else to ids."""
         if (processor := self._library.post_processor) is None:
             return [], []
         if (n_added := processor.num_special_tokens_to_add(False)) > MOST_AROUND:

@@ -262,10 +262,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self) -> Iterator[dict[Path, int]]:
-        """Open all files. Raises ModelError if a file has changed since its header was read.
-
-        Files are checked again before they are closed, so that all data read belongs to the checked headers.
-        """
+        """Open all files. Raises ModelError if one has changed since its header was read, now or when it is closed."""
         files: dict[Path, int] = {}
 
         def check() -> None:

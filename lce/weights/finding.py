@@ -60,10 +60,7 @@ def _smollm2() -> Path:
 
 
 def _hub_id(text: str) -> HubId | None:
-    """Return the hub id that a text is; None for the name of a file or folder.
-
-    Raises `UsageError` for the address of a model, and for a file behind the name of a folder, with what to type.
-    """
+    """Return the hub id that a text is; None for a file's name. Raises `UsageError` for an address, or `FOLDER:FILE`."""
     folder, colon, file = text.rpartition(":")
     if colon and os.path.isfile(folder):
         raise UsageError(f"{named(text)}: {named(folder)} is a file here; name it alone")

@@ -123,10 +123,7 @@ class Blocks:
 
 
 def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:
-    """Read tensors from open files, in the order of the files, as `Blocks.read` does.
-
-    Peak memory beside the tensors is some 30 MiB, and four times as much if tensors are converted to plain ones.
-    """
+    """Read tensors in the order of the files. Peak memory beside them: 30 MiB, four times as much if converted."""
     in_order = sorted(blocks, key=lambda each: (each.info.file, each.info.start))
     try:
         read_ahead(partial(each.read, files[each.info.file], *piece) for each in in_order for piece in each.pieces())

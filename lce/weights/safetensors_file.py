@@ -165,10 +165,7 @@ def few(names: Sequence[str]) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[int, ...]]:
-    """Read a file's header. Return the tensors in the header's order, the metadata, and the file's stamp.
-
-    Raises ModelError if the header is wrong or does not fit the file.
-    """
+    """Return a file's tensors in the header's order, its metadata and stamp. Raises ModelError for a wrong header."""
     with open(open_regular(path, ModelError), "rb") as file:
         stamp = stamp_of(file.fileno())  # taken first: a later change is noticed when the tensors are read
         file_size = stamp[0]
@@ -259,10 +256,7 @@ def stamp_of(descriptor: int) -> tuple[int, ...]:
 
 
 def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Allocate tensors of these shapes and dtypes. On the CPU all of them are in one block of huge pages.
-
-    The block's memory is freed with its last tensor. Raises `CapacityError` if there is too little memory.
-    """
+    """Allocate tensors, on the CPU in one block of huge pages, freed with the last one. Raises `CapacityError`."""
     lengths = [dtype.itemsize * math.prod(shape) for shape, dtype in sizes]
     try:
         if device.type != "cpu":

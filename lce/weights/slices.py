@@ -32,10 +32,7 @@ class Slice:
 
 
 def sliced(checkpoint: Checkpoint, slices: Mapping[str, Slice]) -> Checkpoint:
-    """Return a checkpoint that has only these slices of some of its tensors, by their names.
-
-    Raises `UsageError` for weights that lce quantised, whose matrices it does not cut.
-    """
+    """Return a checkpoint with only these slices of some tensors. Raises `UsageError` for weights rounded by lce."""
     if checkpoint.manifest:
         remedy = f"load the checkpoint that they were made of, with weights={checkpoint.manifest.weights!r}"
         raise UsageError(f"the weights of {named(checkpoint.folder)} cannot be divided among ranks; {remedy}")
