@@ -54,7 +54,7 @@ def join(parts: Sequence[Attended], dim: int) -> Attended:
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return `[T, N]`, true where a query sees a key, fewer than `window` tokens back. The last query sees the last key."""
+    """Return `[T, N]`, true where a query sees a key, less than `window` back; the last query sees the last key."""
     distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
