@@ -60,7 +60,7 @@ def _smollm2() -> Path:
 
 
 def _hub_id(text: str) -> HubId | None:
-    """Return the hub id that a text is; None for a file's name. Raises `UsageError` for an address and `FOLDER:FILE`."""
+    """Return the hub id that a text is, None for a file. Raises `UsageError` for an address and `FOLDER:FILE`."""
     folder, colon, file = text.rpartition(":")
     if colon and os.path.isfile(folder):
         raise UsageError(f"{named(text)}: {named(folder)} is a file here; name it alone")
