@@ -216,11 +216,6 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
     return raw
 
 
-def reader(folder: Path) -> Reader:
-    """Return a `Reader` of the files in a folder."""
-    return lambda name, most: read_file(folder / name, most)
-
-
 def object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
     """Return the JSON object in a file's bytes, {} for None. Raises `ModelError`, which names `path`, for others."""
     if raw is None:

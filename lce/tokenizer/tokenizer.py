@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lce.errors import DataError, ModelError, UsageError, shown
-from lce.files import Reader, named, reader
+from lce.files import Reader, named
 from lce.tokenizer.chat import ChatText, render_chat
 from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.spelling import Spelling
@@ -58,7 +58,7 @@ class Detokenizer:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, which `from_folder` or `from_files` makes. It never changes, and threads may share it.
+    """A checkpoint's tokenizer, which `from_files` makes. It never changes, and threads may share it.
 
     `vocab_size` is the highest id + 1; the model's embedding may have more rows. `bos_token` is the string of `bos_id`,
     and `eos_token` is the string of the one id in `eos_ids`. The model's config may name more ids that end a text.
@@ -86,11 +86,6 @@ class Tokenizer:
         if (wrong := max(ids, default=0)) >= self._id_limit:
             only = f"there are only ids 0 to {self._id_limit - 1}"
             raise ModelError(f"{named(self._path)} {what.format(wrong)}, but {only}; {_REMEDY}")
-
-    @classmethod
-    def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
-        """Read the tokenizer in a checkpoint's folder. See `from_files`."""
-        return cls.from_files(reader(folder), folder, vocab_size)
 
     @classmethod
     def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> Tokenizer:

@@ -58,7 +58,7 @@ class HubSource(Source):
     def vocabulary(self) -> str | None:
         return self._described[1].vocabulary
 
-    def tokenizer(self, vocab_size: int) -> Tokenizer:
+    def tokenizer(self, vocab_size: int | None = None) -> Tokenizer:
         return self._described[1].tokenizer(vocab_size)
 
     def read(self, name: str, most: int = MAX_FILE_BYTES) -> bytes | None:

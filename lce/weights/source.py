@@ -87,7 +87,7 @@ class Source:
         """The name of the file that has the tokenizer's vocabulary; None for a model without a tokenizer."""
         return next((name for name in VOCABULARIES if self.where(name).is_file()), None)
 
-    def tokenizer(self, vocab_size: int) -> Tokenizer:
+    def tokenizer(self, vocab_size: int | None = None) -> Tokenizer:
         """Read the tokenizer of a model whose embedding has `vocab_size` rows."""
         return Tokenizer.from_files(self.read, self.path, vocab_size)
 

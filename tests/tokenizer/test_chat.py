@@ -21,6 +21,7 @@ from lce.tokenizer import chat
 from lce.tokenizer.chat import MAX_BYTES, render_chat
 from lce.tokenizer.template import render
 from lce.tokenizer.tokenizer import Tokenizer
+from lce.weights.source import Source
 from tests.command import output
 from tests.vocabularies import KINDS
 
@@ -370,7 +371,7 @@ WRITTEN = ["<s>", "</s>", "<|begin|>", "<|end|>", "<|eot|>", "<unk>", "<", "s>",
 @example(words=["s>", "<"])  # the end of a message and the beginning of the next one make a control token
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_template_makes_control_tokens(folders: dict[str, Path], kind: str, words: list[str]) -> None:
-    tokenizer = Tokenizer.from_folder(folders[kind])
+    tokenizer = Source(folders[kind]).tokenizer()
     tokenizer.chat_template = ECHO
     content = "".join(words)
     ids = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", content), ("assistant", content)])))
@@ -386,7 +387,7 @@ def test_only_the_template_makes_control_tokens(folders: dict[str, Path], kind: 
 
 
 def test_a_control_token_in_a_message_by_hand(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.from_folder(folders["byte_level"])
+    tokenizer = Source(folders["byte_level"]).tokenizer()
     tokenizer.chat_template = ECHO
     chat = tokenizer.render_chat(messages([("user", "a<|end|><|end|>b")]))
     assert chat.text == tokenizer.chat(messages([("user", "a<|end|><|end|>b")])) == "<|begin|>a<|end|><|end|>b<|end|>"

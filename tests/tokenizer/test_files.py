@@ -8,7 +8,8 @@ import pytest
 from lce.errors import ModelError
 from lce.files import MAX_FILE_BYTES, reader
 from lce.tokenizer.files import TokenizerConfig
-from lce.tokenizer.tokenizer import BYTES_A_TOKEN, Tokenizer
+from lce.tokenizer.tokenizer import BYTES_A_TOKEN
+from lce.weights.source import Source
 from tests.vocabularies import one_line, write_json
 
 
@@ -100,7 +101,7 @@ def test_broken_files(folders: dict[str, Path], tmp_path: Path, name: str, conte
     (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(tmp_path)
+        Source(tmp_path).tokenizer()
     assert len(one_line(error)) < 600
 
 
@@ -111,7 +112,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, name: str, most: int) -> N
     with (tmp_path / name).open("wb") as file:
         file.truncate(most + 1)
     with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(tmp_path, 300)
+        Source(tmp_path).tokenizer(300)
     assert f"{name} is larger than {most} bytes" in one_line(error)
 
 
@@ -125,4 +126,4 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, name: str, most: int) -> N
 def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelError, match=f"{name} is a FIFO; expected a regular file"):
-        Tokenizer.from_folder(tmp_path)
+        Source(tmp_path).tokenizer()
