@@ -48,7 +48,10 @@ class Root(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
-        return load(point) if own is None and (point := others().get(cmd_name)) else own
+        if own is not None:
+            return own
+        point = others().get(cmd_name)
+        return None if point is None else load(point)
 
     def invoke(self, ctx: click.Context) -> None:
         try:

@@ -76,15 +76,21 @@ def stats_object(stats: Stats) -> dict[str, Any]:
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
     """Return a method as JSON: its name, the first paragraph of its docstring, its knobs and its presets."""
-    hints, options = typing.get_type_hints(cls), []
-    for x in dataclasses.fields(cls):
-        default = None if x.default is dataclasses.MISSING else x.default
-        made = default if x.default_factory is dataclasses.MISSING else x.default_factory()
-        about = {"type": type_text(hints[x.name]), "default": made, "meaning": x.metadata.get("meaning")}
-        options.append({"name": x.name, **about})
-    summary = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
-    presets = {name: dict(knobs) for name, knobs in cls.presets.items()}
-    return {"name": name, "summary": summary, "options": options, "presets": presets}
+    hints = typing.get_type_hints(cls)
+    return {
+        "name": name,
+        "summary": " ".join((cls.__doc__ or "").partition("\n\n")[0].split()),
+        "options": [
+            {
+                "name": x.name,
+                "type": type_text(hints[x.name]),
+                "default": _default(x),
+                "meaning": x.metadata.get("meaning"),
+            }
+            for x in dataclasses.fields(cls)
+        ],
+        "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
+    }
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
@@ -134,6 +140,12 @@ def type_text(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(x for x in (", ".join(map(str, arms[:-1])), str(arms[-1])) if x)
     return " or ".join(map(type_text, arms)) if arms else getattr(hint, "__name__", str(hint))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 def model_object(model: ModelInfo) -> dict[str, Any]:
