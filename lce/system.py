@@ -69,7 +69,7 @@ def free_host_memory() -> int | None:
 def free_disk(folder: Path) -> int | None:
     """Return the free bytes of the disk of a folder, which need not exist yet; None if unknown."""
     try:
-        return shutil.disk_usage(_existing(folder)).free
+        return shutil.disk_usage(existing(folder)).free
     except OSError:
         return None
 
@@ -77,7 +77,7 @@ def free_disk(folder: Path) -> int | None:
 def disk_name(folder: Path) -> str:
     """Return the name of the disk of a folder, which need not exist yet."""
     try:
-        return f"disk {os.stat(_existing(folder)).st_dev}"
+        return f"disk {os.stat(existing(folder)).st_dev}"
     except OSError:
         return f"disk of {folder.absolute()}"
 
@@ -91,7 +91,7 @@ def memory_name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     """Return the folder, or the nearest parent that exists. Raises `OSError` if a file is in the way."""
     folder = folder.absolute()
     found = next((each for each in (folder, *folder.parents) if each.exists()), folder)

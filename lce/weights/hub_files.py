@@ -24,6 +24,7 @@ from lce.errors import CapacityError, LceError, ModelError, nearest, shown
 from lce.files import named, unwritable, write_whole
 from lce.progress import is_silent, notice
 from lce.sizes import size_text
+from lce.system import existing
 from lce.tokenizer.tokenizer import LARGEST_FILE
 from lce.weights.gguf_source import SHARD, GgufSource
 from lce.weights.safetensors_file import few, only_name, weight_map_of
@@ -227,8 +228,7 @@ def _repository(repo: str) -> Path:
 
 def _check_space(needed: int) -> None:
     """Raise `CapacityError` if the disk of the cache has fewer than `needed` bytes free."""
-    cache = cache_folder().absolute()
-    folder = next(each for each in (cache, *cache.parents) if each.is_dir())
+    folder = existing(cache_folder())
     if needed > (free := shutil.disk_usage(folder).free):
         has = f"the download takes {size_text(needed)}, and {named(folder)} has {size_text(free)} free"
         raise CapacityError(f"{has}; free some space, or set HF_HOME to another place")
