@@ -12,52 +12,59 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lce import errors
+from lce.errors import BusyError as BusyError
+from lce.errors import CapacityError as CapacityError
+from lce.errors import DataError as DataError
+from lce.errors import LceError as LceError
+from lce.errors import ModelError as ModelError
+from lce.errors import RankError as RankError
+from lce.errors import UsageError as UsageError
+from lce.errors import WindowWarning as WindowWarning
 from lce.system import check_environment, wait_passively
-from lce.version import __version__
+from lce.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lce import methods
-    from lce.engine.answer import Generation, Piece, Stats, TokenLogprobs
-    from lce.engine.arguments import GenerationOptions
-    from lce.engine.batch import Batch
-    from lce.engine.chat import Conversation
-    from lce.engine.context import Context
-    from lce.engine.engine import Engine
-    from lce.engine.info import ContextInfo, ModelInfo, info
-    from lce.engine.loading import load
-    from lce.engine.operations import Operations, operations
-    from lce.engine.planning import Plan
-    from lce.engine.profile import profiled, profiled_step
-    from lce.engine.quantising import quantize
-    from lce.engine.requests import BatchStream
-    from lce.engine.sampling import Constraint
-    from lce.engine.sampling_options import Sampling
-    from lce.engine.scoring import TokenScores
-    from lce.engine.setup import Setup
-    from lce.engine.sizing import plan
-    from lce.engine.stream import AsyncStream, Stream
-    from lce.engine.trace import Trace
-    from lce.errors import (
-        BusyError,
-        CapacityError,
-        DataError,
-        LceError,
-        ModelError,
-        RankError,
-        UsageError,
-        WindowWarning,
-    )
-    from lce.methods.base import Method
-    from lce.methods.selective import SelectiveMethod
-    from lce.profiling import Profile
-    from lce.progress import Progress
+    from lce import methods as methods
+    from lce.engine.answer import Generation as Generation
+    from lce.engine.answer import Piece as Piece
+    from lce.engine.answer import Stats as Stats
+    from lce.engine.answer import TokenLogprobs as TokenLogprobs
+    from lce.engine.arguments import GenerationOptions as GenerationOptions
+    from lce.engine.batch import Batch as Batch
+    from lce.engine.chat import Conversation as Conversation
+    from lce.engine.context import Context as Context
+    from lce.engine.engine import Engine as Engine
+    from lce.engine.info import ContextInfo as ContextInfo
+    from lce.engine.info import ModelInfo as ModelInfo
+    from lce.engine.info import info as info
+    from lce.engine.loading import load as load
+    from lce.engine.operations import Operations as Operations
+    from lce.engine.operations import operations as operations
+    from lce.engine.planning import Plan as Plan
+    from lce.engine.profile import profiled as profiled
+    from lce.engine.profile import profiled_step as profiled_step
+    from lce.engine.quantising import quantize as quantize
+    from lce.engine.requests import BatchStream as BatchStream
+    from lce.engine.sampling import Constraint as Constraint
+    from lce.engine.sampling_options import Sampling as Sampling
+    from lce.engine.scoring import TokenScores as TokenScores
+    from lce.engine.setup import Setup as Setup
+    from lce.engine.sizing import plan as plan
+    from lce.engine.stream import AsyncStream as AsyncStream
+    from lce.engine.stream import Stream as Stream
+    from lce.engine.trace import Trace as Trace
+    from lce.methods.base import Method as Method
+    from lce.methods.selective import SelectiveMethod as SelectiveMethod
+    from lce.profiling import Profile as Profile
+    from lce.progress import Progress as Progress
 
 _HOMES = {
+    "lce.engine.answer": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.arguments": ("GenerationOptions",),
     "lce.engine.batch": ("Batch",),
     "lce.engine.chat": ("Conversation",),
     "lce.engine.context": ("Context",),
-    "lce.engine.answer": ("Generation", "Piece", "Stats", "TokenLogprobs"),
     "lce.engine.engine": ("Engine",),
     "lce.engine.info": ("ContextInfo", "ModelInfo", "info"),
     "lce.engine.loading": ("load",),
@@ -73,82 +80,26 @@ _HOMES = {
     "lce.engine.sizing": ("plan",),
     "lce.engine.stream": ("AsyncStream", "Stream"),
     "lce.engine.trace": ("Trace",),
-    "lce.errors": (
-        "BusyError",
-        "CapacityError",
-        "DataError",
-        "LceError",
-        "ModelError",
-        "RankError",
-        "UsageError",
-        "WindowWarning",
-    ),
     "lce.methods.base": ("Method",),
     "lce.methods.selective": ("SelectiveMethod",),
     "lce.profiling": ("Profile",),
     "lce.progress": ("Progress",),
 }
 
-__all__ = [
-    "AsyncStream",
-    "Batch",
-    "BatchStream",
-    "BusyError",
-    "CapacityError",
-    "Constraint",
-    "Context",
-    "ContextInfo",
-    "Conversation",
-    "DataError",
-    "Engine",
-    "Generation",
-    "GenerationOptions",
-    "LceError",
-    "Method",
-    "ModelError",
-    "ModelInfo",
-    "Operations",
-    "Piece",
-    "Plan",
-    "Profile",
-    "Progress",
-    "RankError",
-    "Sampling",
-    "SelectiveMethod",
-    "Setup",
-    "Stats",
-    "Stream",
-    "TokenLogprobs",
-    "TokenScores",
-    "Trace",
-    "UsageError",
-    "WindowWarning",
-    "__version__",
-    "info",
-    "load",
-    "methods",
-    "operations",
-    "plan",
-    "profiled",
-    "profiled_step",
-    "quantize",
-]
-
-
 wait_passively()  # torch may be imported next, by lce or by whoever imports lce
 
 if not TYPE_CHECKING:  # a type checker that saw this function would accept any name
+    _raised = [name for name in vars(errors) if name.endswith(("Error", "Warning"))]
+    __all__ = [name for names in _HOMES.values() for name in names] + [*_raised, "__version__", "methods"]
+    __all__.sort(key=lambda name: (name.islower(), name))
 
     def __getattr__(name: str) -> Any:
-        home = next((home for home, names in _HOMES.items() if name in names), "")
-        if name == "methods" or home not in ("", "lce.errors"):
-            check_environment()
+        if name not in __all__:
+            raise AttributeError(f"module 'lce' has no attribute {name!r}")
+        check_environment()
         if name == "methods":
             return importlib.import_module("lce.methods")
-        if home:
-            return getattr(importlib.import_module(home), name)
-        raise AttributeError(f"module 'lce' has no attribute {name!r}")
+        return getattr(importlib.import_module(next(home for home, own in _HOMES.items() if name in own)), name)
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__() -> list[str]:
+        return __all__

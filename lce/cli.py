@@ -6,7 +6,6 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +16,11 @@ import lce
 from lce.errors import CapacityError, UsageError
 from lce.kernels import levels
 from lce.terminal import figures, operations, options
-from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling, empty_or_unasked
+from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
-from lce.terminal.methods import MethodOption, ends
+from lce.terminal.methods import Opening, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
-from lce.terminal.ranks import quieten
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
 
@@ -31,7 +29,6 @@ def main() -> NoReturn:
     """Run the command line and exit. This is the entry point of the console script `lce`."""
     try:
         prepare_streams()
-        quieten(sys.argv)
         keep_interrupts()
         cli.main(prog_name="lce")
     except KeyboardInterrupt as error:  # Ctrl-C before or after the command itself
@@ -65,16 +62,8 @@ def cli() -> None:
 @options.sampling_options
 @options.divided_loading_options
 @options.output_options
-def generate(
-    model: str,
-    prompt: str | list[Any],
-    context_file: str | None,
-    save: options.NewFile,
-    method: MethodOption,
-    loading: dict[str, Any],
-    output: Output,
-    **how: Any,
-) -> None:
+@options.opened
+def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, output: Output, **how: Any) -> None:
     """Continue a prompt, or answer it with --chat.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
@@ -84,7 +73,7 @@ def generate(
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
-    engine, context = method.load(model, context_file, loading, str(prompt), how["max_tokens"])
+    engine, context = opening.load(str(prompt), how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
@@ -100,7 +89,7 @@ def generate(
     if save.path is not None:
         asked.save(save.path, force=save.force)
     output.object({**figures.generation_object(stream.result, engine.method), "context": save.path})
-    if hint := empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
+    if hint := figures.empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
         output.figures(hint)
     output.figures(figures.generation_line(stream.result.stats))
 
@@ -115,17 +104,8 @@ def generate(
 @options.given_sampling_options
 @options.loading_options
 @options.output_options
-def chat(
-    model: str,
-    text: tuple[str, ...],
-    system: str | None,
-    context_file: str | None,
-    sampling: dict[str, Any],
-    method: MethodOption,
-    loading: dict[str, Any],
-    output: Output,
-    **answering: Any,
-) -> None:
+@options.opened
+def chat(opening: Opening, text: tuple[str, ...], system: str | None, output: Output, **answering: Any) -> None:
     """Talk with a model that has a chat template. TEXT is the first message.
 
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
@@ -134,11 +114,11 @@ def chat(
     Options of sampling that are left out are as the model's generation_config.json has them. If it has none, a
     frequency_penalty of 0.5 is all. --temperature 0 is greedy.
     """
-    first = " ".join(text)
+    first, sampling = " ".join(text), answering["sampling"]
     if text and not first.strip():
         raise UsageError("the first message is empty; give some text, or leave it out")
     lce.Sampling(**sampling)  # raises an error for a wrong option before the model is loaded
-    engine, context = method.load(model, context_file, loading)
+    engine, context = opening.load()
     with output.noting():
         conversation = engine.conversation(system, context=context)
         answering["sampling"] = chat_sampling(engine, sampling, output)
@@ -156,16 +136,8 @@ def chat(
 @options.method_or_context_options
 @options.divided_loading_options
 @options.output_options
-def prefill(
-    model: str,
-    prompt: str,
-    context_file: str | None,
-    out: options.NewFile,
-    method: MethodOption,
-    loading: dict[str, Any],
-    output: Output,
-    **how: Any,
-) -> None:
+@options.opened
+def prefill(opening: Opening, prompt: str, out: options.NewFile, output: Output, **how: Any) -> None:
     """Prefill a text once, into a file that can be asked many times: `lce generate --context FILE`.
 
     The file fits only this model, method and its knobs, RoPE scaling and dtype. With --checkpoint-every, an interrupted
@@ -174,10 +146,10 @@ def prefill(
 
     --keep 0.5 makes a file of half the size: the model repeats the text, and each head keeps what it attends most.
     """
-    if context_file is not None and how["checkpoint_every"] is not None:
+    if opening.context_file is not None and how["checkpoint_every"] is not None:
         raise UsageError("--checkpoint-every is for a text that is read from its beginning; leave it or --context out")
     room = {"more": QUESTIONS} if how["length"] is None else {"least": how["length"]}
-    engine, context = method.load(model, context_file, loading, prompt, **room)
+    engine, context = opening.load(prompt, **room)
     with output.noting() as notes, output.bar("prefill", " tok") as bar:
         stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
     output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
@@ -226,10 +198,9 @@ def plan(
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
     Only config.json of the model is read, or the header of its GGUF file; --dtype auto is the dtype that it names, or
-    float32. Exits with 4 if the text
-    does not fit. Says so if the method cannot read so long a text. Activations are those of the model: what choosing
-    keys takes is not counted. --operations counts multiply-adds and
-    bytes read of the prefill and of the last decode step, by what they are for, beside plain causal attention.
+    float32. Exits with 4 if the text does not fit. Says so if the method cannot read so long a text. Activations are
+    those of the model: what choosing keys takes is not counted. --operations counts multiply-adds and bytes read of the
+    prefill and of the last decode step, by what they are for, beside plain causal attention.
     """
     planned = lce.plan(model, tokens=tokens, **methods, **planning)
     counted = lce.operations(model, tokens=tokens, **methods, **planning) if counts_operations else None

@@ -37,10 +37,8 @@ def path_of(path: object, what: str = "the path") -> Path:
     try:
         names = [len(os.fsencode(part)) for part in Path(text).parts]
         if max(names, default=0) > MOST_NAME_BYTES or len(os.fsencode(text)) >= MOST_PATH_BYTES:
-            raise UsageError(
-                f"{what} is {shown(text)}, which is too long; expected names of {MOST_NAME_BYTES} bytes at most, and "
-                f"fewer than {MOST_PATH_BYTES:,} in all"
-            )
+            most = f"names of {MOST_NAME_BYTES} bytes at most, and fewer than {MOST_PATH_BYTES:,} in all"
+            raise UsageError(f"{what} is {shown(text)}, which is too long; expected {most}")
         fits = "\0" not in text and text != ""
     except UnicodeEncodeError:
         fits = False
@@ -98,9 +96,8 @@ def check_folder(path: str | Path) -> None:
     except (OSError, ValueError) as failure:
         if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
             raise unwritable(named(path), failure) from failure
-        raise UsageError(
-            f"{named(draft.parent)} is not a folder that can be written ({_reason(failure)}); name another place"
-        ) from None
+        fault = f"is not a folder that can be written ({_reason(failure)})"
+        raise UsageError(f"{named(draft.parent)} {fault}; name another place") from None
     finally:
         with suppress(OSError, ValueError):
             os.unlink(draft)
@@ -117,22 +114,13 @@ def _reason(failure: Exception) -> str:
 
 
 def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO"}
+    kinds |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
 def write_whole(path: Path, data: bytes, *, force: bool = True) -> None:
-    """Write a file. Even after a crash the file has either all of `data` or its earlier contents.
-
-    Raises `UsageError` for a file that exists, unless `force`.
-    """
+    """Write a file whole or not at all, even after a crash. Raises `UsageError` if the file exists, unless `force`."""
     check_new(path, force)
     with written_whole(path) as file:
         file.write(data)
@@ -218,24 +206,14 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
     """Return the bytes of a checkpoint's file, None if it does not exist. Raises `ModelError` above `most` bytes."""
     if not os.path.lexists(path):
         return None
-    with open(open_regular(path, ModelError), "rb") as file:
-        try:
+    try:
+        with open(open_regular(path, ModelError), "rb") as file:
             raw = file.read(most + 1)
-        except OSError as error:
-            raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
+    except OSError as error:
+        raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
     if len(raw) > most:
         raise ModelError(f"{named(path)} is larger than {most} bytes, which no such file is; download the file again")
     return raw
-
-
-def reader(folder: Path) -> Reader:
-    """Return a `Reader` of the files in a folder."""
-    return lambda name, most: read_file(folder / name, most)
-
-
-def read_object(path: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a checkpoint's file, {} if there is no file. Raises `ModelError` for other contents."""
-    return object_of(read_file(path, most), path)
 
 
 def object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
@@ -257,10 +235,9 @@ class JsonError(ValueError):
 
 
 def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
-    """Parse an untrusted JSON text. Raises `JsonError`.
+    """Parse an untrusted JSON text. Raises `JsonError`; also for an object that has a name twice, if `unique`.
 
-    Refuses a text with more than `most` values and names without parsing, because a value takes up to about 100 bytes
-    of memory. With `unique`, refuses an object that has a name twice.
+    A text with more than `most` values and names is refused unparsed: a value takes up to about 100 bytes of memory.
     """
     n_values = sum(map(raw.count, (b",", b":", b"[", b"{")))  # one precedes each value and name except the first
     if n_values > most:

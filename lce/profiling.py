@@ -64,7 +64,6 @@ class _Clock:
 
     @contextmanager
     def section(self, category: str) -> Iterator[None]:
-        """Add the time inside `with` to `category`."""
         before = self.change(category)
         try:
             yield
@@ -127,15 +126,7 @@ def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Ite
 
 
 def count_dense(
-    clock: _Clock,
-    _out: Any,
-    _self: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: int | None = None,
-    turn: object = None,
+    clock: _Clock, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any = None, **_: Any
 ) -> None:
     """Add the bytes read and the FLOPs of a call of `Attention.dense` to the profile."""
     n_heads, n_queries, dim = q.shape

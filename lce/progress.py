@@ -89,7 +89,6 @@ class StepNotices:
 
 
 def label_now(label: Label) -> str:
-    """Return a bar's present label."""
     return label if isinstance(label, str) else label()
 
 

@@ -69,15 +69,15 @@ def free_host_memory() -> int | None:
 def free_disk(folder: Path) -> int | None:
     """Return the free bytes of the disk of a folder, which need not exist yet; None if unknown."""
     try:
-        return shutil.disk_usage(_existing(folder)).free
+        return shutil.disk_usage(existing(folder)).free
     except OSError:
         return None
 
 
 def disk_name(folder: Path) -> str:
-    """Return a name for the disk of a folder, which need not exist yet. All folders on one disk give the same name."""
+    """Return the name of the disk of a folder, which need not exist yet."""
     try:
-        return f"disk {os.stat(_existing(folder)).st_dev}"
+        return f"disk {os.stat(existing(folder)).st_dev}"
     except OSError:
         return f"disk of {folder.absolute()}"
 
@@ -91,7 +91,7 @@ def memory_name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     """Return the folder, or the nearest parent that exists. Raises `OSError` if a file is in the way."""
     folder = folder.absolute()
     found = next((each for each in (folder, *folder.parents) if each.exists()), folder)
@@ -119,22 +119,21 @@ def default_threads() -> int | None:
 
 
 def wait_passively() -> None:
-    """Set the environment so that waiting OpenMP threads soon sleep instead of spinning. Call before torch is loaded.
+    """Set the environment so that waiting OpenMP threads soon sleep. Call this before torch is loaded.
 
-    By default, waiting OpenMP threads spin, on a busy machine even on the core that the slowest thread needs. With the
-    settings in `PASSIVE`, they spin for about 20 microseconds: not less, because the kernels of a decode step follow
-    each other faster than a thread wakes up. If the environment has one of these settings, nothing is changed; nor once
-    torch is loaded, since OpenMP has read them.
+    By default they spin, on a busy machine even on the core that the slowest thread needs. With `PASSIVE` they spin for
+    about 20 microseconds, because the kernels of a decode step follow each other faster than a thread wakes up. An
+    environment that has one of these settings is not changed.
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
 
 
 def check_environment() -> None:
-    """Raise an error if torch and Numba could not be imported here. Where memory is short, torch may end the process.
+    """Raise an error if torch and Numba could not be imported here: where memory is short, torch may end the process.
 
-    Raises `UsageError` for a variable of the environment that names no number of threads, `CapacityError` if the memory
-    or the address space is too small. Checks nothing once torch is loaded.
+    Raises `UsageError` for a wrong number of threads in the environment, `CapacityError` for too little memory or
+    address space. Checks nothing once torch is loaded.
     """
     if "torch" in sys.modules:
         return
@@ -144,13 +143,11 @@ def check_environment() -> None:
             raise UsageError(f"{name} is {text!r}; expected a number of threads, 1 or more; correct it, or unset it")
     free, (limit, _) = free_host_memory(), resource.getrlimit(resource.RLIMIT_AS)
     if free is not None and free < IMPORT_MEMORY:
-        what, has = "memory", f"{size_text(free)} is available; end other programs, or raise the limit"
-    elif limit != resource.RLIM_INFINITY and limit < IMPORT_SPACE:
-        what, has = "address space", f"the limit is {size_text(limit)}; raise it (ulimit -v)"
-    else:
-        return
-    least = IMPORT_MEMORY if what == "memory" else IMPORT_SPACE
-    raise CapacityError(f"importing torch takes {size_text(least)} of {what} or more, and {has}")
+        has = f"{size_text(free)} is available; end other programs, or raise the limit"
+        raise CapacityError(f"importing torch takes {size_text(IMPORT_MEMORY)} of memory or more, and {has}")
+    if limit != resource.RLIM_INFINITY and limit < IMPORT_SPACE:
+        has = f"the limit is {size_text(limit)}; raise it (ulimit -v)"
+        raise CapacityError(f"importing torch takes {size_text(IMPORT_SPACE)} of address space or more, and {has}")
 
 
 class InCaller(Executor):
@@ -182,9 +179,8 @@ def executor(n_threads: int, name: str) -> Executor:
 def uses_threads() -> None:
     """Record that this process computes with several threads. Call this before such work.
 
-    OpenMP's threads do not survive a fork, and a forked process that needs them hangs. So this function raises
-    `UsageError` if the parent called this function before the fork, unless the process computes with one thread. It
-    raises `CapacityError` if the system does not start that many threads: OpenMP would end the process.
+    OpenMP's threads do not survive a fork. Raises `UsageError` in a fork of a process that called this function, and
+    `CapacityError` if the system does not start that many threads: OpenMP would end the process.
     """
     import torch
 
@@ -193,17 +189,15 @@ def uses_threads() -> None:
     here = os.getpid()
     if here not in _threaded:
         if _threaded:
-            raise UsageError(
-                "this process was forked from one that had computed with several threads, which would hang here; call "
-                "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
-            )
+            fault = "this process was forked from one that had computed with several threads, which would hang here"
+            remedy = "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
+            raise UsageError(f"{fault}; call {remedy}")
         others = executor(torch.get_num_threads() - 1, "lce-probe")
         others.shutdown()
         if isinstance(others, InCaller):
-            raise CapacityError(
-                f"the system starts no more threads for this process, which computes with {torch.get_num_threads()}; "
-                "give --threads 1 (threads=1), or raise the limit (ulimit -u)"
-            )
+            fault = f"no more threads for this process, which computes with {torch.get_num_threads()}"
+            remedy = "give --threads 1 (threads=1), or raise the limit (ulimit -u)"
+            raise CapacityError(f"the system starts {fault}; {remedy}")
         _threaded.add(here)
 
 
@@ -252,7 +246,6 @@ def _folders(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers, by name, in a file with lines such as `MemAvailable: 123 kB`."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -267,23 +260,20 @@ def _text(path: Path) -> str:
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of one layer's activations for the next layer. Does nothing without glibc.
 
-    Each layer frees some megabytes of activations and allocates as many again. By default glibc returns them to the
-    system each time, and the page faults slow a prefill down, most of all on virtual machines. The process now keeps up
-    to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still returned.
+    By default glibc returns them to the system each time, and the page faults slow a prefill down. The process now
+    keeps up to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still
+    returned.
     """
-    mallopt = _glibc("mallopt")
-    if mallopt is not None:
+    if mallopt := _glibc("mallopt"):
         mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def give_back_freed_memory() -> None:
     """Return to the system the freed memory that `keep_freed_memory` made glibc keep. Does nothing without glibc."""
-    malloc_trim = _glibc("malloc_trim")
-    if malloc_trim is not None:
+    if malloc_trim := _glibc("malloc_trim"):
         malloc_trim(0)
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library; None if the library lacks it."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -11,7 +11,6 @@ from lce.attention.int8_rows import row_bytes as row_bytes
 from lce.attention.int8_rows import row_scales as row_scales
 from lce.attention.int8_rows import widened as widened
 from lce.attention.merging import Attended as Attended
-from lce.attention.merging import causal_mask as causal_mask
 from lce.attention.merging import combine as combine
 from lce.attention.merging import join as join
 from lce.attention.merging import merge as merge
@@ -23,7 +22,6 @@ from lce.attention.scores import bound_scores as bound_scores
 from lce.attention.scores import dot_products as dot_products
 from lce.attention.scores import principal_directions as principal_directions
 from lce.attention.scores import products as products
-from lce.attention.scores import score_dtype as score_dtype
 from lce.attention.scores import scores_at_once as scores_at_once
 from lce.attention.scores import scores_size as scores_size
 from lce.attention.scores import spread as spread

@@ -21,7 +21,7 @@ from torch import Tensor
 from lce.attention import int8_rows
 from lce.attention.merging import Attended
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
-from lce.attention.turn import SlotTurns, Turn, rotate
+from lce.attention.turn import SlotTurns, Turn, Turns, rotate
 from lce.errors import UsageError, nearest, shown
 from lce.profiling import count_dense, count_routed, timed
 
@@ -36,6 +36,7 @@ class Attention(ABC):
 
     name: ClassVar[str]
     speed: ClassVar[int] = 0  # `auto` takes the fastest backend that suits the machine
+    for_gpus: ClassVar[bool] = False  # whether the backend suits only machines with a GPU
 
     @staticmethod
     def choose(name: object = "auto") -> Attention:
@@ -44,8 +45,8 @@ class Attention(ABC):
             raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")
         known = backends()
         if name in (None, "auto"):
-            usable = [backend for backend in known.values() if backend.missing() is None and backend.suits_machine()]
-            return max(usable, key=lambda backend: backend.speed)()
+            usable = [each for each in known.values() if torch.cuda.is_available() or not each.for_gpus]
+            return max((each for each in usable if each.missing() is None), key=lambda backend: backend.speed)()
         if name not in known:
             raise UsageError(f"unknown attention backend {shown(name)}; {nearest(name, ['auto', *known])}")
         if (missing := known[name].missing()) is not None:
@@ -56,11 +57,6 @@ class Attention(ABC):
     def missing(cls) -> str | None:
         """Return what must be installed to use this backend; None: nothing."""
         return None
-
-    @classmethod
-    def suits_machine(cls) -> bool:
-        """Return whether `auto` may take this backend on this machine."""
-        return True
 
     @timed("attention", count_dense)
     def dense(
@@ -92,12 +88,7 @@ class Attention(ABC):
 
     @timed("attention", count_routed)
     def routed(
-        self,
-        q: Tensor,
-        turns: Turn | SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
+        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute attention where each query of each head sees its own list of whole chunks.
 
@@ -112,18 +103,12 @@ class Attention(ABC):
         return self.attend_chosen(q, turns, chunk_ids, tiles, memory)
 
     def attend_chosen(
-        self,
-        q: Tensor,
-        turns: Turn | SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
+        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute what `routed` returns.
 
-        As in a mixture-of-experts dispatch, with tiles as experts, all queries that chose a tile are gathered for one
-        call, so that a tile's keys are read once. Memory: H·T·K·D numbers of partial results, but not all rotated
-        queries.
+        All queries that chose a tile are gathered for one call, as in a mixture-of-experts dispatch with tiles as
+        experts. Memory: H·T·K·D numbers of partial results, but not all rotated queries.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries, turns = None, turns.spread() if isinstance(turns, SlotTurns) else turns
@@ -219,12 +204,7 @@ class Attention(ABC):
 @cache
 def backends() -> dict[str, type[Attention]]:
     """Return all backends by name, as the files of this folder define them."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"lce.attention.{module.name}")
-    found, open_classes = {}, [Attention]
-    while open_classes:
-        for cls in open_classes.pop().__subclasses__():
-            open_classes.append(cls)
-            if cls.__module__.startswith("lce.attention."):
-                found[cls.name] = cls
-    return dict(sorted(found.items()))
+    files = pkgutil.iter_modules([str(Path(__file__).parent)])
+    named = [x for file in files for x in vars(importlib.import_module(f"lce.attention.{file.name}")).values()]
+    found = {x for x in named if isinstance(x, type) and issubclass(x, Attention) and x is not Attention}
+    return {cls.name: cls for cls in sorted(found, key=lambda cls: cls.name)}

@@ -36,10 +36,7 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
 
 
 def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
-    """Return the indices `[n]` of the largest scores `[M]`, ascending; among equal scores the first. Time: O(M · eps).
-
-    Each score is first replaced by the largest score at most `eps` places away.
-    """
+    """Return indices `[n]`, ascending, of the largest scores `[M]` after `spread`; among equal scores the first."""
     if compiled_for(scores):
         return on_cpu.best_tokens(scores.float().contiguous(), n, eps)
     scores = spread(scores, eps)
@@ -52,10 +49,7 @@ def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 def best_runs(
     q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **options: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """Choose chunks for a query `q [H, D]` with a GPU kernel, and return them as runs: first tokens and token counts.
-
-    `options` are those of `lce.kernels.cuda.choices.best_runs`. None: no kernel takes these tensors.
-    """
+    """Choose chunks by a GPU kernel, as runs: see `lce.kernels.cuda.choices.best_runs`. None: no kernel suits."""
     if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
         return None
     from lce.kernels.cuda import choices

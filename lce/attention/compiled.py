@@ -12,7 +12,7 @@ from lce.attention.attention import Memory
 from lce.attention.merging import Attended
 from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.torch import Torch
-from lce.attention.turn import SlotTurns, Turn
+from lce.attention.turn import SlotTurns, Turn, Turns
 from lce.kernels.cpu import attention
 from lce.kernels.cpu.kernel import DTYPES
 
@@ -24,10 +24,7 @@ class Compiled(Torch):
     speed = 2
 
     def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
-        """Return the module whose kernels take these tensors, or None. All vectors must be contiguous, of one dtype.
-
-        Keys and values may be rows of 8 bits.
-        """
+        """Return the module whose kernels take these vectors (contiguous, of one dtype or rows of 8 bits), or None."""
         dtype = q.dtype
         if dtype not in DTYPES:
             return None
@@ -53,12 +50,7 @@ class Compiled(Torch):
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def attend_chosen(
-        self,
-        q: Tensor,
-        turns: Turn | SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
+        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute the attention with a kernel that sorts and rotates the queries, and needs no memory for slots."""
         table, rows = turns if isinstance(turns, SlotTurns) else SlotTurns.of(turns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import torch
 from torch import Tensor
 
 from lce.attention.compiled import Compiled
@@ -15,17 +14,13 @@ class Flash(Compiled):
     """The backend that runs flash-attn on CUDA in half precision; elsewhere the `compiled` backend."""
 
     name = "flash"
-    speed = 3
+    speed, for_gpus = 3, True
 
     @classmethod
     def missing(cls) -> str | None:
         if importlib.util.find_spec("flash_attn") is None:
             return "the flash-attn package: pip install 'lce[flash]'; it is for GPUs alone"
         return None
-
-    @classmethod
-    def suits_machine(cls) -> bool:
-        return torch.cuda.is_available()
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
         """Do what `Torch.flash` does, by flash-attn. Tiles take PyTorch's kernel; flash-attn cannot skip tiles."""

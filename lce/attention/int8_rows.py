@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lce.attention.turn import Turn, append, rotate
+from lce.attention.turn import Turn, rotate
 from lce.kernels.cpu import int8_rows
 from lce.kernels.cpu.elementwise import runs_on
 from lce.kernels.cpu.int8_rows import row_bytes as row_bytes
@@ -32,10 +32,7 @@ def widened(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def append_rows(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, turn: Turn | None = None) -> None:
-    """Do what `append` does; into rows of 8 bits, if `into_k` and `into_v` consist of them."""
-    if into_k.dtype is not ROW:
-        append(k, v, into_k, into_v, at, turn)
-        return
+    """Do what `append` does, into rows of 8 bits."""
     for x, into in ((k if turn is None else rotate(k, turn), into_k), (v, into_v)):
         rows = into[:, at : at + x.shape[1]]
         if runs_on(x) and x.stride(2) == 1:

@@ -54,10 +54,7 @@ def join(parts: Sequence[Attended], dim: int) -> Attended:
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask `[T, N]`, true where a causal query sees a key. The last query sees the last key.
-
-    With `window`, no query sees a key `window` or more tokens before it.
-    """
+    """Return `[T, N]`, true where a query sees a key, less than `window` back; the last query sees the last key."""
     distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)

@@ -27,10 +27,7 @@ def scores_at_once(x: Tensor) -> int:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply `a [heads, T, D]` by `b [heads, D, M]` for scores: `[heads, T, M]`, of `score_dtype`.
-
-    On CUDA half-precision tensors give float32 products, because half-precision scores overflow or tie.
-    """
+    """Multiply `a [heads, T, D]` by `b [heads, D, M]`, on CUDA to float32: half-precision scores overflow or tie."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
     dtype = score_dtype(a)
@@ -70,8 +67,7 @@ def bound_scores(q: Tensor, bounds: Tensor, together: int = 1) -> Tensor:
     `q [H, T, D]` are queries. `bounds [G, M, 2, D]` are the minimum and the maximum of each channel of a page's keys.
     Bounds are summed over n = `together` neighbouring heads.
     """
-    few = _scores_of_few(q, bounds, together)
-    if few is not None:
+    if (few := _scores_of_few(q, bounds, together)) is not None:
         return few
     signed = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1)  # [H, T, 2·D], as a page's bounds lie
     return _shared_products(signed, bounds.flatten(2), together)
@@ -168,10 +164,7 @@ def principal_directions(scatter: Tensor, n: int) -> Tensor:
 
 
 def leading(x: Tensor, n: int) -> Tensor:
-    """Return `principal_directions` of the float64 matrix `x`, by subspace iteration (Rutishauser, 1970).
-
-    Vectors of nearly equal eigenvalues may be mixed.
-    """
+    """Return `principal_directions` by subspace iteration (Rutishauser, 1970). Nearly equal ones may be mixed."""
     vectors = torch.randn(len(x), 2 * n, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(x.device)
     x = x / x.diagonal().sum().clamp(min=torch.finfo(x.dtype).tiny)
     for _ in range(3):

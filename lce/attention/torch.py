@@ -77,19 +77,10 @@ class Torch(Attention):
 
         Returns `out [B, T, H, D]`, `lse [B, H, T]`. Causal: the last query sees the last key.
         """
-        left = -1 if window is None else window - 1
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(_dense_last(x) for x in (q, k, v)),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            causal,
-            False,
-            window_size_left=left,
-            window_size_right=0 if causal else -1,
-        )
+        sizes = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0 if causal else -1}
+        vectors, lengths = (_dense_last(x) for x in (q, k, v)), (q.shape[1], k.shape[1])
+        run = torch.ops.aten._flash_attention_forward
+        out, lse, *_ = run(*vectors, None, None, *lengths, 0.0, causal, False, **sizes)
         return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
@@ -159,10 +150,7 @@ def flash_ragged(
 
 
 def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-    """Compute `Reference.attend` for `q [H, T, D]`, `k v [G, N, D]`, a slice of the queries at a time.
-
-    Memory: about `SCORES_AT_ONCE` numbers, or the scores of one query of each head if these are more.
-    """
+    """Compute `Reference.attend` for a slice of the queries at a time. Memory: about `SCORES_AT_ONCE` numbers."""
     k, v, past = k.float(), v.float(), k.shape[1] - q.shape[1]
     parts, start = [], 0
     for some in q.split(max(1, SCORES_AT_ONCE // (len(q) * k.shape[1])), dim=1):

@@ -17,15 +17,11 @@ class Triton(Compiled):
     """The backend that runs `lce.kernels.cuda` on CUDA; elsewhere, for other dtypes and head sizes, `compiled`."""
 
     name = "triton"
-    speed = 4
+    speed, for_gpus = 4, True
 
     @classmethod
     def missing(cls) -> str | None:
         return launching.missing()
-
-    @classmethod
-    def suits_machine(cls) -> bool:
-        return torch.cuda.is_available()
 
     def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
         if not _fits(q, *others):

@@ -49,6 +49,9 @@ class SlotTurns(NamedTuple):
         return self.table.at(self.rows)
 
 
+Turns = Turn | SlotTurns
+
+
 def rotate(x: Tensor, turn: Turn) -> Tensor:
     """Rotate `x [..., D]` by `turn [..., D/2]`; the leading dimensions of both broadcast.
 

@@ -274,7 +274,8 @@ class LayerCache:
             return
         self.round_old()
         self.extend(self.length + shape[1])
-        append_rows(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
+        write = append_rows if self.buffer.k.dtype is ROW else append
+        write(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
 
     def extend(self, stop: int) -> None:
         """Prepare to write the tokens from the committed ones up to `stop - 1`. May be repeated."""

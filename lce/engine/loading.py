@@ -26,7 +26,7 @@ from lce.progress import notice
 from lce.system import keep_freed_memory, usable_cores, uses_threads
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.finding import source_of
-from lce.weights.packed import Scheme, all_schemes, scheme_of
+from lce.weights.packed import ROUNDED, Scheme, scheme_of
 from lce.weights.safetensors_file import allocate
 
 
@@ -152,13 +152,13 @@ def _check_same(
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
     """Return the weights' quantisation scheme: the user's or the checkpoint's. Raises `UsageError` if they differ."""
-    scheme, own = scheme_of(weights), checkpoint.quantised
+    scheme, own = None if weights in (None, "auto") else scheme_of(weights), checkpoint.quantised
     if scheme and own not in (None, scheme.name):
         raise UsageError(
             f"the weights of {named(checkpoint.folder)} are stored as {own}; leave weights={scheme.name!r} out, "
             "or load the checkpoint that they were made of"
         )
-    found = all_schemes()[checkpoint.manifest.weights] if checkpoint.manifest else scheme
+    found = ROUNDED[checkpoint.manifest.weights] if checkpoint.manifest else scheme
     if found and device.type != "cpu":
         raise UsageError(
             f"weights in {found.name} are computed with on the CPU alone, and the device is {device}; "

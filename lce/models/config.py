@@ -61,10 +61,10 @@ _REMEDY = "correct the file or download the checkpoint again"
 class Fields:
     """A JSON object in a file, read by key. A wrong value raises ModelError.
 
-    A key that is missing or null takes its value from `defaults`; only `optional_integer` returns None for a null. The
-    argument `within` gives the limits of a key that only one family reads. `where` names the file in messages. A value
-    of a key in `implements` is not refused for being of another family; with "rope_parameters" among them, that section
-    has an object for each of `LAYER_TYPES`.
+    A key that is missing or null takes its value from `defaults`; only `optional_integer` returns None for a null.
+    `within` gives the limits of a key that only one family reads. `where` names the file in messages. The family reads
+    the keys in `implements`, which others refuse; with "rope_parameters", that section has an object for each of
+    `LAYER_TYPES`.
     """
 
     where: str
@@ -74,11 +74,8 @@ class Fields:
 
     def refusal(self, key: str, expected: str, remedy: str = _REMEDY) -> ModelError:
         """Return the error that says that the value under `key` is wrong, what was `expected`, and a `remedy`."""
-        got = "is missing"
-        if key in self.values:
-            got = f"is {shown(self.values[key])}"
-        elif key in self.defaults:
-            got += f", which means {shown(self.defaults[key])}"
+        default = f", which means {shown(self.defaults[key])}" if key in self.defaults else ""
+        got = f"is {shown(self.values[key])}" if key in self.values else f"is missing{default}"
         return ModelError(f"{self.where}: {key} {got}; expected {expected}; {remedy}")
 
     def optional_integer(self, key: str) -> int | None:
@@ -245,10 +242,7 @@ class ModelConfig:
     def read(
         cls, fields: Fields, generation: Fields, architecture: str, rope: Callable[[Fields, int], RopeConfig]
     ) -> ModelConfig:
-        """Read what all families share from config.json with the family's defaults, and from generation_config.json.
-
-        `rope` reads RoPE from the fields, for a head dimension.
-        """
+        """Read what all families share, with the family's defaults; `rope` reads RoPE, for a head dimension."""
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")
         announced = fields.integer("max_position_embeddings")
@@ -278,9 +272,7 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer. No option scales a sliding window's RoPE: such a kind has one of its own here."""
         found = self.layer_kinds or (LayerKind(),) * self.n_layers
-        return tuple(
-            replace(kind, rope=kind.rope or self.rope) if kind.sliding_window is not None else kind for kind in found
-        )
+        return tuple(replace(x, rope=x.rope or self.rope) if x.sliding_window is not None else x for x in found)
 
     @property
     def sliding_layers(self) -> frozenset[int]:
@@ -295,37 +287,27 @@ class ModelConfig:
     def dual_chunk(self, path: object) -> tuple[int, int] | None:
         """Return the chunk size of Dual Chunk Attention, and the position of a query for keys of older chunks.
 
-        Both are the values with which Qwen serves its models. A chunk has `chunk_size - local_size` tokens (keys of the
-        config). The query's position is the config's `chunk_size`, one more than in the paper, or the last position of
-        two successive chunks if that is less. Returns None for a config without `dual_chunk_attention_config`. `path`
-        is named in the error.
+        They are the values with which Qwen serves its models: a chunk has `chunk_size - local_size` tokens, and the
+        position is `chunk_size`, or the last one of two successive chunks if that is less. None for a config without
+        `dual_chunk_attention_config`. `path` is named in the error.
         """
-        found = self.published.get("dual_chunk_attention_config")
-        if found is None:
+        if (found := self.published.get("dual_chunk_attention_config")) is None:
             return None
         size, kept = found.get("chunk_size"), found.get("local_size")
         if not isinstance(size, int) or not isinstance(kept, int) or not 0 <= kept < size:
-            raise ModelError(
-                f"{path}: dual_chunk_attention_config is {shown(found)}; expected a chunk_size and a "
-                "smaller local_size; give -o chunk_size=N"
-            )
+            expected = "a chunk_size and a smaller local_size; give -o chunk_size=N"
+            raise ModelError(f"{path}: dual_chunk_attention_config is {shown(found)}; expected {expected}")
         return size - kept, min(size, 2 * (size - kept) - 1)
 
     def identity(self, fingerprint: str) -> str:
-        """Return a SHA-256 of the weights' fingerprint and of every field that changes what the model computes.
-
-        The hash ties saved contexts to the model: the same weights with another RoPE base give other keys and values.
-        """
+        """Return a SHA-256 of the weights' fingerprint and of all that changes results. Saved contexts have it."""
         same = replace(self, dtype=None, bos_id=None, eos_ids=(), weight_prefix="", unused=(), published={})
         kinds = f" {self.layer_kinds!r}" if self.layer_kinds else ""
         return hashlib.sha256(f"{fingerprint} {same!r}{kinds}".encode()).hexdigest()
 
 
 def rope_section(fields: Fields) -> Fields:
-    """Return the config's RoPE scaling, `rope_scaling` or `rope_parameters`. Raises ModelError if the two differ.
-
-    If RoPE differs by layer type, this is the scaling of layers with full attention.
-    """
+    """Return the config's RoPE scaling, of layers with full attention. Raises ModelError if its two sections differ."""
     part = LAYER_TYPES[0] if "rope_parameters" in fields.implements else None
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters", part)
     if not older.values or not fields.values.get("rope_parameters"):
@@ -367,8 +349,8 @@ def check_supported(fields: Fields, activation: str) -> None:
     for key in ("quantization_config", "compression_config"):
         value = fields.values.get(key)
         if value is not None and not (isinstance(value, Mapping) and value.get("quant_method") == "lce"):
-            expected = f"plain weights in {', '.join(DTYPES)}"
-            raise fields.refusal(key, expected, "use the checkpoint before its quantization")
+            remedy = "use the checkpoint before its quantization"
+            raise fields.refusal(key, f"plain weights in {', '.join(DTYPES)}", remedy)
     same = ("silu", "swish") if activation == "silu" else (activation,)
     for key in ("hidden_act", "hidden_activation"):
         if fields.text(key) not in (None, *same):
@@ -381,7 +363,6 @@ def check_supported(fields: Fields, activation: str) -> None:
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
-    """Read the number of query heads, of key/value heads, and the head dimension."""
     n_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     n_kv_heads = fields.optional_integer("num_key_value_heads") or n_heads
     if n_heads % n_kv_heads:
@@ -424,9 +405,8 @@ def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, thet
         raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
     kind = "none" if kind in (None, "default") else kind
     if kind not in ROPE_KINDS:
-        key = "rope_type" if "rope_type" in scaling.values else "type"
-        expected = f"a supported scaling: {', '.join(ROPE_KINDS)}"
-        raise scaling.refusal(key, expected, "use a checkpoint with one of these")
+        key, expected = "rope_type" if "rope_type" in scaling.values else "type", ", ".join(ROPE_KINDS)
+        raise scaling.refusal(key, f"a supported scaling: {expected}", "use a checkpoint with one of these")
     for section in (fields, scaling):
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
             raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")

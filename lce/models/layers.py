@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig, RopeConfig, check_layer_types, check_supported, read_rope
 from lce.models.products import Gate, Replays, linear, rows_of
-from lce.weights.packed import Scheme, all_schemes
+from lce.weights.packed import ROUNDED, Scheme
 
 # The attention hook takes (layer, q [H, T, D], k [G, T, D], v [G, T, D]), all unrotated, and returns [H, T, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -48,10 +48,7 @@ class Layer:
         return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gate=gate, onto=onto)
 
     def heads(self, x: Tensor, norm: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise `x [T, hidden]` and project the result to `q [H, T, D]` and `k v [G, T, D]`, which are views.
-
-        Without `norm`, x is projected as it is.
-        """
+        """Project `x [T, hidden]`, normalised if `norm` is given, to views `q [H, T, D]` and `k v [G, T, D]`."""
         config, dim = self.config, self.config.head_dim
         joined = self.project("qkv", x, norm=norm)
         rows = joined.view(-1, 1, dim) if len(x) == 1 else joined.view(len(x), -1, dim).transpose(0, 1)
@@ -97,7 +94,6 @@ class Model:
         return self._replays.run(self.embedded(ids), self._through, attend)
 
     def _through(self, x: Tensor, attend: Attend) -> Tensor:
-        """Return the last layer's hidden states for the first ones, `x [T, hidden]`, which may be overwritten."""
         borders = self.borders
         for layer in self.layers:
             if layer.index in borders:
@@ -124,7 +120,6 @@ class Model:
 
     @classmethod
     def rope(cls, fields: Fields, head_dim: int) -> RopeConfig:
-        """Read the model's RoPE."""
         return read_rope(fields, head_dim)
 
     @classmethod
@@ -136,9 +131,8 @@ class Model:
     def weights(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the name in published checkpoints and the shape of every weight, by lce's name.
 
-        A weight in `config.biases` has a bias: `q` has `q_bias`, published as `self_attn.q_proj.bias`. `stored` are the
-        names in the checkpoint. As in transformers, a stored head is used even if the config ties the head to the
-        embedding.
+        A weight in `config.biases` has a bias: `q` has `q_bias`. As in transformers, a head among the `stored` names is
+        used even if the config ties the head to the embedding.
         """
         sizes = {
             "vocab": config.vocab_size,
@@ -150,10 +144,8 @@ class Model:
             "qkv": (config.n_heads + 2 * config.n_kv_heads) * config.head_dim,
             "gate_up": 2 * config.intermediate_size,
         }
-        return {
-            name: (published, tuple(sizes[word] for word in words))
-            for name, (published, words) in cls.table(config, stored).items()
-        }
+        table = cls.table(config, stored)
+        return {name: (published, tuple(sizes[word] for word in words)) for name, (published, words) in table.items()}
 
     @classmethod
     def table(cls, config: ModelConfig, stored: Collection[str] = ()) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -165,12 +157,10 @@ class Model:
                 if name in config.biases:
                     bias = published.removesuffix("weight") + "bias"
                     table[f"{i}.{name}_bias"] = f"model.layers.{i}.{bias}", shape.split()[0]
-        table["norm"] = cls.model_weights["norm"]
-        if not config.tied or config.weight_prefix + cls.model_weights["head"][0] in stored:
+        table["norm"], prefix = cls.model_weights["norm"], config.weight_prefix
+        if not config.tied or prefix + cls.model_weights["head"][0] in stored:
             table["head"] = cls.model_weights["head"]
-        return {
-            name: (config.weight_prefix + published, tuple(shape.split())) for name, (published, shape) in table.items()
-        }
+        return {name: (prefix + published, tuple(shape.split())) for name, (published, shape) in table.items()}
 
     @classmethod
     def layer_of(cls, name: str, config: ModelConfig) -> int:
@@ -196,12 +186,9 @@ class Model:
 
     @classmethod
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
-        """Return the scheme that quantises each matrix, by the matrix's name in published checkpoints.
-
-        The embedding and the head always get 8 bits, because they have few of the bytes and cause much of the error.
-        """
+        """Return each matrix' scheme by published name; 8 bits for embedding and head, the cause of much error."""
         return {
-            published: all_schemes()["int8"] if name in ("embed", "head") else scheme
+            published: ROUNDED["int8"] if name in ("embed", "head") else scheme
             for name, (published, shape) in cls.weights(config, stored).items()
             if len(shape) == 2
         }

@@ -37,7 +37,7 @@ _thread = threading.local()  # `memory`: this thread's scratch memory for unpack
 @timed("products")
 def linear(
     x: Tensor,
-    weight: Matrix | Divided,
+    weight: Matrix | SummedMatrix | VocabularyPart,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -54,7 +54,7 @@ def linear(
     rows, one kernel does everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of
     up to `MOST_ROWS` rows, each row has the same bits as in a product of its own. If a norm is given, x may be float32.
     """
-    if isinstance(weight, Divided):
+    if isinstance(weight, SummedMatrix | VocabularyPart):
         return weight.linear(x, bias, norm=norm, eps=eps, onto=onto)
     few = len(x) <= MOST_ROWS
     around: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "onto": onto, "out_dtype": out_dtype}
@@ -91,9 +91,7 @@ def linear(
 
 
 def _after(out: Tensor, gate: Gate | None, onto: Tensor | None) -> Tensor:
-    """Apply what follows a product: `linear` says what `gate` and `onto` do."""
-    if gate:
-        out = gate_mul(out, gate)
+    out = gate_mul(out, gate) if gate else out
     return out if onto is None else onto.add_(out)
 
 
@@ -127,10 +125,7 @@ def _computed(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | N
 
 
 def rows_of(weight: Tensor | PackedMatrix | VocabularyPart, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows `ids [T]` of the embedding as the first hidden states, `[T, in]`.
-
-    On a CPU, hidden states are float32 in a model of any `dtype`: a layer adds to them, and the sum is not rounded.
-    """
+    """Return the rows `ids [T]` of the embedding, `[T, in]`; on a CPU in float32: a layer's sums are not rounded."""
     dtype = torch.float32 if ids.is_cpu else dtype
     return F.embedding(ids, weight).to(dtype) if isinstance(weight, Tensor) else weight.rows(ids, dtype)
 
@@ -152,10 +147,7 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None, out_dtype: 
 
 
 def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply with weights that are unpacked, or converted to the dtype of x, up to `SCRATCH` bytes at a time.
-
-    The thread keeps the memory for unpacked weights, because allocating it takes time.
-    """
+    """Multiply with weights converted to the dtype of x, `SCRATCH` bytes at a time, in memory that the thread keeps."""
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
     needed, memory = block * size * x.element_size(), getattr(_thread, "memory", None)
@@ -177,10 +169,7 @@ def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor 
 
 @timed("norms")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide vectors `x [..., D]` by their root mean squares and multiply by `weight [D]`, in float32 for any dtype.
-
-    The result has the dtype of `weight`; x may be float32.
-    """
+    """Divide vectors `x [..., D]` by their root mean squares, times `weight [D]`, in float32; then to its dtype."""
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps)
     if launching.runs_on(x):
@@ -212,22 +201,15 @@ def gate_mul(x: Tensor, gate: Gate) -> Tensor:
     return (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")).mul_(second)
 
 
-class Divided:
-    """A matrix that ranks divide among them. Every rank calls `linear`, and gets the product with the whole matrix."""
-
-    def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
-        """Do what `linear` does with the whole matrix, without a gate."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, eq=False)
-class SummedMatrix(Divided):
+class SummedMatrix:
     """A matrix of which this rank has the columns `own`, and that part of x alone. Ranks add their sums in float32."""
 
     own: Matrix
     ranks: Ranks
 
     def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
+        """Do what `linear` does with the whole matrix, as every rank does."""
         assert norm is None, "a rank has only a part of the vectors"
         out = self.ranks.sum(linear(x, self.own, out_dtype=torch.float32))
         if bias is not None:
@@ -236,7 +218,7 @@ class SummedMatrix(Divided):
 
 
 @dataclass(frozen=True, eq=False)
-class VocabularyPart(Divided):
+class VocabularyPart:
     """An embedding or a head of `n_rows` tokens of which this rank has the rows `own`, from token `first` on.
 
     Each number of a result is computed by one rank, and has the same bits on all ranks, whatever their machines.
@@ -279,17 +261,11 @@ def put_token(out: Tensor, joined: Tensor, token: int) -> None:
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `scale` times the cosines and the sines of RoPE's angles, `[*positions.shape, D/2]` each.
-
-    An angle is a position times one of `frequencies [D/2]`, which are float64.
-    """
+    """Return `scale` · cosines and sines `[*positions.shape, D/2]` of positions times `frequencies [D/2]`, float64."""
     if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
         from lce.kernels.cuda import elementwise as on_gpu
 
         cos, sin = on_gpu.turns(positions, frequencies, scale, dtype)
         return cos, sin
     angles = positions.to(torch.float64)[..., None] * frequencies
-    cos, sin = angles.cos(), angles.sin_()
-    if scale != 1:
-        cos, sin = cos.mul_(scale), sin.mul_(scale)
-    return cos.to(dtype), sin.to(dtype)
+    return angles.cos().mul_(scale).to(dtype), angles.sin_().mul_(scale).to(dtype)

@@ -45,9 +45,8 @@ TURNS_SHOWN = 3  # A chat that goes on shows this many of its last turns.
 class ChatLoop:
     """A loop that reads messages and commands from stdin and writes answers to stdout.
 
-    A line is a message, and so are lines between two `QUOTES` and, at a terminal with readline, what is pasted.
-
-    The prompt mark, notes, progress and figures go to stderr.
+    A line is a message, and so are lines between two `QUOTES` and, at a terminal with readline, what is pasted. The
+    prompt mark, notes, progress and figures go to stderr.
     """
 
     conversation: lce.Conversation
@@ -77,7 +76,6 @@ class ChatLoop:
                     self._note_files()
 
     def _obey(self, entry: str) -> bool:
-        """Run a command or answer a message, and return whether the chat goes on."""
         if entry.startswith("/") and not entry.startswith("//"):
             return self._command(*entry[1:].split(maxsplit=1))
         if entry.strip():
@@ -109,7 +107,6 @@ class ChatLoop:
         return decoded(raw, "stdin").rstrip("\r\n")
 
     def _command(self, name: str = "", argument: str = "") -> bool:
-        """Run the chat command `/name argument` and return whether the chat goes on."""
         path = os.path.expanduser(argument.strip())
         match name:
             case "file" if not path:
@@ -171,7 +168,6 @@ class ChatLoop:
             self._note(f"files that go before the next message: {len(self.files)}; /file alone forgets them")
 
     def _note_turns(self) -> None:
-        """Show the last turns of a chat that goes on."""
         context, tokenizer = self.conversation.context, self.conversation.setup.tokenizer
         if context is None:
             return
@@ -183,7 +179,6 @@ class ChatLoop:
 
 
 def _message(text: str) -> str:
-    """Return a message as a line that is no command."""
     return f"/{text}" if text.startswith("/") else text
 
 
@@ -215,18 +210,8 @@ def turns_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, 
         return []
     opening = os.path.commonprefix([before[::-1], asked[::-1]])[::-1]  # noqa: RUF071  begins the first question
     found = [turn.partition(said) for turn in tokenizer.decode(token_ids, skip_special=False).split(asked)]
-    turns = [
-        (question.rpartition(opening)[2] if opening else question, answer) for question, mark, answer in found if mark
-    ]
+    turns = [(asked.rpartition(opening)[2] if opening else asked, answer) for asked, mark, answer in found if mark]
     return [(question.strip(), answer.strip()) for question, answer in turns]
-
-
-def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
-    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
-    template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
-    parts = [] if answer.strip() else ["the answer is empty"]
-    parts += ["the model has a chat template, and --chat uses it"] if template else []
-    return f"lce: {'; '.join(parts)}" if parts else ""
 
 
 def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) -> lce.Sampling:
@@ -241,9 +226,8 @@ def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) 
     source = "the model's generation_config.json" if own else "lce's own, since the model recommends none"
     knobs = [knob.name for knob in fields(sampling) if knob.name not in ("temperature", "seed", "stop")]
     used = [f"{knob} {getattr(sampling, knob):g}" for knob in knobs if getattr(sampling, knob) != getattr(greedy, knob)]
-    text = ", ".join(
-        [f"temperature {sampling.temperature:g}" if sampling.temperature else "the likeliest token", *used]
-    )
+    first = f"temperature {sampling.temperature:g}" if sampling.temperature else "the likeliest token"
+    text = ", ".join([first, *used])
     output.figures(f"lce: sampling: {text} ({source}); --temperature 0 is greedy, without penalties")
     return options.seeded(sampling)
 

@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 
 import click
 
-from lce.errors import CapacityError, LceError, user_line
+from lce.errors import CapacityError, DataError, LceError, ModelError, RankError, UsageError, user_line
 from lce.plugins import plugins
 from lce.terminal.commands import GROUP, load
-from lce.terminal.ranks import error_stream
 
 INTERRUPTED = 130
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
@@ -68,16 +67,20 @@ class Root(click.Group):
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr safe to write: unencodable characters are replaced, a closed stream becomes /dev/null."""
+    """Make stdout and stderr safe to write: unencodable characters are replaced, a closed stream becomes /dev/null.
+
+    Under torchrun, with --ranks, each process runs the same command, and the first rank alone prints.
+    """
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
+        if (stream := getattr(sys, name)) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it lives as long as the process
         else:
             stream.reconfigure(errors="replace")
     if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):  # its descriptor stays open
         notes = io.BufferedWriter(_Notes(sys.stderr.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(notes, sys.stderr.encoding, "replace", line_buffering=True)
+    if "--ranks" in sys.argv and os.environ.get("RANK", "0") != "0":
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 class _Notes(io.FileIO):
@@ -126,7 +129,9 @@ def report_failure(error: BaseException) -> int:
     if cause is None and isinstance(error, BrokenPipeError):  # another program closed our stdout, as `head` does
         return 0
     code, line = (INTERRUPTED, "\nlce: interrupted") if cause else classify(error)
-    click.echo("; ".join([line, *notes]), file=error_stream(error))
+    known = isinstance(error, UsageError | ModelError | DataError | RankError) or getattr(error, "told", False)
+    alone = sys.stdout is sys.stderr and isinstance(error, Exception) and not known  # the first rank cannot know it
+    click.echo("; ".join([line, *notes]), file=sys.__stderr__ if alone else sys.stderr)
     return code
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats
     from lce.cache.tier import Traffic
     from lce.models.config import LayerKind
+    from lce.tokenizer.tokenizer import Tokenizer
 
 
 def generation_line(stats: Stats) -> str:
@@ -51,6 +52,14 @@ def _traffic_text(traffic: Traffic) -> str:
     hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
     early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
     return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
+
+
+def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
+    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
+    template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
+    parts = [] if answer.strip() else ["the answer is empty"]
+    parts += ["the model has a chat template, and --chat uses it"] if template else []
+    return f"lce: {'; '.join(parts)}" if parts else ""
 
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
@@ -171,9 +180,8 @@ def model_lines(model: ModelInfo) -> list[str]:
         "tokenizer": f"{model.tokenizer}, {config.vocab_size:,} tokens" if model.tokenizer else "none",
         "chat template": "yes" if model.chat_template else "no: it continues text",
     }
-    methods = {
-        f"  {name}": _pairs(lce.methods.knob_values(method)) or "(no options)" for name, method in model.methods.items()
-    }
+    knobs = {name: _pairs(lce.methods.knob_values(method)) for name, method in model.methods.items()}
+    methods = {f"  {name}": text or "(no options)" for name, text in knobs.items()}
     refused = {f"  {name}": reason for name, reason in model.refused.items()}
     title = f"methods, with their knobs for a window of {config.window:,}"
     groups = [(f"  {x.kind}", str(x.count), x.type, size_text(x.n_bytes)) for x in model.tensors]

@@ -13,38 +13,32 @@ from lce.terminal.output import note
 
 
 @dataclasses.dataclass(frozen=True)
-class MethodOption:
-    """The method and the knobs of a command line, and the method that reads prompts; None if it names none."""
+class Opening:
+    """What a command line opens: a model or a context file, the method, its knobs, and options of `lce.load`."""
 
-    method: str | None
-    knobs: Mapping[str, str]
+    model: str
+    context_file: str | None
+    loading: Mapping[str, Any]
+    method: str | None = None
+    knobs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefill_method: str | None = None
 
-    def load(
-        self,
-        model: str,
-        context_file: str | None,
-        loading: Mapping[str, Any],
-        text: str | None = None,
-        more: int = 0,
-        least: int = 0,
-    ) -> tuple[lce.Engine, lce.Context | None]:
-        """Return an engine, and the context opened from `context_file`; without a file, an engine and None.
+    def load(self, text: str | None = None, more: int = 0, least: int = 0) -> tuple[lce.Engine, lce.Context | None]:
+        """Return an engine, and the context opened from the context file; without a file, an engine and None.
 
         With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
         default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`, but at least for
         `least` tokens. Raises an error for options that contradict the file.
         """
-        if context_file is not None:
-            return self._open(model, context_file, loading)
-        name = "full" if self.method is None else self.method
-        length = None
+        if self.context_file is not None:
+            return self._opened(self.context_file)
+        name, length = "full" if self.method is None else self.method, None
         if text is not None and name == lce.methods.registry.AUTO:
-            length = max(least, _n_tokens(model, text) + more)
-        how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **loading}
-        return lce.load(model, **how), None
+            length = max(least, _n_tokens(self.model, text) + more)
+        how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **self.loading}
+        return lce.load(self.model, **how), None
 
-    def _open(self, model: str, context_file: str, loading: Mapping[str, Any]) -> tuple[lce.Engine, lce.Context]:
+    def _opened(self, context_file: str) -> tuple[lce.Engine, lce.Context]:
         from lce.engine.info import describe
         from lce.methods.handover import BETWEEN, PREFILL
 
@@ -53,12 +47,12 @@ class MethodOption:
             where = f"{context.method} of {context.method_file}, which is code and runs only if you name it"
             raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
         own, _, prefill = context.method.partition(BETWEEN)
-        name = own if self.method is None or self.method == lce.methods.registry.AUTO else self.method
+        name = own if self.method in (None, lce.methods.registry.AUTO) else self.method
         before = self.prefill_method or prefill or None
         same = {False: name == own, True: before == prefill}  # by whether a knob is the method of prefill's
         knobs = {key: value for key, value in context.knobs.items() if same[key.startswith(PREFILL)]}
-        how: Any = {**named_methods(name, {**knobs, **self.knobs}, before), **continued(context, loading)}
-        engine = lce.load(model, **how)
+        how = {**named_methods(name, {**knobs, **self.knobs}, before), **continued(context, self.loading)}
+        engine = lce.load(self.model, **how)
         return engine, engine.open_context(context_file)
 
 
@@ -109,6 +103,6 @@ def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str,
 
 def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
     """Return the first and the last `n_tokens` tokens of a context as text, decoded by the model that read them."""
-    engine, opened = MethodOption(None, {}).load(model, str(context.path), {})
+    engine, opened = Opening(model, str(context.path), {}).load()
     ids = opened.token_ids if opened is not None else []
     return engine.tokenizer.decode(ids[:n_tokens]), engine.tokenizer.decode(ids[-n_tokens:])

@@ -24,9 +24,8 @@ from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import MethodOption, method_name, named_methods
+from lce.terminal.methods import Opening, method_name, named_methods
 from lce.terminal.output import Output, note
-from lce.terminal.ranks import join
 from lce.terminal.reading import read_prompt
 
 Command = Callable[..., Any]
@@ -83,6 +82,16 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
         return run
 
     return decorate
+
+
+def opened(command: Command) -> Command:
+    """Gather what a command opens, by options that are declared above, into one argument, `opening`."""
+
+    @wraps(command)
+    def run(model: str, context_file: str | None, method: Any, loading: Any, **values: Any) -> Any:
+        return command(opening=Opening(model, context_file, loading, **method), **values)
+
+    return run
 
 
 def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -153,10 +162,6 @@ def seeded(sampling: lce.Sampling) -> lce.Sampling:
     return sampling
 
 
-def _sampling(**values: Any) -> lce.Sampling:
-    return seeded(lce.Sampling(**values))
-
-
 def _given(**values: Any) -> dict[str, Any]:
     """Return the options of sampling that the command line names. They are checked later, by `chat_sampling`."""
     return {name: value for name, value in values.items() if value not in (None, ())}
@@ -191,6 +196,15 @@ def flags_of(record: type[Record], *, defaults: bool = True, **more: dict[str, A
     return found
 
 
+def _join(_ctx: click.Context, _param: click.Parameter, value: bool) -> str | None:
+    """Join the other ranks, and return the option `ranks` of `lce.load`: the callback of --ranks."""
+    if value:
+        from lce.engine.dividing import ranks_of
+
+        ranks_of("all")
+    return "all" if value else None
+
+
 def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
     return {**values, "threads": threads or default_threads()}
 
@@ -203,16 +217,11 @@ context_option = flag("--context -c FILE", _CONTINUED, dest="context_file")
 _METHOD_OR_AUTO = flag(
     "--method NAME", "One of `lce methods`, a file FILE.py, or auto, by the text's length.", "full", callback=parse_name
 )
-_METHOD_OR_CONTEXT = flag(
-    "--method NAME",
-    "One of `lce methods`, FILE.py, or auto, by the text's length.  [default: that of --context, else full]",
-    callback=parse_name,
-)
-_PREFILL_METHOD = flag(
-    "--prefill-method NAME",
-    "Read prompts by this method, such as full, and generate by --method. -o prefill_method.KEY=VALUE is a knob of it.",
-    callback=parse_name,
-)
+_NAMED = "One of `lce methods`, FILE.py, or auto, by the text's length.  [default: that of --context, else full]"
+_METHOD_OR_CONTEXT = flag("--method NAME", _NAMED, callback=parse_name)
+_READ_BY = "Read prompts by this method, such as full, and generate by --method."
+_ITS_KNOBS = "-o prefill_method.KEY=VALUE is a knob of it."
+_PREFILL_METHOD = flag("--prefill-method NAME", f"{_READ_BY} {_ITS_KNOBS}", callback=parse_name)
 KNOBS: dict[str, Any] = {"multiple": True, "callback": parse_knobs}
 knobs_option = flag("-o KEY=VALUE", "A knob of the method; repeatable.", dest="knobs", **KNOBS)
 PROMPT = (
@@ -229,10 +238,10 @@ debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expos
 prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
-method_or_context_options = packed("method", MethodOption, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
-sampling_options = packed("sampling", _sampling, *flags_of(Sampling).values())
+method_or_context_options = packed("method", dict, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
+sampling_options = packed("sampling", lambda **own: seeded(lce.Sampling(**own)), *flags_of(Sampling).values())
 given_sampling_options = packed("sampling", _given, *flags_of(Sampling, defaults=False).values())
-_LOADING = flags_of(LoadOptions, ranks={"callback": join})
+_LOADING = flags_of(LoadOptions, ranks={"callback": _join})
 loading_options = packed("loading", _loading, *(each for name, each in _LOADING.items() if name != "ranks"))
 divided_loading_options = packed("loading", _loading, *_LOADING.values())
 planning_options = packed("planning", dict, *flags_of(SizeOptions).values())

@@ -52,10 +52,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as columns of text; the first column is left-aligned, others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 class ProgressLines:
@@ -97,10 +94,7 @@ class Output:
 
     @contextmanager
     def bar(self, label: Label, unit: str) -> Iterator[Callable[[int, int], None]]:
-        """Show progress on stderr: a bar on a terminal, elsewhere a line now and then.
-
-        Yield a function to call with the units done and the total.
-        """
+        """Show progress on stderr: a bar, or a line now and then. Yield a function of the units done and the total."""
         if not self.quiet and sys.stderr.isatty():
             with reported(True, label, unit) as advance:
                 yield advance
@@ -166,10 +160,7 @@ class Output:
                 click.echo(wrapped(line), err=True)
 
     def generation(self, stream: Stream) -> None:
-        """Run a generation to its end and, except under --json, write its text to stdout as it comes.
-
-        A line break follows the text, even if the generation is interrupted.
-        """
+        """Run a generation; except under --json write its text to stdout as it comes, with a line break at its end."""
         ends_line = False
         try:
             for piece in stream:

@@ -7,11 +7,12 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
+import click
+
 from lce.errors import CapacityError, DataError, UsageError
 from lce.files import JsonError, named, open_regular, parse_json, path_of
 from lce.sizes import size_text
 from lce.system import free_host_memory
-from lce.terminal.ranks import from_first
 
 BYTES_OF_TEXT = 16  # The most bytes of memory per byte of input: for the input, its characters and token ids.
 MAX_MESSAGES_VALUES = 1 << 20
@@ -49,13 +50,9 @@ def read_chat(chat: bool, system: str | None, messages: str | None, **prompt: An
 
 
 def read_text(name: str) -> str:
-    """Return the text of a UTF-8 file, or of stdin for "-", without the final line break.
-
-    Raises `DataError` for a file that is not text, and `CapacityError` for a text too long for this machine.
-    """
+    """Return a file's text, stdin's for `-`, without its last line break. Raises `DataError` or `CapacityError`."""
     source, data = read_bytes(name)
-    text = decoded(data, source).removesuffix("\n").removesuffix("\r")
-    if not text:
+    if not (text := decoded(data, source).removesuffix("\n").removesuffix("\r")):
         remedy = ": write it to stdin, or give it as an argument or a file" if name == "-" else ""
         raise DataError(f"{source} is empty; expected some text{remedy}")
     return text
@@ -66,9 +63,8 @@ def decoded(data: bytes, source: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
-        ) from None
+        fault = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise DataError(f"{source} is not UTF-8 text: {fault}; convert it to UTF-8") from None
 
 
 def read_messages(name: str) -> list[Any]:
@@ -86,7 +82,13 @@ def read_messages(name: str) -> list[Any]:
 
 def read_bytes(name: str) -> tuple[str, bytes]:
     """Read a file, or stdin for "-". Return its name for error messages, and its bytes. Of several ranks, one reads."""
-    return from_first(lambda: _read_bytes(name))
+    command = click.get_current_context(silent=True)
+    if command is None or not command.params.get("ranks"):
+        return _read_bytes(name)
+    from lce.engine.dividing import ranks_of
+
+    ranks = ranks_of("all")
+    return ranks.exchange(ranks.together(lambda: ("", b"") if ranks.rank else _read_bytes(name)))[0]
 
 
 def _read_bytes(name: str) -> tuple[str, bytes]:
@@ -109,10 +111,8 @@ def _read_bytes(name: str) -> tuple[str, bytes]:
 
 
 def _check_length(n_bytes: int, source: str) -> None:
-    """Raise `CapacityError` for a text whose bytes, characters and token ids would not fit into memory."""
     free = free_host_memory()
     if free is not None and n_bytes * BYTES_OF_TEXT > free:
-        raise CapacityError(
-            f"{source} has {size_text(n_bytes)} of text or more, and {size_text(free)} of memory is free; expected "
-            f"{size_text(free // BYTES_OF_TEXT)} at most; give a shorter text"
-        )
+        fault = f"has {size_text(n_bytes)} of text or more, and {size_text(free)} of memory is free"
+        most = f"expected {size_text(free // BYTES_OF_TEXT)} at most; give a shorter text"
+        raise CapacityError(f"{source} {fault}; {most}")

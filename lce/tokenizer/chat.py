@@ -84,7 +84,6 @@ def render_chat(
 
 
 def _checked(messages: object) -> list[dict[str, Any]]:
-    """Return plain copies of the messages. Raises DataError for a value that is not a list of messages."""
     expected = 'expected a list of {"role": a string, "content": a string}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError(f"the messages are {shown(messages)}; {expected}")
@@ -118,10 +117,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str], *, names: bool = False) -> Any:
-    """Return a JSON value with all its texts changed. With `names`, the names of inner objects too.
-
-    The template looks up the names of a message's fields, so those of the outer objects stay.
-    """
+    """Return a JSON value with all its texts changed, except names in outer objects, which the template looks up."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -140,7 +136,6 @@ def _rests(texts: Iterable[str], controls: Iterable[str]) -> tuple[str, ...]:
 
 
 def _split(text: str, controls: Iterable[str], cut: str) -> str:
-    """Insert `cut` after the first character of every control token in `text`."""
     found = sorted({name for name in controls if len(name) > 1 and name in text}, key=len, reverse=True)
     if not found:
         return text
@@ -149,16 +144,14 @@ def _split(text: str, controls: Iterable[str], cut: str) -> str:
 
 
 def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
-    """Render a template in a process of its own. `length` is the number of characters in the messages."""
     seconds, memory = MAX_SECONDS + length // 150_000, MAX_BYTES + 96 * length
     limits = {"chars": MAX_CHARS + 8 * length, "seconds": seconds, "bytes": memory}
     raw = _answer(json.dumps({"template": template, "variables": variables, **limits}, ensure_ascii=False))
     try:
         ((kind, text),) = json.loads(raw.decode("utf-8", "surrogatepass")).items()
     except ValueError:  # no answer: a limit ended the process
-        raise ModelError(
-            f"the chat template failed: it takes more than {seconds} s or {size_text(memory)} of memory; {_REMEDY}"
-        ) from None
+        most = f"{seconds} s or {size_text(memory)} of memory"
+        raise ModelError(f"the chat template failed: it takes more than {most}; {_REMEDY}") from None
     if kind == "text":
         return str(text)
     message = shown(" ".join(str(text).split()), 200)
@@ -168,13 +161,10 @@ def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
 
 
 def _answer(request: str) -> bytes:
-    """Run `template.py` with a request, and return its output.
-
-    The process limits its own processor time. Waiting may take much longer, on a machine whose processors are busy.
-    """
+    """Run `template.py`, which limits its own processor time. Waiting for it may take longer on a busy machine."""
     script = Path(__file__).with_name("template.py")
     if getattr(sys, "frozen", False) or not sys.executable or not script.is_file():
-        raise ModelError(_cannot_start("this program has no Python interpreter of its own"))
+        raise _cannot_start("this program has no Python interpreter of its own")
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin]
     folders = dict.fromkeys(str(Path(origin).parent.parent) for origin in origins)
     command = [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]  # imports only Jinja's site packages
@@ -182,7 +172,7 @@ def _answer(request: str) -> bytes:
     try:  # in a process group of its own: Ctrl-C interrupts only lce, which then ends the process
         process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=kept, process_group=0)
     except OSError as error:
-        raise ModelError(_cannot_start(error.strerror or type(error).__name__)) from None
+        raise _cannot_start(error.strerror or type(error).__name__) from None
     with process:
         try:
             raw = request.encode("utf-8", "surrogatepass")
@@ -194,12 +184,10 @@ def _answer(request: str) -> bytes:
             process.kill()
             process.wait()
     if process.returncode == 1:
-        raise ModelError(_cannot_start("Python or Jinja does not start there"))
+        raise _cannot_start("Python or Jinja does not start there")
     return answer
 
 
-def _cannot_start(reason: str) -> str:
-    return (
-        f"cannot start a process that renders the chat template: {shown(reason)}; "
-        "write the prompt in the model's format yourself, and use generate"
-    )
+def _cannot_start(reason: str) -> ModelError:
+    remedy = "write the prompt in the model's format yourself, and use generate"
+    return ModelError(f"cannot start a process that renders the chat template: {shown(reason)}; {remedy}")

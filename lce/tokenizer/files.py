@@ -54,7 +54,6 @@ def _object(read: Reader, where: Path, name: str) -> dict[str, Any]:
 
 
 def _content(value: object, key: str) -> str | None:
-    """Return a special token's string. A file has either the string itself or {"content": string}."""
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
@@ -76,7 +75,6 @@ def _flag(config: dict[str, Any], key: str) -> bool | None:
 
 
 def _tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return the added tokens with their ids, and all special tokens. `older` is the content of added_tokens.json."""
     added, special = dict(older), [_content(config.get(key), key) for key in _NAMED]
     decoder = config.get("added_tokens_decoder", {})
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:

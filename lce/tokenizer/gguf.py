@@ -37,21 +37,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # special ids of the kind "llama", if the metadata has none
 # Control and user-defined tokens that end a text or a turn, whichever ids the metadata names.
 _ENDS = {
-    "</s>",
-    "<EOT>",
-    "<end_of_turn>",
-    "<end_of_utterance>",
-    "<eos>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<｜end▁of▁sentence｜>",
-    "[EOS]",
-    "[EOT]",
-    "_<EOT>",
+    *("</s>", "<EOT>", "_<EOT>", "[EOS]", "[EOT]", "<eos>", "<end_of_turn>", "<end_of_utterance>", "<|end_of_text|>"),
+    *("<|endoftext|>", "<|end|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>"),
 }
 
 
@@ -104,8 +91,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes
         raise ModelError(f"{named(where)}: {key} is {shown(kind)}; expected 'gpt2' or 'llama'; {_FOLDER}")
     vocabulary = _Vocabulary(metadata, where)
     files = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
-    template = metadata.get("tokenizer.chat_template")
-    if template is None:
+    if (template := metadata.get("tokenizer.chat_template")) is None:
         return files
     if not isinstance(template, str) or len(template) > MOST_TEMPLATE or not _is_text(template):
         raise vocabulary.wrong("tokenizer.chat_template", template, f"a text of at most {MOST_TEMPLATE} characters")
@@ -113,10 +99,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Return all ids that end a text or a turn: those that the metadata names, and tokens such as `<|im_end|>`.
-
-    Values that are wrong are left to `tokenizer_files`, which refuses them.
-    """
+    """Return all ids that end a text or a turn, such as `<|im_end|>`. `tokenizer_files` refuses wrong values."""
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(types, list):
         tokens, types = [], []
@@ -138,8 +121,7 @@ class _Vocabulary:
         if not self.tokens:
             raise self.wrong("tokens", [], "a list of strings")
         self.types = self.numbers("token_type", int)
-        wrong = next((kind for kind in self.types if not 0 <= kind <= _BYTE), None)
-        if wrong is not None:
+        if (wrong := next((kind for kind in self.types if not 0 <= kind <= _BYTE), None)) is not None:
             raise self.wrong("token_type", wrong, "types from 1 to 6")
         places: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
@@ -148,10 +130,8 @@ class _Vocabulary:
         kinds = zip(self.tokens, self.types, strict=True)
         added = [token for token, kind in kinds if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
         if sum(map(len, added)) > MOST_ADDED or max(map(len, added), default=0) > MOST_ADDED_TOKEN:
-            most = (
-                f"at most {MOST_ADDED_TOKEN} characters in each control or user-defined token, and {MOST_ADDED} in all"
-            )
-            raise self.wrong("tokens", max(added, key=len), most)
+            most = f"at most {MOST_ADDED_TOKEN} characters in each control or user-defined token"
+            raise self.wrong("tokens", max(added, key=len), f"{most}, and {MOST_ADDED} in all")
         default = _LLAMA_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
         self.ids = {name: self._id(name, default.get(name)) for name in ("unknown", "bos", "eos", "eot", "eom")}
 
@@ -181,7 +161,6 @@ class _Vocabulary:
         return value
 
     def _id(self, name: str, default: int | None) -> int | None:
-        """Return the id of a special token."""
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id", default)
         if value is None or (type(value) is int and 0 <= value < len(self.tokens) and self.tokens[value]):
             return value
@@ -224,12 +203,9 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
     step = {"type": "Split", "behavior": "Isolated", "invert": False}
     splits = [{**step, "pattern": {"Regex": regex}} for regex in rules.splits]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {
-        "type": "BPE",
-        "ignore_merges": rules.ignore_merges,
-        "vocab": {token: token_id for token, (token_id, kind) in kinds.items() if kind != _UNUSED},
-        "merges": vocabulary.strings("merges"),
-    }
+    ids = {token: token_id for token, (token_id, kind) in kinds.items() if kind != _UNUSED}
+    merges = vocabulary.strings("merges")
+    model = {"type": "BPE", "ignore_merges": rules.ignore_merges, "vocab": ids, "merges": merges}
     content = {
         "version": "1.0",
         "added_tokens": added,
@@ -246,8 +222,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:
     """Return the files of a sentencepiece BPE. Its tokenizer.model is a protobuf message, written here by hand."""
     unknown, tokens, types = vocabulary.ids["unknown"], vocabulary.tokens, vocabulary.types
     scores = vocabulary.numbers("scores", float, int)
-    wrong = next((score for score in scores if not -1e38 < score < 1e38), None)
-    if wrong is not None:
+    if (wrong := next((score for score in scores if not -1e38 < score < 1e38), None)) is not None:
         raise vocabulary.wrong("scores", wrong, "finite numbers")
     model, added, has_bytes = bytearray(), {}, False
     for token_id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
@@ -268,12 +243,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:
     normalizer = _length(1, b"identity") + _number(3, vocabulary.flag("add_space_prefix", True))
     normalizer += _number(4, vocabulary.flag("remove_extra_whitespaces", False)) + _number(5, True)  # escapes spaces
     model += _length(2, trainer) + _length(3, normalizer)
-    settings = vocabulary.settings(add_bos=True)
-    return {
-        "tokenizer.model": bytes(model),
-        "tokenizer_config.json": settings,
-        "added_tokens.json": json.dumps(added).encode(),
-    }
+    files = {"tokenizer.model": bytes(model), "added_tokens.json": json.dumps(added).encode()}
+    return files | {"tokenizer_config.json": vocabulary.settings(add_bos=True)}
 
 
 def _varint(value: int) -> bytes:
@@ -282,10 +253,8 @@ def _varint(value: int) -> bytes:
 
 
 def _number(field: int, value: int) -> bytes:
-    """Return a protobuf field that holds a number or a flag."""
     return _varint(field << 3) + _varint(value)
 
 
 def _length(field: int, value: bytes) -> bytes:
-    """Return a protobuf field that holds a string or a message."""
     return _varint(field << 3 | 2) + _varint(len(value)) + value

@@ -84,10 +84,9 @@ class Spelling:
                 return replace(self, fused=True)
             case {"type": "Strip", "content": str(char), "start": int(count), "stop": 0}, True if not self.strip:
                 return replace(self, strip=char, strip_count=count)
-        raise ModelError(
-            f"the tokenizer's decoder has a step that cannot be read token by token: {shown(dict(step))}; "
-            "expected ByteLevel, or Replace, ByteFallback, Metaspace, Fuse and Strip in the order Llama uses them"
-        )
+        expected = "ByteLevel, or Replace, ByteFallback, Metaspace, Fuse and Strip in the order Llama uses them"
+        fault = "the tokenizer's decoder has a step that cannot be read token by token"
+        raise ModelError(f"{fault}: {shown(dict(step))}; expected {expected}")
 
     @property
     def errors(self) -> str:

@@ -1,9 +1,8 @@
 """Renders one untrusted Jinja template, in a process of its own that `chat.py` starts.
 
 The process reads a request from stdin, limits its own time and memory, and writes the text or the failure to stdout,
-both as JSON. Under `python -I -S` it sees no environment, no working folder, and only Jinja's site packages. Jinja's
-immutable sandbox keeps the template away from Python's objects. Without a loader the template can read no files. If the
-template takes too much time or memory, the limits end the process.
+both as JSON. It sees no environment, no working folder, and only Jinja's site packages (`python -I -S`). Jinja's
+immutable sandbox keeps the template away from Python's objects, and without a loader the template can read no files.
 
 Templates have the globals and filters that transformers gives them: `raise_exception`, `strftime_now`, a `tojson` that
 does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, which only mark text.
@@ -110,7 +109,6 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return a value as JSON, without the HTML escapes of Jinja's own filter `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

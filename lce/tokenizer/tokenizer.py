@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lce.errors import DataError, ModelError, UsageError, shown
-from lce.files import Reader, named, reader
+from lce.files import Reader, named
 from lce.tokenizer.chat import ChatText, render_chat
 from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.spelling import Spelling
@@ -42,8 +42,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes: '' for an unfinished character or a skipped special token."""
-        spelled = self._spell(token_id, self._first)
-        if spelled is None:
+        if (spelled := self._spell(token_id, self._first)) is None:
             return ""
         self._first = False
         return self._stripped(self._utf8.decode(spelled))
@@ -59,7 +58,7 @@ class Detokenizer:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, which `from_folder` or `from_files` makes. It never changes, and threads may share it.
+    """A checkpoint's tokenizer, which `from_files` makes. It never changes, and threads may share it.
 
     `vocab_size` is the highest id + 1; the model's embedding may have more rows. `bos_token` is the string of `bos_id`,
     and `eos_token` is the string of the one id in `eos_ids`. The model's config may name more ids that end a text.
@@ -84,23 +83,16 @@ class Tokenizer:
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
 
     def _check(self, ids: Sequence[int], what: str) -> None:
-        """Raise ModelError if an id is higher than all ids of the tokenizer and the model."""
         if (wrong := max(ids, default=0)) >= self._id_limit:
             only = f"there are only ids 0 to {self._id_limit - 1}"
             raise ModelError(f"{named(self._path)} {what.format(wrong)}, but {only}; {_REMEDY}")
 
     @classmethod
-    def from_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
-        """Read the tokenizer in a checkpoint's folder. See `from_files`."""
-        return cls.from_files(reader(folder), folder, vocab_size)
-
-    @classmethod
     def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> Tokenizer:
-        """Read a checkpoint's tokenizer. `vocab_size` is the number of rows of the model's embedding.
+        """Read a checkpoint's tokenizer, or return a `NoTokenizer` if there is no vocabulary.
 
-        `read` gives the files, whose names errors put after `where`. Returns a `NoTokenizer` if there is no vocabulary.
-        Raises ModelError for files that are broken, larger than any tokenizer of `vocab_size` tokens, or inconsistent
-        with each other.
+        `vocab_size` is the number of rows of the model's embedding. `read` gives the files, whose names errors put
+        after `where`. Raises ModelError for files that are broken, too large for `vocab_size` tokens, or inconsistent.
         """
         config = TokenizerConfig.read(read, where)
         most = LARGEST_FILE if vocab_size is None else min(LARGEST_FILE, (4 << 20) + BYTES_A_TOKEN * vocab_size)
@@ -119,8 +111,7 @@ class Tokenizer:
         """Return a special token's string and id: those of `name`, or, if `name` is None, those of the id `default`."""
         if name is None:
             return (None if default is None else self._vocabulary.token(default)), default
-        token_id = self._vocabulary.id_of(name)
-        if token_id is None:
+        if (token_id := self._vocabulary.id_of(name)) is None:
             files = "tokenizer_config.json or special_tokens_map.json"
             raise ModelError(f"the {key} {shown(name)} of {files} is not in {named(self._path)}; {_REMEDY}")
         return name, token_id
@@ -128,8 +119,8 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Return the ids of `text`. Special tokens that are written in the text are recognised.
 
-        `bos` says whether a BOS comes first; None follows the tokenizer's own rule. A text that already begins with the
-        BOS token, as a rendered chat does, never gets a second BOS.
+        `bos` says whether a BOS comes first; None follows the tokenizer's rule. A text that begins with one gets no
+        second.
         """
         content = self._encode(text)
         if bos and self.bos_id is None:
@@ -145,10 +136,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"the text has half a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}; "
-                "expected Unicode text, as decoding with errors='replace' gives"
-            ) from error
+            fault = f"half a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}"
+            remedy = "expected Unicode text, as decoding with errors='replace' gives"
+            raise DataError(f"the text has {fault}; {remedy}") from error
         ids = self._vocabulary.encode(text)
         self._check(ids, "encodes this text with the id {}")
         return ids
@@ -168,33 +158,24 @@ class Tokenizer:
                 kind = type(token_id).__name__
                 raise UsageError(f"a token id is an int, not {kind}; decode takes a list of ids") from None
             if not 0 <= token_id < self._id_limit:
-                raise UsageError(
-                    f"token id {token_id} is out of range: {named(self._path)} and its model have ids 0 to "
-                    f"{self._id_limit - 1}; decode ids with the tokenizer that made them"
-                )
+                ids = f"{named(self._path)} and its model have ids 0 to {self._id_limit - 1}"
+                remedy = "decode ids with the tokenizer that made them"
+                raise UsageError(f"token id {token_id} is out of range: {ids}; {remedy}")
             return None if skip_special and token_id in self._special else self._bytes_of(token_id, first)
 
         return Detokenizer(spell, self._vocabulary.spelling)
 
     def _spelled(self, token_id: int, first: bool) -> bytes | None:
-        """Return the bytes that a token adds to the text; None for an id without a token."""
         token = self._vocabulary.token(token_id)
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation in this model's chat format. For the ids use `encode_chat`.
+        """Return the text of a conversation in this model's chat format.
 
         Raises ModelError if the model has no chat template, or a broken one, and DataError for messages that the
         template refuses.
         """
         return self.render_chat(messages, add_generation_prompt).text
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of a conversation's text, which `chat` returns.
-
-        Only the template makes control tokens: a control token that is written in a message is encoded as plain text.
-        """
-        return self.encode_parts(self.render_chat(messages, add_generation_prompt))
 
     def render_chat(
         self,
@@ -218,10 +199,8 @@ class Tokenizer:
             return chat
         at = chat.text.find(_SAID) + len(_SAID)
         if at < len(_SAID):
-            raise ModelError(
-                "nothing can be asked behind this context, because the chat template leaves out earlier answers; "
-                "begin a new conversation"
-            )
+            why = "because the chat template leaves out earlier answers; begin a new conversation"
+            raise ModelError(f"nothing can be asked behind this context, {why}")
         return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
 
     def bytes_of(self, token_id: int) -> bytes | None:
@@ -235,11 +214,9 @@ class Tokenizer:
     def require_chat(self) -> str:
         """Return the chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
-            where, remedy = (
-                named(self._path.parent),
-                "use generate with a prompt alone, or load a model trained to chat",
-            )
-            raise ModelError(f"the model in {where} has no chat template: it continues text; {remedy}")
+            remedy = "use generate with a prompt alone, or load a model trained to chat"
+            fault = f"the model in {named(self._path.parent)} has no chat template: it continues text"
+            raise ModelError(f"{fault}; {remedy}")
         return self.chat_template
 
     def encode_parts(self, chat: ChatText, start: int = 0) -> list[int]:
@@ -269,10 +246,8 @@ class NoTokenizer(Tokenizer):
         self._folder = folder
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise ModelError(
-            f"no tokenizer in {named(self._folder)}: expected tokenizer.json or tokenizer.model; give token ids, or "
-            "copy the checkpoint's tokenizer files there"
-        )
+        expected = "tokenizer.json or tokenizer.model; give token ids, or copy the checkpoint's tokenizer files there"
+        raise ModelError(f"no tokenizer in {named(self._folder)}: expected {expected}")
 
     encode = decode = require_chat = _refuse
 
@@ -282,10 +257,7 @@ class NoTokenizer(Tokenizer):
 
 
 def _with_or_without(ids: Sequence[int], token_id: int | None, wanted: bool | None, *, at_end: bool) -> list[int]:
-    """Return `ids`, the special ids before or after a text, with `token_id` added or removed as `wanted` says.
-
-    True adds a missing `token_id` at the beginning, or `at_end`. False removes it. None returns `ids` unchanged.
-    """
+    """Return ids before or after a text: with `token_id` (True), without it (False), or unchanged (None)."""
     if wanted is None or token_id is None or wanted == (token_id in ids):
         return list(ids)
     if not wanted:
@@ -299,7 +271,6 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
         ids = [index(i) for i in token_ids]
     except TypeError:
         raise UsageError(f"the prompt is a {type(token_ids).__name__}; expected text or token ids") from None
-    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
-    if wrong is not None:
+    if (wrong := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
         raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab_size - 1}")
     return ids

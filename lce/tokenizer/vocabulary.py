@@ -77,12 +77,8 @@ class JsonVocabulary:
         self.eos_id = self.suffix[-1] if self.suffix else None
 
     def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor puts before and after a text, found by encoding the token `probe`.
-
-        Removes the post-processor, which must have no other effect on ids.
-        """
-        processor = self._library.post_processor
-        if processor is None:
+        """Return the ids that the post-processor puts around a text; remove it, as it must do nothing else to ids."""
+        if (processor := self._library.post_processor) is None:
             return [], []
         if (n_added := processor.num_special_tokens_to_add(False)) > MOST_AROUND:
             adds = f"its post-processor adds {n_added} tokens to every text; expected at most {MOST_AROUND}"
@@ -104,10 +100,7 @@ class JsonVocabulary:
 
 
 def _check_normalizer(raw: bytes) -> None:
-    """Check the normalizer's steps before the library reads the file and applies them to the added tokens.
-
-    Parsing the file takes as long as the library does, so Python parses a file only if one of its steps may be refused.
-    """
+    """Check the normalizer before the library applies it to added tokens. Parses only a file that may be refused."""
     if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
         content = parse_json(raw, MOST_VALUES)
         check_steps(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
@@ -163,10 +156,7 @@ class SentencePieceVocabulary:
 
 
 def _longest_of(tokens: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of `tokens`.
-
-    Tokens are in groups with the same two characters first, so that few of thousands are tried at each character.
-    """
+    """Return a regular expression that matches the longest of `tokens`, grouped by two characters, for speed."""
     groups: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
         groups.setdefault(token[:2], []).append(re.escape(token[2:]))

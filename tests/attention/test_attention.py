@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.attention import Attention, Runs, Tiles, Turn, causal_mask, combine, merge, rotate
+from lce.attention import Attention, Runs, Tiles, Turn, combine, merge, rotate
+from lce.attention.merging import causal_mask
 from tests.attention.truth import (
     AS_IT_IS,
     BACKENDS,

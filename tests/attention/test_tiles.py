@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Tiles, Turn, affine, append, products, rotate, score_dtype, token_scores
+from lce.attention import Tiles, Turn, affine, append, products, rotate, token_scores
 from lce.attention import tiles as tiles_module
+from lce.attention.scores import score_dtype
 from lce.attention.tiles import SlotQueries
 from tests.attention.truth import random, turned, turns_of
 from tests.pretended import Gpus

@@ -14,6 +14,7 @@ from lce.engine.answer import Answer, Generation, StopWatch, logprobs_of
 from lce.engine.arguments import Options
 from lce.engine.sampling_options import Sampling
 from lce.tokenizer.tokenizer import Tokenizer
+from lce.weights.source import Source
 
 EOS = 1
 
@@ -61,7 +62,7 @@ def test_text_is_said_as_soon_as_it_is_certain(text: str, stops: tuple[str, ...]
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.from_folder(tiny_model)
+    return Source(tiny_model).tokenizer()
 
 
 class Script:

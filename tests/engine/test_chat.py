@@ -263,7 +263,8 @@ def test_a_template_that_leaves_answers_out_cannot_go_on(load: Callable[..., lce
 def test_one_question_alone(engine: lce.Engine) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     reply = engine.chat(messages, max_tokens=6)
-    assert reply.token_ids == engine.generate(engine.tokenizer.encode_chat(messages), max_tokens=6).token_ids
+    asked = engine.tokenizer.encode_parts(engine.tokenizer.render_chat(messages))
+    assert reply.token_ids == engine.generate(asked, max_tokens=6).token_ids
     assert engine.chat("Hi", max_tokens=3).token_ids == engine.conversation().ask("Hi", max_tokens=3).token_ids
 
 

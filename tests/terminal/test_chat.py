@@ -108,7 +108,8 @@ def test_what_was_read_of_a_stopped_message_stays_read(
     (tmp_path / "a.txt").write_text("The llama is larger. " * 20)
     lines = f"/file {tmp_path / 'a.txt'}\nHi\nWhy?\n/file {tmp_path / 'a.txt'}\n/file\n"
     result = run("chat", "--model", chatty, *GREEDY, "--max-tokens", "5", "--block", "32", stdin=lines)
-    total = len(lce.load(chatty).tokenizer.encode_chat([{"role": "user", "content": "The llama is larger. " * 20}]))
+    tokenizer, said = lce.load(chatty).tokenizer, [{"role": "user", "content": "The llama is larger. " * 20}]
+    total = len(tokenizer.encode_parts(tokenizer.render_chat(said)))
     assert f"forgotten; 64 of its {total + 4} tokens were read" in result.stderr
     assert "files that go before the next message: 1" in result.stderr
     assert "(64 read before)" in result.stderr
@@ -296,5 +297,5 @@ def test_a_pasted_text_is_one_message_and_what_is_typed_ahead_stays(
         chat.expect("the answer so far is kept")
         chat.expect("saved[^>]*> ")
         chat.leave()
-    asked = engine.tokenizer.encode_chat([{"role": "user", "content": "/one\nand two"}])
+    asked = engine.tokenizer.encode_parts(engine.tokenizer.render_chat([{"role": "user", "content": "/one\nand two"}]))
     assert engine.open_context(tmp_path / "chat.lce").token_ids[: len(asked)] == asked

@@ -6,6 +6,7 @@ import pytest
 import sentencepiece
 
 from lce.tokenizer.tokenizer import Tokenizer
+from lce.weights.source import Source
 from tests.vocabularies import (
     KINDS,
     LLAMA2,
@@ -37,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_sentencepiece: bytes)
 
 @pytest.fixture(scope="session")
 def made(folders: dict[str, Path]) -> dict[str, Tokenizer]:
-    return {name: Tokenizer.from_folder(folder) for name, folder in folders.items()}
+    return {name: Source(folder).tokenizer() for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +47,7 @@ def llama2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         pytest.skip("Llama 2's vocabulary is not at ../shared/data/llama2_tokenizer.model")
     folder = tmp_path_factory.mktemp("llama2")
     (folder / "tokenizer.model").symlink_to(LLAMA2)
-    return Tokenizer.from_folder(folder, vocab_size=32000)
+    return Source(folder).tokenizer(vocab_size=32000)
 
 
 @pytest.fixture(params=[*KINDS, "llama2"])

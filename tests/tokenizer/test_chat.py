@@ -21,6 +21,7 @@ from lce.tokenizer import chat
 from lce.tokenizer.chat import MAX_BYTES, render_chat
 from lce.tokenizer.template import render
 from lce.tokenizer.tokenizer import Tokenizer
+from lce.weights.source import Source
 from tests.command import output
 from tests.vocabularies import KINDS
 
@@ -355,7 +356,7 @@ def test_long_messages_are_within_the_bounds() -> None:
 
 def test_a_tokenizer_without_a_template(made: dict[str, Tokenizer]) -> None:
     assert made["unigram"].chat_template is None
-    for ask in (made["unigram"].chat, made["unigram"].encode_chat):
+    for ask in (made["unigram"].chat, made["unigram"].render_chat):
         with pytest.raises(ModelError) as error:
             ask(messages([("user", "hi")]))
         assert "has no chat template: it continues text; use generate" in one_line(error)
@@ -370,11 +371,11 @@ WRITTEN = ["<s>", "</s>", "<|begin|>", "<|end|>", "<|eot|>", "<unk>", "<", "s>",
 @example(words=["s>", "<"])  # the end of a message and the beginning of the next one make a control token
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_template_makes_control_tokens(folders: dict[str, Path], kind: str, words: list[str]) -> None:
-    tokenizer = Tokenizer.from_folder(folders[kind])
+    tokenizer = Source(folders[kind]).tokenizer()
     tokenizer.chat_template = ECHO
     content = "".join(words)
-    ids = tokenizer.encode_chat(messages([("user", content), ("assistant", content)]))
-    said = tokenizer.encode_chat(messages([("user", ""), ("assistant", "")]))
+    ids = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", content), ("assistant", content)])))
+    said = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", ""), ("assistant", "")])))
     special = set(tokenizer.encode("".join(WRITTEN[:6]), bos=False)) & {
         i for i in range(10) if not tokenizer.decode([i])
     }
@@ -386,13 +387,13 @@ def test_only_the_template_makes_control_tokens(folders: dict[str, Path], kind: 
 
 
 def test_a_control_token_in_a_message_by_hand(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.from_folder(folders["byte_level"])
+    tokenizer = Source(folders["byte_level"]).tokenizer()
     tokenizer.chat_template = ECHO
     chat = tokenizer.render_chat(messages([("user", "a<|end|><|end|>b")]))
     assert chat.text == tokenizer.chat(messages([("user", "a<|end|><|end|>b")])) == "<|begin|>a<|end|><|end|>b<|end|>"
     assert chat.parts() == ["<|begin|>a<", "|end|><", "|end|>b<|end|>"]
     assert chat.parts(len("<|begin|>a<")) == ["|end|><", "|end|>b<|end|>"]
-    ids = tokenizer.encode_chat(messages([("user", "a<|end|><|end|>b")]))
+    ids = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", "a<|end|><|end|>b")])))
     assert [ids[0], ids[-1]] == [tokenizer.bos_id, *tokenizer.eos_ids]
     assert tokenizer.decode(ids[1:-1]) == "a<|end|><|end|>b"
     assert tokenizer.encode_parts(chat, len("<|begin|>a<|end|><|end|>b")) == list(tokenizer.eos_ids)

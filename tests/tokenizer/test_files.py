@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from lce.errors import ModelError
-from lce.files import MAX_FILE_BYTES, reader
+from lce.files import MAX_FILE_BYTES
 from lce.tokenizer.files import TokenizerConfig
-from lce.tokenizer.tokenizer import BYTES_A_TOKEN, Tokenizer
+from lce.tokenizer.tokenizer import BYTES_A_TOKEN
+from lce.weights.source import Source
 from tests.vocabularies import one_line, write_json
 
 
 def test_a_folder_without_files_sets_nothing(tmp_path: Path) -> None:
-    config = TokenizerConfig.read(reader(tmp_path), tmp_path)
+    config = TokenizerConfig.read(Source(tmp_path).read, tmp_path)
     assert (config.bos_token, config.eos_token, config.add_bos, config.chat_template) == (None, None, None, None)
     assert (config.special_names, config.added) == ((), {})
     assert config.space_before_all
@@ -22,7 +23,7 @@ def test_a_folder_without_files_sets_nothing(tmp_path: Path) -> None:
 def test_tokenizer_config_takes_precedence(tmp_path: Path) -> None:
     write_json(tmp_path, "special_tokens_map.json", {"bos_token": "<old>", "eos_token": {"content": "</s>"}})
     write_json(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": None, "legacy": False})
-    config = TokenizerConfig.read(reader(tmp_path), tmp_path)
+    config = TokenizerConfig.read(Source(tmp_path).read, tmp_path)
     assert (config.bos_token, config.eos_token, config.space_before_all) == ("<s>", "</s>", False)
     assert config.special_names == ("<s>", "</s>")
 
@@ -33,25 +34,25 @@ def test_added_tokens_of_both_places(tmp_path: Path) -> None:
     write_json(
         tmp_path, "tokenizer_config.json", {"added_tokens_decoder": decoder, "extra_special_tokens": {"x": "<x>"}}
     )
-    config = TokenizerConfig.read(reader(tmp_path), tmp_path)
+    config = TokenizerConfig.read(Source(tmp_path).read, tmp_path)
     assert config.added == {"<a>": 7, "<b>": 9, "<c>": 10}
     assert set(config.special_names) == {"<b>", "<x>"}
 
 
 def test_the_place_of_the_chat_template(tmp_path: Path) -> None:
     write_json(tmp_path, "tokenizer_config.json", {"chat_template": "config"})
-    assert TokenizerConfig.read(reader(tmp_path), tmp_path).chat_template == "config"
+    assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == "config"
     write_json(tmp_path, "chat_template.json", {"chat_template": "json"})
-    assert TokenizerConfig.read(reader(tmp_path), tmp_path).chat_template == "json"
+    assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == "json"
     (tmp_path / "chat_template.jinja").write_text("jinja é", encoding="utf-8")
-    assert TokenizerConfig.read(reader(tmp_path), tmp_path).chat_template == "jinja é"
+    assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == "jinja é"
 
 
 def test_a_list_of_chat_templates(tmp_path: Path) -> None:
     listed = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     for value, chosen in ((listed, "D"), (listed[:1], None)):
         write_json(tmp_path, "tokenizer_config.json", {"chat_template": value})
-        assert TokenizerConfig.read(reader(tmp_path), tmp_path).chat_template == chosen
+        assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == chosen
 
 
 WRONG_FILES: list[tuple[str, bytes]] = [
@@ -100,7 +101,7 @@ def test_broken_files(folders: dict[str, Path], tmp_path: Path, name: str, conte
     (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(tmp_path)
+        Source(tmp_path).tokenizer()
     assert len(one_line(error)) < 600
 
 
@@ -111,7 +112,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, name: str, most: int) -> N
     with (tmp_path / name).open("wb") as file:
         file.truncate(most + 1)
     with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(tmp_path, 300)
+        Source(tmp_path).tokenizer(300)
     assert f"{name} is larger than {most} bytes" in one_line(error)
 
 
@@ -125,4 +126,4 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, name: str, most: int) -> N
 def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelError, match=f"{name} is a FIFO; expected a regular file"):
-        Tokenizer.from_folder(tmp_path)
+        Source(tmp_path).tokenizer()

@@ -22,6 +22,7 @@ from lce.errors import ModelError
 from lce.tokenizer.gguf import MOST_ADDED, MOST_ADDED_TOKEN, MOST_CHARS, MOST_TEMPLATE, RULES, end_ids, tokenizer_files
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.gguf_file import read_gguf
+from lce.weights.source import Source
 from tests.vocabularies import LLAMA2, PROSE, one_line
 
 WHERE = Path("model.gguf")
@@ -267,7 +268,7 @@ def test_ids_of_llamas_kind_are_those_of_its_own_file(name: str, tiny_sentencepi
         pytest.skip("Llama 2's vocabulary is not at ../shared/data/llama2_tokenizer.model")
     raw = tiny_sentencepiece if name == "made" else LLAMA2.read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(raw)
-    expected = Tokenizer.from_folder(tmp_path)
+    expected = Source(tmp_path).tokenizer()
     metadata = scored(sentencepiece.SentencePieceProcessor(model_proto=raw))
     tokenizer = tokenizer_of(metadata)
     for text in [*SPACED, "<s>one</s> two", "é" * 300]:

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from lce.errors import DataError, ModelError, UsageError
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
+from lce.weights.source import Source
 from tests.command import output
 from tests.vocabularies import KINDS, TEXTS, byte_ids, byte_level_library, one_line, write_json
 
@@ -52,10 +53,10 @@ def test_no_bos_to_force(made: dict[str, Tokenizer]) -> None:
 def test_config_overrides_the_rule(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     for path in folders[kind].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    plain = Tokenizer.from_folder(folders[kind])
+    plain = Source(folders[kind]).tokenizer()
     names = {"bos_token": plain.bos_token, "eos_token": {"content": plain.eos_token, "lstrip": False}}
     write_json(tmp_path, "tokenizer_config.json", {**names, "add_bos_token": False, "add_eos_token": True})
-    turned = Tokenizer.from_folder(tmp_path)
+    turned = Source(tmp_path).tokenizer()
     bare = plain.encode("a fox", bos=False)
     assert turned.encode("a fox") == [*bare, plain.eos_ids[0]]
     assert turned.encode("a fox", bos=True) == [plain.bos_id, *bare, plain.eos_ids[0]]
@@ -67,7 +68,7 @@ def test_bos_and_eos_without_any_config(folders: dict[str, Path], tmp_path: Path
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = Source(tmp_path).tokenizer()
     assert (tokenizer.bos_token, tokenizer.bos_id) == ("<s>", 1)
     assert (tokenizer.eos_token, tokenizer.eos_ids) == ("</s>", (2,))
     assert tokenizer.encode("a") == [1, *tokenizer.encode("a", bos=False)]
@@ -86,10 +87,10 @@ def test_special_tokens_are_skipped_or_shown(made: dict[str, Tokenizer]) -> None
 def test_a_token_that_only_the_config_calls_special(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folders["byte_level"] / "tokenizer.json").read_bytes())
     write_json(tmp_path, "tokenizer_config.json", {"additional_special_tokens": ["<|tool|>", "<|not in it|>"]})
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = Source(tmp_path).tokenizer()
     ids = tokenizer.encode("fox<|tool|>dog")
     assert tokenizer.decode(ids) == "foxdog"
-    assert tokenizer.vocab_size == Tokenizer.from_folder(folders["byte_level"]).vocab_size
+    assert tokenizer.vocab_size == Source(folders["byte_level"]).tokenizer().vocab_size
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
@@ -147,7 +148,7 @@ def test_not_a_text(made: dict[str, Tokenizer], text: str) -> None:
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     """Ids need none: the stream has no text. A text is refused."""
-    tokenizer = Tokenizer.from_folder(tmp_path, 300)
+    tokenizer = Source(tmp_path).tokenizer(300)
     assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.bos_id, tokenizer.chat_template) == (300, (), None, None)
     assert streamed(tokenizer, [5, 299, 1000]) == ["", "", "", ""]
     for call in (
@@ -210,7 +211,7 @@ def test_without_a_decoder_tokens_are_joined_by_spaces(tmp_path: Path) -> None:
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "fox": 1, "?": 2}, unk_token="?"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = Source(tmp_path).tokenizer()
     assert tokenizer.decode(tokenizer.encode("a fox dog")) == "a fox ?"
 
 
@@ -230,5 +231,5 @@ def test_a_decoder_that_cannot_be_streamed(decoder: decoders.Decoder, folders: d
     library.decoder = decoder
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(tmp_path)
+        Source(tmp_path).tokenizer()
     assert "token by token" in one_line(error)

@@ -16,6 +16,7 @@ from tokenizers import models
 
 from lce.errors import DataError, ModelError
 from lce.tokenizer.tokenizer import Tokenizer
+from lce.weights.source import Source
 from tests.vocabularies import LLAMA2, TEXTS, merges_of, one_line, write_json
 
 Changed = Callable[[Mapping[str, Any]], Path]
@@ -83,24 +84,24 @@ def test_added_tokens_over_sentencepiece(tiny_sentencepiece: bytes, tmp_path: Pa
             "405": {"content": "<tool>", "special": False},
         }
     write_json(tmp_path, "tokenizer_config.json", config)
-    assert Tokenizer.from_folder(tmp_path, vocab_size=406).vocab_size == 406
-    tokenizer = Tokenizer.from_folder(tmp_path, vocab_size=410)
+    assert Source(tmp_path).tokenizer(vocab_size=406).vocab_size == 406
+    tokenizer = Source(tmp_path).tokenizer(vocab_size=410)
     ids = tokenizer.encode("fox<|im_end|><tool>", bos=False)
     assert ids[-2:] == [400, 405]
     assert tokenizer.vocab_size == 406
     assert tokenizer.decode(ids) == "fox<tool>"
     assert tokenizer.decode([402, *ids, 409]) == "fox<tool>"  # a gap in the vocabulary, and a row beyond it
     with pytest.raises(ModelError) as error:
-        Tokenizer.from_folder(tmp_path, vocab_size=405)
+        Source(tmp_path).tokenizer(vocab_size=405)
     assert "406" in one_line(error)
     assert "405" in one_line(error)
 
 
 def test_space_only_before_the_text_itself(tiny_sentencepiece: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(tiny_sentencepiece)
-    before_all = Tokenizer.from_folder(tmp_path)
+    before_all = Source(tmp_path).tokenizer()
     write_json(tmp_path, "tokenizer_config.json", {"legacy": False})
-    before_text = Tokenizer.from_folder(tmp_path)
+    before_text = Source(tmp_path).tokenizer()
     assert before_all.encode("a fox") == before_text.encode("a fox")
     assert before_all.decode(before_all.encode("<s>a</s>b")) == "a b"
     assert before_text.decode(before_text.encode("<s>a</s>b")) == "ab"
@@ -112,7 +113,7 @@ def test_dropout_truncation_and_padding_of_the_file_are_ignored(folders: dict[st
     library.enable_padding(length=64)
     library.model.dropout = 0.9
     library.save(str(tmp_path / "tokenizer.json"))
-    plain, tokenizer = (Tokenizer.from_folder(folder) for folder in (folders["byte_level"], tmp_path))
+    plain, tokenizer = (Source(folder).tokenizer() for folder in (folders["byte_level"], tmp_path))
     for text in ("fox", "The quick brown fox jumps over the lazy dog. " * 9):
         assert tokenizer.encode(text) == plain.encode(text)
 
@@ -124,15 +125,15 @@ def test_truncated_and_altered_files(kind: str, folders: dict[str, Path], tmp_pa
     for cut in range(0, len(content), len(content) // 25):
         (tmp_path / source.name).write_bytes(content[:cut])
         with pytest.raises(ModelError):
-            Tokenizer.from_folder(tmp_path)
+            Source(tmp_path).tokenizer()
         (tmp_path / source.name).write_bytes(content[:cut] + b"\xf5" + content[cut + 1 :])
         with contextlib.suppress(ModelError):  # an altered byte may go unnoticed; no other error may come
-            Tokenizer.from_folder(tmp_path).encode("the fox")
+            Source(tmp_path).tokenizer().encode("the fox")
 
 
 def test_a_vocabulary_without_the_texts_words(tmp_path: Path) -> None:
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = Source(tmp_path).tokenizer()
     with pytest.raises(DataError) as error:
         tokenizer.encode("fox")
     assert "cannot encode" in one_line(error)
@@ -209,21 +210,21 @@ def test_files_that_would_fail_later_are_refused_when_they_are_read(
     changed: Changed, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message) as error:
-        Tokenizer.from_folder(changed(change))
+        Source(changed(change)).tokenizer()
     assert len(one_line(error)) < 600
 
 
 @pytest.mark.parametrize("pattern", [r"\\\\1a", r"(?i:'s|'t)|\s+(?!\S)|\p{N}{1,3}", r"(?:a)(b)"])
 def test_patterns_that_only_look_alike_are_read(changed: Changed, pattern: str) -> None:
     folder = changed(sequence("pre_tokenizer", [split(pattern), BYTE_LEVEL]))
-    assert Tokenizer.from_folder(folder).encode("fox")
+    assert Source(folder).tokenizer().encode("fox")
 
 
 def test_a_step_that_is_written_with_escapes_is_found_too(changed: Changed) -> None:
     file = changed(sequence("normalizer", replacing("a", "a" * 10, 9))) / "tokenizer.json"
     file.write_text(file.read_text().replace("Replace", "Repl\\u0061ce"))
     with pytest.raises(ModelError, match="the tokenizer's normalizer makes a text more than 64 times"):
-        Tokenizer.from_folder(file.parent)
+        Source(file.parent).tokenizer()
 
 
 @pytest.mark.parametrize("single", ["A", "SA", "AS", "SAS"])
@@ -231,12 +232,12 @@ def test_a_post_processor_gives_what_the_library_gives(changed: Changed, single:
     folder = changed({"post_processor": template([1, 2], single)})
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in ("", "a fox", "日本語"):
-        assert Tokenizer.from_folder(folder).encode(text) == library.encode(text).ids
+        assert Source(folder).tokenizer().encode(text) == library.encode(text).ids
 
 
 def test_a_regular_expression_that_gives_up_is_an_error_of_the_text(changed: Changed) -> None:
     runaway = {"type": "Replace", "pattern": {"Regex": "(q+)+$"}, "content": ""}
-    tokenizer = Tokenizer.from_folder(changed({"normalizer": runaway}))
+    tokenizer = Source(changed({"normalizer": runaway})).tokenizer()
     assert tokenizer.encode("fox")
     with pytest.raises(DataError, match=r"cannot encode this text: .*retry-limit") as error:
         tokenizer.encode("q" * 60 + "!")

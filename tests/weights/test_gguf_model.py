@@ -16,7 +16,7 @@ from lce.errors import ModelError
 from lce.models.config import Fields
 from lce.models.registry import family_of, read_config
 from lce.weights.gguf_file import GgufFile, read_gguf
-from lce.weights.gguf_model import config_of, tensors_of
+from lce.weights.gguf_model import model_in
 from lce.weights.gguf_types import BY_NAME
 from lce.weights.safetensors_file import TensorInfo
 from lce.weights.source import Source
@@ -39,6 +39,14 @@ KINDS = {
 }
 KINDS |= {name: test_olmo2.KINDS[name] for name in ("olmo2", "olmo2-32b")}
 KINDS["qwen3-bias"] = test_qwen3.KINDS["attention-bias"]
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    return model_in(file).config()
+
+
+def tensors_of(file: GgufFile) -> tuple[dict[str, TensorInfo], dict[str, np.ndarray]]:
+    return model_in(file).tensors()
 
 
 def stored(info: TensorInfo) -> np.ndarray:

@@ -19,7 +19,7 @@ from lce.models.products import linear
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.gguf_file import read_gguf
 from lce.weights.gguf_packed import SCHEMES
-from lce.weights.packed import PackedMatrix, Stacked, all_schemes
+from lce.weights.packed import ROUNDED, PackedMatrix, Stacked
 from tests.gguf_files import write_gguf
 from tests.pretended import Gpus
 
@@ -188,7 +188,7 @@ def test_a_vector_of_blocks_is_unpacked(tmp_path: Path) -> None:
 
 def test_plain_weights_in_an_order_are_quantised_as_they_are_loaded(tmp_path: Path) -> None:
     path, _ = write_gguf(tmp_path / "a.gguf", {"w": array(32, 64)}, "F16")
-    order, schemes = np.random.default_rng(1).permutation(32), {"w": all_schemes()["int8"]}
+    order, schemes = np.random.default_rng(1).permutation(32), {"w": ROUNDED["int8"]}
     straight = loaded(opened(path), schemes=schemes)["w"]
     turned = loaded(opened(path, {"w": order}), schemes=schemes)["w"]
     assert opened(path).quantised is None

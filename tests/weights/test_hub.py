@@ -87,7 +87,7 @@ def test_plan_and_info_download_no_weights(hub: Hub, tiny_model: Path) -> None:
     assert hub.fetched().count("config.json") == 1
     whole = lce.info(NAME)
     assert isinstance(whole, lce.ModelInfo)
-    assert whole.setup.fingerprint == lce.load(tiny_model).setup.fingerprint
+    assert whole.fingerprint == lce.load(tiny_model).setup.fingerprint
 
 
 def test_a_cache_that_another_tool_left_is_enough(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lce.errors import ModelError, UsageError
 from lce.models.products import Gate, linear
-from lce.weights.packed import Manifest, PackedMatrix, Stacked, all_schemes, scheme_of
+from lce.weights.packed import ROUNDED, Manifest, PackedMatrix, Stacked, scheme_of
 from lce.weights.safetensors_file import TensorInfo
 
 WIDTH = 48
@@ -18,21 +18,22 @@ WIDTH = 48
 
 def test_schemes_by_name() -> None:
     assert scheme_of("auto") is None
-    assert scheme_of("int4") is all_schemes()["int4"]
+    assert scheme_of("int4") is ROUNDED["int4"]
     with pytest.raises(UsageError, match="did you mean 'int8'"):
         scheme_of("int9")
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8 + 16 / 128), ("int4", 4 + 24 / 32)])
 def test_bytes_of_a_matrix(name: str, bits: float) -> None:
-    assert all_schemes()[name].n_bytes((256, 1024)) == 256 * 1024 * bits / 8
+    assert ROUNDED[name].n_bytes((256, 1024)) == 256 * 1024 * bits / 8
 
 
 def packed(name: str, weight: Tensor) -> PackedMatrix:
     shape = len(weight), WIDTH
-    parts = {part: torch.empty(size, dtype=dtype) for part, (size, dtype) in all_schemes()[name].parts(shape).items()}
-    all_schemes()[name].pack(weight, parts)
-    return all_schemes()[name].matrix(shape, parts)
+    parts = {part: torch.empty(size, dtype=dtype) for part, (size, dtype) in ROUNDED[name].parts(shape).items()}
+    matrix = ROUNDED[name].matrix(shape, parts)
+    matrix.pack(weight)
+    return matrix
 
 
 @pytest.mark.parametrize("rows", [1, 3, 12])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.errors import UsageError
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.packed import all_schemes
+from lce.weights.packed import ROUNDED
 from lce.weights.slices import Slice, block_size, check_cuts, sliced
 from tests.gguf_files import write_gguf
 from tests.weights.test_gguf_packed import array, loaded, opened, unpacked
@@ -63,7 +63,7 @@ def test_no_block_of_weights_is_cut(tmp_path: Path) -> None:
     path, _ = write_gguf(tmp_path / "a.gguf", {"q": array(32, 512), "f": array(32, 512)}, {"q": "Q4_K"})
     checkpoint = opened(path)
     assert [block_size(checkpoint, name, None) for name in ("q", "f")] == [256, 1]
-    assert [block_size(checkpoint, "f", all_schemes()[name]) for name in ("int8", "int4")] == [128, 32]
+    assert [block_size(checkpoint, "f", ROUNDED[name]) for name in ("int8", "int4")] == [128, 32]
     check_cuts(checkpoint, "q", 256, [0, 256])
     with pytest.raises(UsageError, match="at column 128, within a block of 256"):
         check_cuts(checkpoint, "q", 256, [128])
