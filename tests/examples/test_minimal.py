@@ -3,6 +3,8 @@
 import ast
 import importlib.util
 import json
+import operator
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,7 @@ from tests.checkpoints import save_tiny, tokens
 from tests.command import Process
 
 FILE = Path(__file__).parents[2] / "examples" / "minimal.py"
+TOUR = FILE.parents[1] / "docs" / "tour" / "README.md"
 HAYSTACK = (FILE.parent / "haystack.txt").read_text(encoding="utf-8")
 
 
@@ -81,6 +84,14 @@ def test_it_is_small_and_imports_nothing_of_lce() -> None:
         if isinstance(node, ast.ImportFrom):
             imported.add("lce" if node.level else (node.module or "").partition(".")[0])
     assert imported - sys.stdlib_module_names == {"torch", "safetensors", "tokenizers"}
+
+
+def test_the_tour_begins_with_its_functions(minimal: ModuleType) -> None:
+    table = TOUR.read_text(encoding="utf-8").partition("| function |")[2].partition("\n\n")[0]
+    names = re.findall(r"`([\w.]+)`", table)
+    assert "LongHeads.choose" in names
+    for name in names:
+        assert callable(operator.attrgetter(name)(minimal)), name
 
 
 @pytest.mark.parametrize("changes", [
