@@ -15,7 +15,7 @@ at which positions the query sees them. The text is cut into chunks of L tokens.
 A query attends at most W tokens, and no distance reaches W. Each head of each query chooses for itself, so that all
 heads together see far more than W tokens. A text of at most W tokens has full attention: all its chunks are chosen.
 
-Read this file from top to bottom. The engine lce computes the same tokens, faster, and needs less memory.
+Read this file from top to bottom. The engine lce computes the same tokens, faster. All numbers are float32.
 
 Shapes: H query heads, G key/value heads, T queries, D head dimension, M chunks, L tokens of a chunk. `q k v` are
 unrotated, `q_rot k_rot` are rotated. The indices of queries in the text are `i`, those of keys are `j`.
@@ -61,10 +61,9 @@ class Config:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         rope = found | (found.get("rope_scaling") or {}) | (found.get("rope_parameters") or {})
         scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-        if found["model_type"] not in ("llama", "mistral") or scaled or found.get("attention_bias"):
-            sys.exit(
-                f"{folder} is no Llama or Mistral, or has biases or RoPE scaling; the engine lce reads more models"
-            )
+        biases = found.get("attention_bias") or found.get("mlp_bias")
+        if found["model_type"] not in ("llama", "mistral") or scaled or biases:
+            sys.exit(f"{folder}: expected a Llama or Mistral without RoPE scaling and biases; lce reads more models")
         window = window or found["max_position_embeddings"]
         n_heads, eos = found["num_attention_heads"], found["eos_token_id"]
         chunk_size = max(1, min(32, window // 32))
@@ -165,8 +164,8 @@ class LongHeads:
         i, out = torch.arange(cache.n_tokens, cache.n_tokens + q.shape[1]), torch.empty_like(q)
         for chunk_id, q_rot in cache.append(self.rope.rotate(q, i % size), self.rope.rotate(k, i % size), v):
             cache.summary[:, chunk_id] = self.summarise(q_rot, cache.k_rot[:, chunk_id], cache.v[:, chunk_id])
-        for own in range(int(i[0]) // size, int(i[-1]) // size + 1):
-            here = i // size == own
+        for m in range(int(i[0]) // size, int(i[-1]) // size + 1):
+            here = i // size == m
             out[:, here] = self.attend(q[:, here], i[here], cache)
         return out
 
@@ -190,12 +189,12 @@ class LongHeads:
 
             P = {chunk 0} ∪ {the chunks with the best scores q · c} ∪ {chunk m-1} ∪ {chunk m}      (Eq. 3)
         """
-        own, chunks = summary.shape[1], self.config.chunks
-        chosen = torch.ones(*q.shape[:2], own + 1, dtype=torch.bool)
-        if own + 1 > chunks:
+        m, chunks = summary.shape[1], self.config.chunks
+        chosen = torch.ones(*q.shape[:2], m + 1, dtype=torch.bool)
+        if m + 1 > chunks:
             scores = q @ summary.mT  # [H, T, m]
-            best = scores[..., 1 : own - 1].topk(chunks - 3).indices + 1
-            chosen[..., 1 : own - 1] = False
+            best = scores[..., 1 : m - 1].topk(chunks - 3).indices + 1
+            chosen[..., 1 : m - 1] = False
             chosen.scatter_(-1, best, True)
         return chosen
 
