@@ -219,15 +219,15 @@ class LongHeads:
         size, shared = self.config.chunk_size, self.config.n_heads // self.config.n_kv_heads
         chosen = self.choose(q, cache.summary[:, : int(i[0]) // size])
         position, out = self.place(chosen, i), torch.empty_like(q)
+        later = torch.arange(size) > (i % size)[:, None]  # [T, L], the keys after each query in its own chunk
         for h in range(self.config.n_heads):
             chunk_ids = chosen[h].any(dim=0).nonzero().squeeze(1)  # [U]
             k_rot, v = cache.k_rot[h // shared, chunk_ids], cache.v[h // shared, chunk_ids]  # [U, L, D]
             q_rot = self.rope.rotate(q[h, :, None], position[h][:, chunk_ids])  # [T, U, D]
             logits = torch.einsum("tud,uld->tul", q_rot, k_rot) / math.sqrt(self.config.head_dim)
-            j = chunk_ids[:, None] * size + torch.arange(size)  # [U, L]
-            attended = chosen[h][:, chunk_ids, None] & (j <= i[:, None, None])  # [T, U, L]
-            weights = logits.masked_fill(~attended, -math.inf).flatten(1).softmax(-1)  # [T, U * L]
-            out[h] = weights @ v.flatten(0, 1)
+            logits.masked_fill_(~chosen[h][:, chunk_ids, None], -math.inf)  # [T, U, L]
+            logits[:, -1].masked_fill_(later, -math.inf)  # the own chunk is the last
+            out[h] = logits.flatten(1).softmax(-1) @ v.flatten(0, 1)
         return out
 
 
