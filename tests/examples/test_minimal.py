@@ -1,0 +1,143 @@
+"""The one file in examples/minimal.py: it stays small and alone, and its tokens are the engine's, one by one."""
+
+import ast
+import importlib.util
+import json
+import operator
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import lce
+from lce.weights.finding import source_of
+from lce.weights.source import DEMO
+from tests.checkpoints import save_tiny, tokens
+from tests.command import Process
+
+FILE = Path(__file__).parents[2] / "examples" / "minimal.py"
+TOUR = FILE.parents[1] / "docs" / "tour" / "README.md"
+HAYSTACK = (FILE.parent / "haystack.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def minimal() -> ModuleType:
+    """The file as a module."""
+    spec = importlib.util.spec_from_file_location("minimal", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["minimal"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def smollm2_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 as safetensors. The weights of its GGUF file are unpacked, and rounded to bfloat16."""
+    source, folder = source_of(smollm2), tmp_path_factory.mktemp("smollm2")
+    wanted = {name: (name, shape) for name, shape in source.checkpoint.shapes.items()}
+    found = source.checkpoint.load(wanted, dtype=torch.float32, device=torch.device("cpu"))
+    plain = {name: x if isinstance(x, Tensor) else x.unpacked(0, torch.empty(x.shape)) for name, x in found.items()}
+    save_file({name: x.bfloat16() for name, x in plain.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(dict(source.config)), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes(source.read(name) or b"")
+    return folder
+
+
+def ids_of(folder: Path, text: str) -> list[int]:
+    """A text's ids, as the file makes them."""
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    return ids
+
+
+def compare(minimal: ModuleType, folder: Path, ids: list[int], n_tokens: int, block: int = 512) -> None:
+    """The file's tokens are the engine's, and its log-probabilities of the first one are close to the engine's."""
+    engine = lce.load(folder, method="longheads", dtype="float32")
+    truth = engine.generate(ids, max_tokens=n_tokens, logprobs=20)
+    model = minimal.Llama(folder)
+    cache = model.new_cache(len(ids) + n_tokens)
+    logits = minimal.prefill(model, ids, cache, block)
+    assert truth.logprobs is not None
+    best, expected = (torch.tensor(column) for column in zip(*truth.logprobs[0].top, strict=True))
+    assert (logits.log_softmax(-1)[best] - expected).abs().max() < 0.01
+    found = minimal.decode(model, logits, cache, n_tokens)
+    assert found == truth.token_ids
+    assert len(found) > 5
+
+
+def test_it_is_small_and_imports_nothing_of_lce() -> None:
+    text = FILE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    imported = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add("lce" if node.level else (node.module or "").partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"torch", "safetensors", "tokenizers"}
+
+
+def test_the_tour_begins_with_its_functions(minimal: ModuleType) -> None:
+    table = TOUR.read_text(encoding="utf-8").partition("| function |")[2].partition("\n\n")[0]
+    names = re.findall(r"`([\w.]+)`", table)
+    assert "LongHeads.choose" in names
+    for name in names:
+        assert callable(operator.attrgetter(name)(minimal)), name
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"tie_word_embeddings": True}, {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+    {"num_key_value_heads": 4, "max_position_embeddings": 128}, {"num_key_value_heads": 1, "rope_theta": 500.0},
+], ids=repr)  # fmt: skip
+def test_all_logits_are_those_of_the_engine(minimal: ModuleType, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Random weights, beyond the window, each token in a block of its own."""
+    folder, ids = save_tiny(tmp_path, **changes), tokens(300)
+    engine, model = lce.load(folder, method="longheads", dtype="float32"), minimal.Llama(folder)
+    assert (model.config.chunk_size, model.config.chunks) == (engine.method.chunk_size, engine.method.chunks)
+    cache = model.new_cache(len(ids))
+    with torch.inference_mode():
+        found = torch.stack([model(torch.tensor([token_id]), cache) for token_id in ids])
+    assert (found - engine.logits(ids)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+def test_logits_do_not_depend_on_the_block(minimal: ModuleType, tiny_model: Path, block: int) -> None:
+    model, ids = minimal.Llama(tiny_model), tokens(300)
+    found, whole = (minimal.prefill(model, ids, model.new_cache(len(ids)), size) for size in (block, len(ids)))
+    assert (found - whole).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("n_chars", [
+    pytest.param(8_000, id="6 windows"),
+    pytest.param(len(HAYSTACK), id="62 windows", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+])  # fmt: skip
+def test_tokens_on_the_demo_are_those_of_the_engine(minimal: ModuleType, n_chars: int) -> None:
+    """A story that is broken off in the middle, and the whole haystack with its question."""
+    compare(minimal, DEMO, ids_of(DEMO, HAYSTACK[:n_chars]), 32)
+
+
+@pytest.mark.parametrize("n_tokens", [
+    300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+])  # fmt: skip
+def test_tokens_on_smollm2_are_those_of_the_engine(minimal: ModuleType, smollm2_folder: Path, n_tokens: int) -> None:
+    """Within and beyond the window of 8,192."""
+    compare(minimal, smollm2_folder, ids_of(smollm2_folder, HAYSTACK)[:n_tokens], 32)
+
+
+def test_its_command_finds_a_pass_key_beyond_the_window(tmp_path: Path) -> None:
+    """Three windows, with the key in the middle."""
+    (tmp_path / "prompt.txt").write_text(HAYSTACK[32_000:36_000] + HAYSTACK[-43:], encoding="utf-8")
+    line = [sys.executable, FILE, DEMO, "--prompt-file", tmp_path / "prompt.txt", "--tokens", "8"]
+    with Process(line) as process:
+        out, err = process.communicate()
+    assert (process.returncode, out) == (0, " 81728.\n")
+    assert err.endswith("each head of each query attended at most 32 of 95 chunks of 16 tokens\n")
