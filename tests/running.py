@@ -11,6 +11,7 @@ from torch import Tensor
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.limits import Limits
 from lce.methods import Driver, Method, Rope, RopeConfig
 from lce.methods.step import Note
 from lce.models.layers import Attend
@@ -114,7 +115,7 @@ def layout_for(method: Method, n_heads: int, k: Tensor, block: int, budgets: Bud
 
 def legal(layout: CacheLayout) -> CacheLayout:
     """The layout with its host budget raised to the least that works."""
-    host = max(layout.budgets.host or 0, layout.least_budget)
+    host = max(layout.budgets.host or 0, Limits(layout).least_budget)
     return dataclasses.replace(layout, budgets=dataclasses.replace(layout.budgets, host=host))
 
 

@@ -26,8 +26,8 @@ PUBLIC |= {f"lce.terminal.{name}" for name in "exits options output reading".spl
 DOORS = {"lce.attention"}  # packages whose modules nobody else imports
 
 
-def imported(file: Path, package: Path, *, for_types: bool = True) -> Iterator[str]:
-    """The package's modules that a file imports anywhere, by their dotted names; or only those that it runs.
+def imported(file: Path, package: Path) -> Iterator[str]:
+    """The package's modules that a file imports anywhere, for types too, by their dotted names.
 
     A string that is a module's name counts too: `import_module` takes those.
     """
@@ -37,14 +37,8 @@ def imported(file: Path, package: Path, *, for_types: bool = True) -> Iterator[s
         return path.with_suffix(".py").is_file() or path.is_dir()
 
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    guarded = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    skipped = {inner for node in guarded for part in node.body for inner in ast.walk(part)}
     for node in ast.walk(tree):
         names: list[str] = []
-        if node in skipped and not for_types:
-            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -87,15 +81,11 @@ def intrusions(package: Path) -> list[str]:
 
 
 def circles(package: Path) -> list[list[str]]:
-    """The files of one room that import each other, in groups. Imports for types alone do not count."""
+    """The files of one room that import each other, in groups; imports for types alone count, too."""
     files = {".".join(file.relative_to(package.parent).with_suffix("").parts): file for file in package.rglob("*.py")}
     rooms = {name: name.split(".")[1] for name in files if name.count(".")}
     reached = {
-        name: {
-            other
-            for other in imported(files[name], package, for_types=False)
-            if other in rooms and rooms[other] == rooms[name]
-        }
+        name: {other for other in imported(files[name], package) if other in rooms and rooms[other] == rooms[name]}
         for name in rooms
     }
     for _ in reached:  # a path is no longer than that
@@ -151,7 +141,7 @@ def test_an_intrusion_is_found(tmp_path: Path, line: str, found: list[str]) -> N
         ("from lce.engine.one import f", True),
         ("def f():\n    from lce.engine.one import f", True),
         ("import_module('lce.engine.one')", True),
-        ("if TYPE_CHECKING:\n    from lce.engine.one import f", False),
+        ("if TYPE_CHECKING:\n    from lce.engine.one import f", True),
         ("from lce.cache.kv import f", False),
     ],
 )

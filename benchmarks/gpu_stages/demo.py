@@ -15,6 +15,7 @@ from torch import Tensor
 import lce
 from gpu_stages.setup import Setup, graph_figures, last_lines
 from lce.attention import Attention
+from lce.cache.limits import Limits
 from lce.engine.graph import one_by_one
 
 ROOT = Path(__file__).parent.parent.parent
@@ -152,7 +153,7 @@ def tiers(demo: Demo, method: str, dtype: str, ids: list[int]) -> dict[str, Any]
     with folder() as spill:
         layout = plain.setup.layout
         page = layout.page_bytes
-        least = layout.least_budget + 8 * page
+        least = Limits(layout).least_budget + 8 * page
         on_gpu = plain.setup.device.type == "cuda"  # a CPU's device and host are one memory
         beyond = {} if on_gpu else {"spill_dir": spill}
         check("device", lambda: under(kv_device_budget=least, **beyond))
@@ -233,7 +234,7 @@ def dropped(demo: Demo, method: str, ids: list[int], times: int) -> dict[str, An
         want = answer(plain, plain.prefill(ids))
     layout = plain.setup.layout
     spill = None if plain.setup.device.type == "cuda" else tempfile.gettempdir()
-    engine = demo.engine(method, kv_device_budget=layout.least_budget + 8 * layout.page_bytes, spill_dir=spill)
+    engine = demo.engine(method, kv_device_budget=Limits(layout).least_budget + 8 * layout.page_bytes, spill_dir=spill)
     same = []
     for _ in range(times):
         victim = engine.prefill(ids)

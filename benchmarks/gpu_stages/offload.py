@@ -9,6 +9,7 @@ import lce
 from gpu_stages.drawn import engine_of, weight_bytes
 from gpu_stages.setup import Setup
 from gpu_stages.speed import REST, free, measure, warm_up
+from lce.cache.limits import Limits
 
 METHOD = "longheads"
 LENGTH, BUDGET, NEW_TOKENS = 131072, "4GiB", 64
@@ -40,4 +41,4 @@ def run(setup: Setup) -> None:
 def tiny_budget(engine: lce.Engine) -> dict[str, Any]:
     """Return a small budget and a spill folder, since on a CPU device and host share memory."""
     layout = engine.setup.layout
-    return {"kv_device_budget": layout.least_budget + 8 * layout.page_bytes, "spill_dir": tempfile.gettempdir()}
+    return {"kv_device_budget": Limits(layout).least_budget + 8 * layout.page_bytes, "spill_dir": tempfile.gettempdir()}

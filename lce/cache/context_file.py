@@ -35,9 +35,11 @@ from torch import Tensor
 
 from lce.cache import manifest as headers
 from lce.cache.disk import Disk
+from lce.cache.file_layout import FileLayout, file_rows
 from lce.cache.kv import UNROUNDED, KVCache
 from lce.cache.layer import KVBuffer, LayerCache
-from lce.cache.layout import CacheLayout, FileLayout
+from lce.cache.layout import CacheLayout, state_of
+from lce.cache.limits import Limits
 from lce.cache.manifest import REMEDY, Check, Manifest, contradiction
 from lce.cache.method_state import MethodState
 from lce.cache.movers import Numbers
@@ -75,7 +77,7 @@ class ContextRows(RowFile):
 
     def first_rows(self, groups: Numbers, tokens: int | Numbers) -> Numbers:
         """Return the row number of each token in each head group. Groups are numbered over all layers."""
-        rows: Numbers = groups * self.layout.group_rows + self.layout.cache.file_rows(tokens)
+        rows: Numbers = groups * self.layout.group_rows + file_rows(self.layout.cache, tokens)
         return rows
 
 
@@ -182,7 +184,7 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
     try:
         header = headers.read_header(descriptor, path)
         identify(header.manifest)
-        found = layout.file(header.manifest.capacity)
+        found = FileLayout(layout, header.manifest.capacity)
         same_pages = header.manifest.pages == headers.page_facts(layout) and header.start == found.rows_start
         if not same_pages or any(header.entries.get(name) != entry for name, entry in row_entries(found).items()):
             raise contradiction(path)
@@ -214,7 +216,7 @@ def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
         first = layer.buffer.first if own else 0  # `buffer.first` may differ between layers after an interrupted pass
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)
         begin = max(layout.old(since) if layout.format.rounds else since, first)
-        for start, stop in layer.segments(begin, layout.file(layer.length).row_tokens):
+        for start, stop in layer.segments(begin, FileLayout(layout, layer.length).row_tokens):
             k, v = (x.unflatten(0, (layout.n_groups, -1)) for x in layer.stored(start, stop))  # [groups, P, n, D]
             rows.write_pages(rows.first_rows(groups, start), layout.format.pack(k, v))
 
@@ -236,7 +238,7 @@ def restored(
         bottom.index[old] = rows.first_rows(old.group + part.first_layer * part.n_groups, old.chunk * part.chunk_size)
         if not own and Disk.limit(part):
             bottom = Disk.build(part, bottom)
-        stack = TierStack(part, bottom, growing=(own or part.overflows) and part.budget is not None)
+        stack = TierStack(part, bottom, growing=(own or Limits(part).overflows) and Limits(part).budget is not None)
         stacks.append(stack)
         for index in range(part.first_layer, part.first_layer + part.n_layers):
             layers.append(_restored_layer(part, index, stack, rows, n_tokens, tensors))
@@ -247,8 +249,8 @@ def _restored_layer(
     layout: CacheLayout, index: int, stack: TierStack, rows: ContextRows, n: int, tensors: Mapping[str, Tensor]
 ) -> LayerCache:
     """Return a layer's cache of `n` tokens: the buffer filled with recent tokens, and the method's state restored."""
-    border, stop = layout.old(n), layout.file(n).row_tokens
-    buffer = KVBuffer(layout, max(layout.recent_tokens, n - border), border)
+    border, stop = layout.old(n), FileLayout(layout, n).row_tokens
+    buffer = KVBuffer(layout, max(Limits(layout).recent_tokens, n - border), border)
     if stop > border:
         groups = np.arange(index * layout.n_groups, (index + 1) * layout.n_groups)
         found = rows.read_pages(rows.first_rows(groups, border), stop - border)
@@ -261,7 +263,7 @@ def _restored_layer(
 
 def restored_states(layout: CacheLayout, index: int, tensors: Mapping[str, Tensor]) -> Mapping[str, MethodState]:
     """Return the method's states of layer `index`, restored from the small `tensors` of a context file."""
-    states = layout.state_of(index)
+    states = state_of(layout, index)
     for name, state in states.items():
         at = f"layers/{index}/{name}/"
         for key in (key for key in tensors if key.startswith(at)):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lce.cache.formats import Parts
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import DISK, CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.movers import Numbers
 from lce.cache.row_file import RowFile, SpillFile
-from lce.cache.tier import DISK, UNBOUNDED, Pages, Tier
+from lce.cache.tier import UNBOUNDED, Pages, Tier
 
 
 class Disk(Tier):
@@ -41,7 +42,7 @@ class Disk(Tier):
     def build(cls, layout: CacheLayout, below: Tier, n_tokens: int = 0) -> Disk:
         """Return a tier on a new spill file, with disk space reserved for the pages of `n_tokens` tokens."""
         file = SpillFile(cls.location(layout), layout.format)
-        file.reserve(layout.needs(n_tokens)[DISK] // file.row_bytes)
+        file.reserve(Limits(layout).needs(n_tokens)[DISK] // file.row_bytes)
         return cls(layout, below, file)
 
     @property

@@ -51,6 +51,11 @@ class KVFormat:
         return self.dtype
 
     @property
+    def vector_bytes(self) -> int:
+        """The bytes of one vector, a token's key or value in one KV head, as the device stores it."""
+        return self.stored_dim * self.stored_dtype.itemsize
+
+    @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row of a packed page."""
         return (2, self.heads, self.stored_dim)

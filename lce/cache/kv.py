@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from lce.cache.disk import Disk
+from lce.cache.file_layout import FileLayout
 from lce.cache.layer import KVBuffer, LayerCache, Unrounded
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, state_of
+from lce.cache.limits import Limits
 from lce.cache.method_state import Held
 from lce.cache.row_file import RowFile
 from lce.cache.shared import MemoryFile, share
@@ -82,7 +84,7 @@ class KVCache:
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
         """Return a cache without tokens, with space for `capacity` tokens."""
         layers = [
-            LayerCache(layer, part, KVBuffer(part, 0), None, part.state_of(layer))
+            LayerCache(layer, part, KVBuffer(part, 0), None, state_of(part, layer))
             for part in layout.by_device
             for layer in part.layers
         ]
@@ -131,11 +133,11 @@ class KVCache:
         tier with enough space.
         """
         layout = self.layout
-        if not self.stacks and layout.whole_chunks(n_tokens) > layout.resident_tokens:
+        if not self.stacks and layout.whole_chunks(n_tokens) > Limits(layout).resident_tokens:
             self.stacks = [TierStack.empty(part, n_tokens, self.file) for part in layout.by_device]
         growing, buffer = self.growing, self.layers[0].buffer
         recent = layout.whole_chunks(n_tokens) - buffer.first
-        if self.stacks and not growing and layout.budget is not None and recent > buffer.capacity:
+        if self.stacks and not growing and Limits(layout).budget is not None and recent > buffer.capacity:
             for stack in self.stacks:
                 stack.shrink(recent)
         for layer in self.layers:
@@ -195,7 +197,7 @@ class KVCache:
             layer.commit()
         self._pass = "none"
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Drop the tokens written since the last commit, in every layer."""
         for layer in self.layers:
             layer.discard()
@@ -206,7 +208,7 @@ class KVCache:
         if self._pass == "committing":
             self.commit()
         elif self._pass == "writing":
-            self.discard()
+            self._discard()
 
     def nearest(self, n_tokens: int) -> int:
         """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
@@ -284,7 +286,7 @@ class KVCache:
             for tensor, number in [state.committed(layer.length)]
             if tensor is not None
         }
-        border = self.layout.file(self.length).row_tokens
+        border = FileLayout(self.layout, self.length).row_tokens
         if border < self.length:
             for layer in self.layers:
                 kept[f"{UNROUNDED}/{layer.index}"] = torch.stack(layer.span(border, layer.length))

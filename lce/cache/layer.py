@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lce.attention import ROW, Tiles, Turn, append, append_rows, widened
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, segment_of
+from lce.cache.limits import Limits
 from lce.cache.method_state import Held, MethodState
 from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
 from lce.cache.tier import UNBOUNDED
@@ -196,9 +197,9 @@ class LayerCache:
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Cut tokens `start..stop-1` into spans small enough to be copied, and yield the start and stop of each.
 
-        The cuts are multiples of `layout.segment`, so that sums over spans have the same bits wherever tokens are.
+        The cuts are multiples of `segment_of(layout)`, so that sums over spans have the same bits wherever tokens are.
         """
-        segment = self.layout.segment
+        segment = segment_of(self.layout)
         while start < stop:
             border = min((start // segment + 1) * segment, stop)
             yield start, border
@@ -302,7 +303,7 @@ class LayerCache:
         if n_tokens - self.buffer.first <= self.buffer.capacity:
             return
         if self.stack is None:
-            wanted = max(n_tokens, min(self.buffer.capacity * 3 // 2, self.layout.resident_tokens))
+            wanted = max(n_tokens, min(self.buffer.capacity * 3 // 2, Limits(self.layout).resident_tokens))
         elif self.stack.growing:
             self.retire()
             if n_tokens - self.buffer.first <= self.buffer.capacity:
@@ -316,7 +317,7 @@ class LayerCache:
         if border > first:
             self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
         border = max(border, first)
-        capacity = max(self.layout.recent_tokens, self.layout.whole_chunks(self.length - border))
+        capacity = max(Limits(self.layout).recent_tokens, self.layout.whole_chunks(self.length - border))
         if border > first or capacity < self.buffer.capacity:
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
@@ -348,7 +349,7 @@ class LayerCache:
         layout, buffer = self.layout, self.buffer
         border = layout.old(n_tokens)
         if border < buffer.first:
-            buffer = KVBuffer(layout, max(layout.recent_tokens, n_tokens - border), border)
+            buffer = KVBuffer(layout, max(Limits(layout).recent_tokens, n_tokens - border), border)
             buffer.fill(border, *self.stored(border, n_tokens))
         rounded = min(self.rounded, border)
         if unrounded is not None:
@@ -362,7 +363,7 @@ class LayerCache:
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
         """Return this layer's arguments of `share`. A buffer beside growing tiers, soon replaced, is left out."""
-        found, most = [], self.layout.resident_tokens
+        found, most = [], Limits(self.layout).resident_tokens
         if self.stack is not None and most < UNBOUNDED:
             most = self.buffer.capacity  # the device's pool takes the rest of the budget
         if self.stack is None or not self.stack.growing:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lce.cache.file_layout import FileLayout
 from lce.cache.kv import UNROUNDED, Eviction, KVCache
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, state_of
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes, read_all
 from lce.errors import CapacityError, DataError, shown
@@ -279,13 +280,14 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
 
     A cache has the states of its method and, if the storage format is lossy, recent tokens that are not rounded yet.
     """
-    n_unrounded = n_tokens - layout.file(n_tokens).row_tokens
+    n_unrounded = n_tokens - FileLayout(layout, n_tokens).row_tokens
     for layer in range(layout.n_layers if n_unrounded else 0):
         found = tensors.pop(f"{UNROUNDED}/{layer}", None)
         shape = (2, layout.n_kv_heads, n_unrounded, layout.head_dim)
         if found is None or (found.dtype, found.shape) != (layout.dtype, shape):
             raise contradiction(path)
-    states, kept = [layout.state_of(layer) for layer in layout.layers], [dict[str, FileTensor]() for _ in layout.layers]
+    states = [state_of(layout, layer) for layer in layout.layers]
+    kept = [dict[str, FileTensor]() for _ in states]
     for file_name, tensor in tensors.items():
         place = _STATE.fullmatch(file_name)
         layer, name, number = (int(place[1]), place[2], int(place[3])) if place else (layout.n_layers, "", 0)

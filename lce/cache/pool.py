@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from lce.cache.formats import Parts
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import HOST, CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.movers import Cuda, Mover, Numbers, Pinned
 from lce.cache.shared import own_memory
-from lce.cache.tier import HOST, UNBOUNDED, Nowhere, Pages, Tier, slices
+from lce.cache.tier import UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
 
@@ -302,7 +303,7 @@ class Device(Pool):
 
     def __init__(self, layout: CacheLayout, below: Tier, buffer_tokens: int = 0) -> None:
         mover = Mover() if layout.on_cpu else Cuda(layout.device)
-        super().__init__(layout, below, mover, layout.device_slots(buffer_tokens), layout.pinned_chunks)
+        super().__init__(layout, below, mover, Limits(layout).device_slots(buffer_tokens), Limits(layout).pinned_chunks)
         self.name = layout.device_tier
         self.page_bytes = layout.page_bytes
         self.slots = self._grown(16 if self.max_slots == UNBOUNDED else self.max_slots)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,14 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.formats import Parts
+from lce.cache.layout import CacheLayout
 from lce.cache.movers import Mover, Numbers
 from lce.cache.row_file import FULL
 from lce.errors import CapacityError
 
-if TYPE_CHECKING:
-    from lce.cache.layout import CacheLayout
-
-DEVICE, HOST, DISK = "device", "host", "disk"  # the names of the tiers for users
 UNBOUNDED = 1 << 62  # in place of a number of tokens, bytes or pages: no limit
 MOST_CHANGES = 64  # after more assignments a `PageIndex` is copied to the device as a whole
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from lce.attention import Tiles
 from lce.cache.disk import Disk
 from lce.cache.layout import CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.movers import Numbers
 from lce.cache.pool import Device, Fetch, Pool
 from lce.cache.row_file import RowFile
@@ -49,7 +50,7 @@ class TierStack:
         self.layout = layout
         self.growing = growing
         tier = bottom
-        for kind, limit in reversed(layout.lower.items()):
+        for kind, limit in reversed(Limits(layout).lower.items()):
             if limit and not isinstance(bottom, kind):
                 tier = kind.build(layout, tier, n_tokens)
         self.top = Device(layout, tier, buffer_tokens)
@@ -61,14 +62,15 @@ class TierStack:
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
         """Return empty tiers for `n_tokens` tokens, above `file`. Raises `CapacityError` if they do not fit."""
-        if file is None and not layout.overflows:
-            held = (layout.budget if layout.on_cpu else layout.budgets.host) or 0
-            whole, most = layout.whole_chunks(n_tokens), layout.resident_tokens
-            if layout.lower:
-                most = [*layout.lower.values()][-1] // layout.n_pages(layout.chunk_size) * layout.chunk_size
+        limits = Limits(layout)
+        if file is None and not limits.overflows:
+            held = (limits.budget if layout.on_cpu else layout.budgets.host) or 0
+            whole, most = layout.whole_chunks(n_tokens), limits.resident_tokens
+            if limits.lower:
+                most = [*limits.lower.values()][-1] // limits.n_pages(layout.chunk_size) * layout.chunk_size
             page_bytes = layout.page_bytes if layout.on_cpu else layout.format.page_bytes
             if whole > most:
-                needed = layout.n_pages(whole) * page_bytes
+                needed = limits.n_pages(whole) * page_bytes
                 raise CapacityError(
                     f"{n_tokens:,} tokens need {size_text(needed)} for keys and values, and the budget is "
                     f"{size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"

@@ -17,7 +17,7 @@ from torch import Tensor
 from lce.cache.context_file import restored_states
 from lce.cache.kv import UNROUNDED, KVCache
 from lce.cache.layer import KVBuffer, LayerCache
-from lce.cache.layout import Budgets, CacheLayout
+from lce.cache.layout import Budgets, CacheLayout, segment_of
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextData, ContextFiles, Target
 from lce.errors import LceError, RankError
@@ -66,8 +66,8 @@ class DividedFiles(ContextFiles):
     def _opened(self, path: Path) -> ContextData:
         data = super().open(path)
         cache, heads, whole = KVCache.empty(self.own, data.cache.length), slice(*self.division.kv_heads), data.cache
-        for start in range(0, whole.length, self.own.segment):
-            stop = min(start + self.own.segment, whole.length)
+        for start in range(0, whole.length, segment_of(self.own)):
+            stop = min(start + segment_of(self.own), whole.length)
             cache.begin()
             cache.reserve(stop)
             for layer, own in zip(whole.layers, cache.layers, strict=True):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lce.cache.file_layout import FileLayout
 from lce.engine.context import Context, open_context
 from lce.engine.prefix_index import Entry, Ids, PrefixIndex
 from lce.engine.setup import Setup
@@ -193,7 +194,7 @@ def _file_bytes(entry: Entry) -> int:
     assert entry.context is not None
     data = entry.context.data
     tensors = data.tensors().values()
-    layout = data.cache.layout.file(data.cache.length)
+    layout = FileLayout(data.cache.layout, data.cache.length)
     n_bytes: int = layout.small_start + sum(each.nbytes for each in tensors) + entry.ids.nbytes
     return n_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lce.attention import Attention
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, all_devices, device_layout, devices_text
 from lce.engine.devices import devices_of
 from lce.engine.engine import Engine
 from lce.engine.options import LoadOptions, option, plain, takes
@@ -81,7 +81,7 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     scheme, facts = _rounded(given.weights, checkpoint, devices[0]), facts_of(given, source, config)
     dtype, family = dtype_of(given.dtype, checkpoint.dtype), model_class(config)
     like = sharing.setup.layout if isinstance(sharing, Engine) else None
-    borders = like.borders if like is not None and like.devices == devices else None
+    borders = like.borders if like is not None and all_devices(like) == devices else None
     chosen = fitted(given.method, facts, plain(given.length), given.prefill_method)
     schemes, division = family.schemes(config, scheme, checkpoint.shapes) if scheme else {}, Division(config)
     if divided:
@@ -110,14 +110,14 @@ def _model(division: Division, checkpoint: Checkpoint, layout: CacheLayout, sche
     loaded = part.load(
         wanted,
         dtype=layout.dtype,
-        device=lambda name: layout.part_of(family.layer_of(name, config)).device,
+        device=lambda name: device_layout(layout, family.layer_of(name, config)).device,
         ignore=ignore,
         joined=family.joined(config),
         schemes=schemes or None,
         wide=[name for name in wanted if family.is_wide(name)],
     )
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
-        (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], layout.devices[-1])
+        (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], all_devices(layout)[-1])
         loaded["head"].copy_(loaded["embed"])
     if divided:
         loaded = dividing.joined(division, family, loaded, [*checkpoint.shapes])
@@ -143,7 +143,7 @@ def _check_same(
         raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
     if theirs.ranks != division.ranks:
         raise UsageError("sharing is an engine of other ranks; give the same ranks")
-    own, asked = (f"{each.dtype} on {each.devices_text}" for each in (theirs.layout, layout))
+    own, asked = (f"{each.dtype} on {devices_text(each)}" for each in (theirs.layout, layout))
     if own != asked:
         raise UsageError(f"sharing is an engine in {own}; expected {asked}, as asked")
     if theirs.weights != (scheme.name if scheme else None):

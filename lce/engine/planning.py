@@ -23,8 +23,8 @@ import torch
 
 from lce import system
 from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout
-from lce.cache.tier import DEVICE, DISK, HOST
+from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
+from lce.cache.limits import Limits
 from lce.errors import CapacityError
 from lce.sizes import enough_text, size_text
 
@@ -129,10 +129,10 @@ class Planner:
         found: dict[str, Need] = {}
         n_new = max(0, n_tokens - self.n_filed)
         for part in self.layout.by_device:
-            besides = Counter({DEVICE: part.state_bytes(n_tokens)})
-            besides[DEVICE if part.on_cpu else HOST] += part.check_bytes(n_new, self.n_filed)
-            budgets = {DEVICE: part.budget, HOST: self.layout.budgets.host}
-            for tier, n_bytes in part.needs(n_new).items():
+            besides = Counter({DEVICE: Limits(part).state_bytes(n_tokens)})
+            besides[DEVICE if part.on_cpu else HOST] += Limits(part).check_bytes(n_new, self.n_filed)
+            budgets = {DEVICE: Limits(part).budget, HOST: self.layout.budgets.host}
+            for tier, n_bytes in Limits(part).needs(n_new).items():
                 name = part.device_tier if tier == DEVICE else tier
                 before = found.get(name, Need(0))  # the sum so far: several devices share the tiers host and disk
                 found[name] = Need(
@@ -174,11 +174,11 @@ class Planner:
                 f"{text} need {size_text(need.needed)} of {where}, and {size_text(need.available or 0)} is available; "
                 f"{most} {self._remedy(tier)}"
             )
-        if part is not None and need.keys_and_values == part.least_budget:
+        if part is not None and need.keys_and_values == Limits(part).least_budget:
             # The option sets the budget of the device with the most layers: see `CacheLayout.by_device`.
             most_layers = max(each.n_layers for each in self.layout.by_device)
             whole = -(-need.keys_and_values * most_layers // part.n_layers)
-            least = f"{self.layout.budget_option} {enough_text(whole)}"
+            least = f"{Limits(self.layout).budget_option} {enough_text(whole)}"
             return (
                 f"{text} cannot be read in blocks of {self.layout.block} with {size_text(need.budget or 0)} for keys "
                 f"and values; give {least} or more, or a smaller --block; {most.partition(';')[0]}"
@@ -217,7 +217,7 @@ def available(layout: CacheLayout, taken: Mapping[str, int]) -> dict[str, int | 
 def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
     """Return the place of each tier: a device, or a folder on a disk."""
     places: dict[str, torch.device | Path] = {part.device_tier: part.device for part in layout.by_device}
-    return places | {tier.name: tier.location(layout) for tier in layout.lower}
+    return places | {tier.name: tier.location(layout) for tier in Limits(layout).lower}
 
 
 class Allowance:
@@ -259,7 +259,7 @@ class Allowance:
         promised = {} if held is None else held[0].bytes_needed(held[1])
         planner = self.planner(cache.layout, into_file=cache.file is not None, own=cache)
         pool_bytes = {
-            part.device_tier: stack.top.n_bytes if part.budget is None else part.least_pool_bytes
+            part.device_tier: stack.top.n_bytes if Limits(part).budget is None else Limits(part).least_pool_bytes
             for part, stack in zip(cache.layout.by_device, cache.stacks, strict=False)
             if not stack.growing
         }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, restored, write_rows
+from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.cache.manifest import REMEDY
@@ -39,7 +40,7 @@ class PrefillJob:
         self.part, self.state = part_of(target.path), path_of(state_of(target.path))  # raises if the name is too long
         for each in (self.part, self.state):
             check_target(each, UsageError)
-        self.layout = layout.file(len(ids))
+        self.layout = FileLayout(layout, len(ids))
         self.token_ids = ids
         self.announced = announced
         self.n_written = 0

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lce.cache.layout import all_devices
 from lce.engine.context import Context, given_context
 from lce.engine.engine import Engine
 from lce.engine.graph import one_by_one
@@ -29,7 +30,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         raise UsageError(f"engine is {shown(engine)}; expected what lce.load returns")
 
     def wait() -> None:
-        for device in engine.setup.layout.devices:
+        for device in all_devices(engine.setup.layout):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 

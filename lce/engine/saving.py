@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, restored_states, write_rows
+from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, all_devices, device_layout
 from lce.cache.manifest import MOST_TOKENS, REMEDY, Manifest, contradiction
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import Descriptor
@@ -128,7 +129,7 @@ class ContextFiles:
         sweep(path)
         draft_at = draft_path(path)
         try:
-            draft = Draft.create(draft_at, cache.layout.file(cache.length))
+            draft = Draft.create(draft_at, FileLayout(cache.layout, cache.length))
             data.saves.add(draft.file_id)  # now, because Ctrl-C may come when the file has just appeared
             write_rows(cache, draft.rows)
             finish(draft, target, data, self.identity)
@@ -150,7 +151,7 @@ class ContextFiles:
         The space is reserved for a moment.
         """
         check_writable(path)
-        Draft.create(draft_path(path), self.layout.file(n_tokens)).discard()
+        Draft.create(draft_path(path), FileLayout(self.layout, n_tokens)).discard()
 
 
 def finish(draft: Draft, target: Target, data: ContextData, identity: Identity) -> None:
@@ -165,7 +166,7 @@ def finish(draft: Draft, target: Target, data: ContextData, identity: Identity) 
             snapshot = _snapshot(path, layout, identity)
             _ids_of(path, snapshot, identity.vocab_size)
             for index in range(layout.n_layers):
-                restored_states(layout.part_of(index), index, snapshot.small)
+                restored_states(device_layout(layout, index), index, snapshot.small)
         except (DataError, KeyError, *_MISFITS) as error:
             if not isinstance(error, DataError | KeyError) and not _is_misfit(error):
                 raise
@@ -218,7 +219,7 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise contradiction(path) from None
     logits = tensors.get("logits")
-    last = None if logits is None else logits.to(layout.devices[-1])
+    last = None if logits is None else logits.to(all_devices(layout)[-1])
     return ContextData(cache, ids, last, manifest.announced, named(path), {manifest.file_id})
 
 

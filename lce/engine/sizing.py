@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lce.cache.formats import kv_dtype_of
-from lce.cache.layout import Budgets, CacheLayout
+from lce.cache.layout import Budgets, CacheLayout, device_layout, devices_text
 from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.options import SizeOptions, plain, takes
 from lce.engine.planning import ALLOWANCE, Plan, Planner
@@ -63,7 +63,7 @@ def plan(given: Planning) -> Plan:
         made.method.label,
         dtype,
         dtype if layout.kv_dtype == "auto" else layout.kv_dtype,
-        layout.devices_text,
+        devices_text(layout),
         planner.needs(n_tokens),
         planner.longest(),
         planner.refusal(n_tokens),
@@ -92,7 +92,7 @@ class Planned:
             sizes = {"head": sizes["embed"], **sizes}  # a tied head has its own copy on the last device
         for name, n_bytes in sizes.items():
             layer = model_class(config).layer_of(name, config)
-            tier_bytes[self.layout.part_of(layer).device_tier] += n_bytes
+            tier_bytes[device_layout(self.layout, layer).device_tier] += n_bytes
         # What is in memory at once: hidden states, their sum and norm, in float32; q, k, v, the output; the MLP's gate.
         heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         token_bytes = 12 * config.hidden_size + (heads + 2 * config.intermediate_size) * self.layout.dtype.itemsize

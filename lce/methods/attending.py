@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lce.attention import Attended, Turn, combine, join, merge, rotate
 from lce.cache.layer import LayerCache
+from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
 from lce.methods.grouped_keys import grouped
@@ -223,7 +224,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
         found = dense(fold_chunks(q, n_kv_heads), k.flatten(0, 1), v.flatten(0, 1), causal=True)
         out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in found)
         return out, lse
-    segment, cuts = cache.layout.segment, [(start, stop)]
+    segment, cuts = segment_of(cache.layout), [(start, stop)]
     own = max(start, stop - q.shape[1]) if call.causal else stop  # keys from index `own` on need one causal call
     if own > (start // segment + 1) * segment:
         cuts = list(cache.segments(start, own))

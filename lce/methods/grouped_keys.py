@@ -14,6 +14,7 @@ from torch import Tensor
 from lce.attention import Turn, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.method_state import NOTHING, FileTensor, GrowingRows, Held
 from lce.methods.step import Step
 
@@ -33,13 +34,13 @@ class GroupedKeys(GrowingRows):
     def __init__(self, layout: CacheLayout, window: int) -> None:
         super().__init__(layout.key_bytes)
         self.layout, self.window = layout, window
-        self.most = layout.resident_tokens if layout.format.stored_dtype is layout.dtype else 0
+        self.most = Limits(layout).resident_tokens if layout.format.stored_dtype is layout.dtype else 0
         self._group = 1
         self._final = 0  # rows before this one are of tokens that neither an interruption nor rounding will change
 
     def serves(self, cache: LayerCache) -> bool:
         """Return whether a layer's rotated keys are kept."""
-        return self.most > 0 and (cache.stack is None or cache.layout.budget is None)
+        return self.most > 0 and (cache.stack is None or Limits(cache.layout).budget is None)
 
     def rows(self, cache: LayerCache, group: int, step: Step, start: int, stop: int) -> Tensor:
         """Return the keys of tokens `start..stop-1` for this group, a view `[G, n, D]`. Time: O(rows that are new)."""

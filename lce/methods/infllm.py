@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from lce.attention import Attended, attention_sums, dot_products, rotate
 from lce.cache.layer import LayerCache
-from lce.cache.layout import AccessPattern, CacheLayout
+from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, RecentRows, Staged, Summaries
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
@@ -84,7 +84,7 @@ class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
         def votes_bytes(n_tokens: int, block: int) -> int:
             return layout.n_heads * torch.float32.itemsize * min(n_tokens, self.n_recent + self.block_size + block)
 
-        blocks = Summaries(layout.query_bytes, self.block_size)
+        blocks = Summaries(query_bytes(layout), self.block_size)
         return {**super().state(layout), BLOCKS: blocks, VOTES: Staged(votes_bytes)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:

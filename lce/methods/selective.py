@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lce.attention import Attended, Turn
 from lce.cache.layer import LayerCache
-from lce.cache.layout import AccessPattern, CacheLayout
+from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods import choosing
@@ -60,7 +60,7 @@ class ChunkMethod(Method, ABC, promises=selecting()):
         n_bytes = c.selector.summary_bytes(layout, c)
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(n_bytes, c.size)} if n_bytes else {}
         if c.selector.uses_queries:
-            kept[OPEN_QUERIES] = OpenChunk(c.size, layout.query_bytes)
+            kept[OPEN_QUERIES] = OpenChunk(c.size, query_bytes(layout))
         n_recent = c.reach if unrotated(self) or c.placement.exact else 0
         return {**kept, **recent_keys(self, n_recent, layout), **c.selector.state(layout, c)}
 
@@ -270,7 +270,7 @@ class Hooks(SummarySelector):
         return (sizes.n_heads, sizes.head_dim) if self.has_vectors else None
 
     def summary_bytes(self, layout: CacheLayout, selection: Selection) -> int:
-        vectors = self.method.summary_vectors * layout.query_bytes
+        vectors = self.method.summary_vectors * query_bytes(layout)
         return super().summary_bytes(layout, selection) if self.has_vectors else vectors
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lce.attention import Turn, rotate
 from lce.cache.layer import LayerCache
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, segment_of
 from lce.methods.step import Step
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TurnedKeys:
 
 def pieces(cache: LayerCache, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield spans that cover tokens `start..stop-1`, each of whole chunks of `size` tokens."""
-    length = max(1, min(cache.layout.segment, PIECE) // size) * size
+    length = max(1, min(segment_of(cache.layout), PIECE) // size) * size
     for first in range(start, stop, length):
         yield first, min(first + length, stop)
 

@@ -286,7 +286,7 @@ class Bench:
             machine(),
             lce.__version__,
             str(engine.setup.dtype).removeprefix("torch."),
-            engine.setup.layout.devices_text,
+            ",".join(str(part.device) for part in engine.setup.layout.by_device),
             engine.window,
             self.repeats,
             self.new_tokens,

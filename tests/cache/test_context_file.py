@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
+from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.manifest import FORMAT, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.errors import CapacityError, DataError
@@ -104,7 +106,7 @@ def finish(draft: Draft, path: Path, cache: KVCache, n: int, **more: object) -> 
 
 
 def saved(cache: KVCache, path: Path, **more: object) -> Path:
-    layout = cache.layout.file(cache.length)
+    layout = FileLayout(cache.layout, cache.length)
     draft = Draft.create(path.with_name(path.name + ".tmp"), layout)
     write_rows(cache, draft.rows)
     finish(draft, path, cache, cache.length, **more)
@@ -132,7 +134,7 @@ PACKED = {f"{name}, 8 bits": replace(layout, kv_dtype="int8") for name, layout i
 def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path) -> None:
     cache = cache_of(N, layout)
     tensors = load_file(saved(cache, tmp_path / "c.lce"))
-    shape = (layout.n_groups, layout.file(N).group_rows, *layout.format.row_shape)
+    shape = (layout.n_groups, FileLayout(layout, N).group_rows, *layout.format.row_shape)
     for layer in range(3):
         kv = tensors.pop(f"layers.{layer}.kv")
         assert kv.shape == shape
@@ -151,7 +153,7 @@ def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path)
 def test_a_header_has_ample_space() -> None:
     """For as many layers as there may be, with several entries each."""
     for n_layers in (1, 200):
-        file = replace(LAYOUT, n_layers=n_layers).file(10_000_000)
+        file = FileLayout(replace(LAYOUT, n_layers=n_layers), 10_000_000)
         names = [
             f"layers/{i}/{name}/{part}" for i in range(n_layers) for name in "abcdef" for part in ("rows", "first")
         ]
@@ -170,7 +172,7 @@ def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budgete
     layout = (LAYOUTS | PACKED)[called]
     path = saved(cache_of(n, layout), tmp_path / "c.lce")
     if budgeted:
-        layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path / "spill"))
+        layout = replace(layout, budgets=Budgets(host=Limits(layout).least_budget, spill_dir=tmp_path / "spill"))
     cache = again(path, layout, n)
     assert cache.growing == budgeted
     assert cache.in_file == (0 if budgeted else layout.old(n))
@@ -192,7 +194,7 @@ def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budgete
 
 
 def into_file(folder: Path, n: int, layout: CacheLayout) -> tuple[KVCache, Draft]:
-    draft = Draft.create(folder / "c.lce.part", layout.file(n))
+    draft = Draft.create(folder / "c.lce.part", FileLayout(layout, n))
     return KVCache.empty(layout, n, draft.rows), draft
 
 
@@ -201,12 +203,12 @@ def test_pages_in_its_own_file_are_written_once(
     layout: CacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda n: "7" * 2 * n)  # both files have one identity
-    layout = replace(layout, budgets=Budgets(host=layout.least_budget))
+    layout = replace(layout, budgets=Budgets(host=Limits(layout).least_budget))
     cache, draft = into_file(tmp_path, N, layout)
     assert cache.growing
     append(cache, N)
     write_rows(cache, draft.rows)
-    assert draft.rows.bytes_written == layout.file(N).n_rows * layout.format.row_bytes
+    assert draft.rows.bytes_written == FileLayout(layout, N).n_rows * layout.format.row_bytes
     finish(draft, tmp_path / "c.lce", cache, N)
     assert (tmp_path / "c.lce").read_bytes() == saved(
         cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce"
@@ -216,7 +218,7 @@ def test_pages_in_its_own_file_are_written_once(
 
 def test_a_file_under_work_is_taken_up_again(tmp_path: Path) -> None:
     """At the tokens that were read then; the rest goes to the same file."""
-    layout = replace(LAYOUT, budgets=Budgets(host=LAYOUT.least_budget))
+    layout = replace(LAYOUT, budgets=Budgets(host=Limits(LAYOUT).least_budget))
     cache, draft = into_file(tmp_path, N, layout)
     append(cache, 50)
     write_rows(cache, draft.rows)
@@ -225,7 +227,7 @@ def test_a_file_under_work_is_taken_up_again(tmp_path: Path) -> None:
     append(cache, 70)
     path, file_id = draft.path, draft.file_id
     del cache, draft
-    draft = Draft(path, layout.file(N), file_id)
+    draft = Draft(path, FileLayout(layout, N), file_id)
     cache = restored(layout, draft.rows, 50, tensors, own=True)
     assert cache.growing
     assert [disk.file for disk in disks_of(cache.stacks[0])] == [draft.rows]
@@ -239,7 +241,7 @@ def test_a_file_under_work_is_taken_up_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_layers", [1, 2])
 def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_layers: int, tmp_path: Path) -> None:
     """Each layer has its own border between buffer and tiers, once a pass ended between two layers."""
-    layout = replace(LAYOUT, budgets=Budgets(host=LAYOUT.least_budget))
+    layout = replace(LAYOUT, budgets=Budgets(host=Limits(LAYOUT).least_budget))
     for stop in range(41, 71):
         cache, draft = into_file(tmp_path, N, layout)
         append(cache, stop, commit=False, n_layers=n_layers)
@@ -254,22 +256,22 @@ def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_l
 
 
 def test_a_checkpoint_writes_new_rows_alone(tmp_path: Path) -> None:
-    cache, draft = KVCache.empty(LAYOUT), Draft.create(tmp_path / "draft", LAYOUT.file(N))
+    cache, draft = KVCache.empty(LAYOUT), Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))
     append(cache, 50)
     write_rows(cache, draft.rows)
     append(cache, N)
     write_rows(cache, draft.rows, 50)
-    assert draft.rows.bytes_written == LAYOUT.file(N).n_rows * LAYOUT.format.row_bytes
+    assert draft.rows.bytes_written == FileLayout(LAYOUT, N).n_rows * LAYOUT.format.row_bytes
     draft.discard()
 
 
 def test_a_file_under_work_is_held(tmp_path: Path) -> None:
-    draft = Draft.create(tmp_path / "draft", LAYOUT.file(N))
+    draft = Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))
     with pytest.raises(DataError, match="is being written by another process"):
-        Draft(tmp_path / "draft", LAYOUT.file(N), draft.file_id)
+        Draft(tmp_path / "draft", FileLayout(LAYOUT, N), draft.file_id)
     with pytest.raises(CapacityError, match="File exists"):
-        Draft.create(tmp_path / "draft", LAYOUT.file(N))
-    assert (tmp_path / "draft").stat().st_size == LAYOUT.file(N).small_start, "its space is reserved"
+        Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))
+    assert (tmp_path / "draft").stat().st_size == FileLayout(LAYOUT, N).small_start, "its space is reserved"
     draft.discard()
     draft.discard()
     assert list(tmp_path.iterdir()) == []
@@ -282,7 +284,7 @@ def test_a_disk_without_the_space_leaves_no_file(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CapacityError, match=r"^cannot write .*draft: No space left on device; free some space or n"):
-        Draft.create(tmp_path / "draft", LAYOUT.file(N))
+        Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -321,7 +323,7 @@ def test_a_digest_is_of_names_kinds_shapes_and_numbers() -> None:
 @pytest.mark.parametrize("spill", [False, True])
 def test_a_fork_does_not_write_to_a_file_under_work(spill: bool, tmp_path: Path) -> None:
     """Each row of the file is of one context; the fork's own go elsewhere, or are refused."""
-    budgets = Budgets(host=LAYOUT.least_budget, spill_dir=tmp_path / "spill" if spill else None)
+    budgets = Budgets(host=Limits(LAYOUT).least_budget, spill_dir=tmp_path / "spill" if spill else None)
     layout = replace(LAYOUT, budgets=budgets)
     cache, draft = into_file(tmp_path, 150, layout)
     append(cache, 80)

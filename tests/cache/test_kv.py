@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.cache.context_file import Draft, restored, write_rows
+from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.method_state import MethodState, Staged, Summaries
 from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
@@ -34,7 +36,7 @@ SMALL = replace(LAYOUT, access=AccessPattern(8, sinks=3, local=9), block=10)  # 
 def tight(folder: Path, layout: CacheLayout = SMALL, chunks: int = 2) -> CacheLayout:
     """The layout with the least budget, and `chunks` chunks more, over a spill file."""
     more = chunks * layout.chunk_size * layout.token_bytes
-    return replace(layout, budgets=Budgets(host=layout.least_budget + more, spill_dir=folder))
+    return replace(layout, budgets=Budgets(host=Limits(layout).least_budget + more, spill_dir=folder))
 
 
 def rows(n: int, seed: int = 0) -> Tensor:
@@ -267,19 +269,19 @@ def text(n: int) -> Tensor:
 def test_a_cache_that_outgrows_its_budget_becomes_tiered(tmp_path: Path) -> None:
     layout = tight(tmp_path)
     cache = KVCache.empty(layout)
-    filled(cache, layout.resident_tokens)
+    filled(cache, Limits(layout).resident_tokens)
     assert all(layer.stack is None for layer in cache.layers)
     assert cache.stacks == []
     copy = cache.fork()
-    filled(cache, 120, layout.resident_tokens)
+    filled(cache, 120, Limits(layout).resident_tokens)
     assert cache.growing
     assert all(layer.stack is cache.stacks[0] for layer in cache.layers)
-    assert all(layer.buffer.capacity == layout.recent_tokens for layer in cache.layers)
+    assert all(layer.buffer.capacity == Limits(layout).recent_tokens for layer in cache.layers)
     assert all(120 - layer.buffer.first >= layout.access.local for layer in cache.layers)
     assert_has(cache, text(120))
     assert list(cache.traffic) == ["device", "disk"]
     assert (copy.stacks, cache.in_file) == ([], 0)
-    assert_has(copy, text(layout.resident_tokens))
+    assert_has(copy, text(Limits(layout).resident_tokens))
     with pytest.raises(AssertionError, match="everything is in the buffer"):
         _ = copy.layers[0].tiers
 
@@ -288,14 +290,14 @@ def opened(folder: Path, layout: CacheLayout, n: int) -> KVCache:
     """A context of `text(n)`, saved and opened with another layout."""
     cache = KVCache.empty(SMALL)
     filled(cache, n)
-    draft = Draft.create(folder / "draft", SMALL.file(n))
+    draft = Draft.create(folder / "draft", FileLayout(SMALL, n))
     write_rows(cache, draft.rows)
     return restored(layout, draft.rows, n, {}, own=False)
 
 
 def test_an_opened_cache_grows_at_the_cost_of_its_pool(tmp_path: Path) -> None:
     """Within the budget, and is refused beyond it with nothing lost; what it counted stays counted."""
-    budget = SMALL.least_budget + 10 * 8 * SMALL.token_bytes
+    budget = Limits(SMALL).least_budget + 10 * 8 * SMALL.token_bytes
     cache = opened(tmp_path, replace(SMALL, budgets=Budgets(host=budget)), 100)
     assert cache.stacks
     assert not cache.growing

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from lce.attention import Attention
 from lce.cache.disk import Disk
+from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
-from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout, segment_of
+from lce.cache.limits import Limits
 from lce.cache.pool import Host, power_of_two, slab_bytes, slab_slots
 from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
@@ -74,7 +76,7 @@ def test_sizes_of_8_bits_on_the_device() -> None:
     assert layout.token_bytes == 3 * 2 * 2 * (4 + 4)
     assert layout.page_bytes == layout.format.page_bytes == 8 * 2 * 2 * (4 + 4)
     cache = KVCache.empty(layout, 16)
-    assert in_memory(cache) == layout.needs(16)["device"] == 16 * layout.token_bytes
+    assert in_memory(cache) == Limits(layout).needs(16)["device"] == 16 * layout.token_bytes
 
 
 def test_sizes_of_packed_pages() -> None:
@@ -86,19 +88,19 @@ def test_sizes_of_packed_pages() -> None:
         24 * 10,
     )
     assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.format.page_bytes
-    assert layout.n_pages(16) * layout.format.page_bytes == 2 * 3 * 240
+    assert Limits(layout).n_pages(16) * layout.format.page_bytes == 2 * 3 * 240
     apart = replace(layout, access=AccessPattern(8, per_head=True))
     assert (apart.format.row_bytes, apart.format.page_bytes) == (4 + 4 + 4 + 4, 160), "rows are whole words of 8 bytes"
     large = replace(layout, n_kv_heads=8, head_dim=128, dtype=torch.bfloat16, access=AccessPattern(256))
     assert 0.5 < large.format.page_bytes / large.page_bytes < 0.53
     assert [layout.old(n) for n in (0, 7, 8, 9, 24)] == [0, 0, 8, 8, 24]
     assert replace(layout, access=AccessPattern(8, local=5)).old(20) == 8
-    assert layout.file(21).n_rows == 3 * 2 * 10, "the last 5 tokens are among what is small"
+    assert FileLayout(layout, 21).n_rows == 3 * 2 * 10, "the last 5 tokens are among what is small"
 
 
 def test_spans_are_cut_at_whole_chunks() -> None:
     for read_size, segment in ((1, 8), (8, 8), (15, 8), (24, 24), (31, 24)):
-        assert replace(LAYOUT, read_size=read_size).segment == segment
+        assert segment_of(replace(LAYOUT, read_size=read_size)) == segment
     layer = KVCache.empty(replace(LAYOUT, read_size=24)).layers[0]
     assert list(layer.segments(5, 60)) == [(5, 24), (24, 48), (48, 60)]
     assert list(layer.segments(24, 48)) == [(24, 48)]
@@ -119,7 +121,7 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
     access = AccessPattern(data.draw(st.integers(1, 9)), sinks, local, apart)
     plain = CacheLayout(n_layers, n_kv_heads, n_kv_heads, 4, torch.float32, CPU, access, block=block)
     with TemporaryDirectory() as folder:
-        least = plain.least_budget
+        least = Limits(plain).least_budget
         layout = with_host(plain, least, Path(folder))
         n = least // layout.token_bytes + 40
         keys = text(n, layout)
@@ -139,19 +141,19 @@ def test_the_least_budget_works_and_one_byte_less_is_refused(
 def test_what_fits_is_not_tiered(tmp_path: Path) -> None:
     for n_chunks in range(7, 12):
         layout = with_host(LAYOUT, n_chunks * CHUNK, tmp_path)
-        assert layout.resident_tokens == n_chunks * 8
+        assert Limits(layout).resident_tokens == n_chunks * 8
         for n, fits in ((n_chunks * 8, True), (n_chunks * 8 + 1, False)):
             cache = KVCache.empty(layout, n)
             assert (not cache.stacks) is fits
             assert cache.bytes_by_tier["host"] == 0
             assert bool(cache.traffic) is not fits
-    assert with_host(LAYOUT, 10 * CHUNK - 1).resident_tokens == 72
-    assert LAYOUT.resident_tokens == UNBOUNDED
+    assert Limits(with_host(LAYOUT, 10 * CHUNK - 1)).resident_tokens == 72
+    assert Limits(LAYOUT).resident_tokens == UNBOUNDED
 
 
 def test_where_there_is_one_memory_the_smaller_budget_counts() -> None:
     def budget(layout: CacheLayout, device: int | None = None, host: int | None = None) -> int | None:
-        return replace(layout, budgets=Budgets(device, host)).budget
+        return Limits(replace(layout, budgets=Budgets(device, host))).budget
 
     assert budget(LAYOUT, device=5, host=9) == budget(LAYOUT, device=9, host=5) == 5
     assert budget(LAYOUT, device=5) == budget(LAYOUT, host=5) == 5
@@ -180,7 +182,7 @@ def test_the_space_that_was_reserved_is_enough(
 ) -> None:
     """Reading that has begun does not fail for lack of disk space, nor does its first copy."""
     layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, per_head=True), block=10, kv_dtype=kv_dtype)
-    layout = with_host(layout, layout.least_budget + chunks * CHUNK, tmp_path)
+    layout = with_host(layout, Limits(layout).least_budget + chunks * CHUNK, tmp_path)
     cache = KVCache.empty(layout, 200)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("more space was asked for"))
     keys = text(200, layout)
@@ -208,7 +210,7 @@ def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiers_beside_a_gpu(host: int | None, expected: list[tuple[str, int]], tmp_path: Path) -> None:
     """Where the host may hold nothing, the file is below the device."""
     layout = replace(GPU, block=8)
-    layout = replace(layout, budgets=Budgets(layout.least_budget + CHUNK // 3, host, tmp_path))
+    layout = replace(layout, budgets=Budgets(Limits(layout).least_budget + CHUNK // 3, host, tmp_path))
     tiers = TierStack.empty(layout, 1000, None)
     assert [(pool.name, pool.max_slots) for pool in tiers.pools] == expected
     assert isinstance(tiers.bottom, Disk)
@@ -255,13 +257,13 @@ def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
 @pytest.mark.covering
 def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: bool, kv_dtype: str) -> None:
     layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, apart), block=10, kv_dtype=kv_dtype)
-    budget = layout.least_budget + 3 * CHUNK + 5
+    budget = Limits(layout).least_budget + 3 * CHUNK + 5
     keys = text(n, layout)
     for folder in (None, tmp_path):
         planned = with_host(layout, budget, folder)
-        needs = planned.needs(n)
+        needs = Limits(planned).needs(n)
         assert sorted(needs) == (["device"] if folder is None else ["device", "disk"])
-        if planned.whole_chunks(n) > planned.resident_tokens and folder is None:
+        if planned.whole_chunks(n) > Limits(planned).resident_tokens and folder is None:
             assert needs["device"] == planned.whole_chunks(n) * planned.token_bytes > budget
             continue
         cache = KVCache.empty(planned, n)
@@ -288,10 +290,10 @@ def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
     no_gpu(monkeypatch)
     layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, kv_dtype=kv_dtype)
     budgets = Budgets(
-        layout.least_budget + 2 * CHUNK, None if host is None else host * CHUNK, tmp_path if folder else None
+        Limits(layout).least_budget + 2 * CHUNK, None if host is None else host * CHUNK, tmp_path if folder else None
     )
     layout = replace(layout, budgets=budgets)
-    keys, needs = text(n, layout), layout.needs(n)
+    keys, needs = text(n, layout), Limits(layout).needs(n)
     try:
         cache = KVCache.empty(layout, n)
     except CapacityError:
@@ -340,18 +342,18 @@ def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int)
         driver.attend(cache, rope, *(x[:, start : start + size] for x in (q, k, v)))
         start += size
         held = sum(state.n_bytes for state in cache.layers[0].state.values())
-        assert held <= layout.state_bytes(start)
+        assert held <= Limits(layout).state_bytes(start)
         most = max(most, held)
-    assert layout.state_bytes(200) <= 2 * most
-    assert layout.state_bytes(0) <= layout.state_bytes(1) <= layout.state_bytes(200)
-    assert replace(layout, n_layers=5).state_bytes(200) == 5 * layout.state_bytes(200)
+    assert Limits(layout).state_bytes(200) <= 2 * most
+    assert Limits(layout).state_bytes(0) <= Limits(layout).state_bytes(1) <= Limits(layout).state_bytes(200)
+    assert Limits(replace(layout, n_layers=5)).state_bytes(200) == 5 * Limits(layout).state_bytes(200)
 
 
 def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = replace(LAYOUT, block=4)
-    cache = KVCache.empty(with_host(layout, layout.least_budget, tmp_path))
+    cache = KVCache.empty(with_host(layout, Limits(layout).least_budget, tmp_path))
     keys = text(200, LAYOUT)
     read(cache, keys, 0, 16)
 

@@ -12,6 +12,7 @@ from lce.attention import Attention
 from lce.cache.formats import Parts
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.movers import Cuda, Mover, Pinned, Slabs
 from lce.cache.tier import Nowhere
 from lce.cache.tiers import TierStack
@@ -128,7 +129,7 @@ def layout_for(method: Method, text: tuple[Tensor, ...], block: int) -> CacheLay
 def beside_a_gpu(layout: CacheLayout, folder: Path, below: int | None, spare: int) -> LateDevice:
     """`spare` pages of four tokens more than the least on the device, `below` pages in memory, the rest in a file."""
     budgets = Budgets(
-        layout.least_budget + spare * 4 * layout.format.row_bytes,
+        Limits(layout).least_budget + spare * 4 * layout.format.row_bytes,
         None if below is None else below * layout.page_bytes,
         folder,
     )
@@ -270,7 +271,7 @@ def tiers_on_a_gpu(kv_dtype: str = "auto") -> tuple[TierStack, Tensor]:
     """
     access = AccessPattern(16, sinks=16, local=16, per_head=True)
     layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), access, block=64, kv_dtype=kv_dtype)
-    budget = layout.least_budget + 24 * layout.page_bytes
+    budget = Limits(layout).least_budget + 24 * layout.page_bytes
     tiers = TierStack(replace(layout, budgets=Budgets(budget)), Nowhere())
     text = rounded(torch.randn(8, 512, 64), 16).view(4, 2, 512, 64).bfloat16().cuda()
     busy = torch.randn(2048, 2048, device="cuda")
@@ -291,7 +292,7 @@ def test_a_gpu_finds_every_page_again(tmp_path: Path, below: int | None) -> None
     access = AccessPattern(16, sinks=16, local=16, per_head=True)
     layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), access, block=64)
     chunk = layout.token_bytes * layout.chunk_size
-    budgets = Budgets(layout.least_budget + chunk, None if below is None else below * chunk, tmp_path)
+    budgets = Budgets(Limits(layout).least_budget + chunk, None if below is None else below * chunk, tmp_path)
     layout = replace(layout, budgets=budgets)
     text = torch.randn(4, 2, 1024, 64, dtype=torch.bfloat16, device="cuda")
     cache, busy = KVCache.empty(layout, 1024), torch.randn(2048, 2048, device="cuda")

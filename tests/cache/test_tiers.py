@@ -22,6 +22,7 @@ from torch import Tensor
 from lce.cache.disk import Disk
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.movers import Numbers
 from lce.cache.pool import Fetch, Pool, power_of_two
 from lce.cache.row_file import RowFile, SpillFile
@@ -56,7 +57,7 @@ def tiers_of(
     plain = replace(layout_of(heads, pinned=pinned), kv_dtype=kv_dtype)
     budget = None
     if limit != UNBOUNDED:
-        budget = plain.recent_tokens * plain.token_bytes + limit * plain.page_bytes
+        budget = Limits(plain).recent_tokens * plain.token_bytes + limit * plain.page_bytes
     if "memory" in tiers:
         return replace(plain, budgets=Budgets(host=budget))
     host = None if below == UNBOUNDED else below * power_of_two(plain.format.page_bytes)
@@ -308,7 +309,7 @@ class AnyOrder(RuleBasedStateMachine):
         """In the first stack always, in a fork from when they came."""
         for branch in self.all:
             for layer in range(N_LAYERS):
-                held = branch.held(layer)[:, : self.layout.pinned_chunks]
+                held = branch.held(layer)[:, : Limits(self.layout).pinned_chunks]
                 assert held.all() or branch is not self.all[0]
                 stayed = branch.pinned.get(layer, held[:, :0])
                 assert (held[:, : stayed.shape[1]] >= stayed).all()
@@ -563,7 +564,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
     refusals = Refusals(call, CALLS[call])
     monkeypatch.setattr(os, call, refusals)
     layout = replace(layout_of(), access=AccessPattern(SIZE, sinks=5, local=3, per_head=True), block=6)
-    layout = replace(layout, budgets=Budgets(host=layout.least_budget, spill_dir=tmp_path))
+    layout = replace(layout, budgets=Budgets(host=Limits(layout).least_budget, spill_dir=tmp_path))
     text = torch.randn(N_LAYERS, N_HEADS, 48, DIM, generator=torch.Generator().manual_seed(0))
 
     def one_pass(start: int) -> None:
@@ -574,7 +575,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
                 for _ in layer.tiles(torch.arange(layer.buffer.first // SIZE).view(1, 1, -1).expand(N_HEADS, 1, -1)):
                     pass
         except CapacityError:
-            cache.discard()
+            cache.settle()
             raise
         cache.commit()
 
@@ -694,10 +695,10 @@ class Shelf(Tier):
 
 def test_a_tier_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layout, chain and counts read what they need of it."""
-    for module in ("layout", "kv"):
+    for module in ("limits", "kv"):
         monkeypatch.setattr(f"lce.cache.{module}.kinds", lambda: (Shelf,))
     plain = layout_of(pinned=1)
-    layout = replace(plain, budgets=Budgets(host=plain.least_budget + 3 * plain.page_bytes))
+    layout = replace(plain, budgets=Budgets(host=Limits(plain).least_budget + 3 * plain.page_bytes))
     cache, k = KVCache.empty(layout, 80), torch.randn(N_LAYERS, N_HEADS, 80, DIM)
     for layer in cache.layers:
         layer.write(k[layer.index], -k[layer.index])
@@ -708,7 +709,7 @@ def test_a_tier_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(layer.span(0, 80)[0], k[layer.index])
         assert torch.equal(layer.tokens(torch.arange(0, 80, 3))[1], -k[layer.index][:, ::3])
     assert [tier.name for tier in cache.tiers] == ["device", "shelf"]
-    assert 0 < cache.bytes_by_tier["shelf"] <= layout.needs(80)["shelf"] == 80 * layout.token_bytes
+    assert 0 < cache.bytes_by_tier["shelf"] <= Limits(layout).needs(80)["shelf"] == 80 * layout.token_bytes
     assert cache.traffic.keys() == {"device", "shelf"}
 
 

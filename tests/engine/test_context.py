@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lce
 from lce.cache.layer import LayerCache
+from lce.cache.limits import Limits
 from lce.methods import Full, LongHeads, Method
 from lce.methods.run import Block
 from lce.weights.checkpoint import Checkpoint
@@ -333,7 +334,7 @@ def test_a_truncated_context_of_8_bits_is_the_same_in_any_budget(tiny_model: Pat
         EVERY[name],
         block=BLOCK,
         kv_dtype="int8",
-        kv_host_budget=roomy.setup.layout.least_budget,
+        kv_host_budget=Limits(roomy.setup.layout).least_budget,
         spill_dir=tmp_path,
     )
     contexts = [engine.prefill(tokens(150)) for engine in (roomy, tight)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
+from lce.cache.layout import devices_text
 from lce.engine.devices import counts_of, devices_of
 from lce.errors import CapacityError, UsageError
 from lce.terminal.figures import plan_lines
@@ -125,7 +126,7 @@ class Copies(TorchDispatchMode):
 def test_hidden_states_move_once_at_each_border(models: dict[str, Path]) -> None:
     with pretended_gpus(3):
         engine = lce.load(models["llama"], CHUNKS, device="cuda:all")
-        assert engine.setup.layout.devices_text == "cuda:0,cuda:1,cuda:2"
+        assert devices_text(engine.setup.layout) == "cuda:0,cuda:1,cuda:2"
         assert engine.setup.model.borders == {1: torch.device("cuda:1"), 2: torch.device("cuda:2")}
         with Copies() as copies:
             engine.prefill(tokens(20))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lce
 from lce.cache.kv import Eviction
+from lce.cache.limits import Limits
 from lce.cache.manifest import EVICTED, FORMAT
 from lce.engine import eviction
 from lce.engine.eviction import attention_peaks, best_rows, copy_rows, repetitions
@@ -228,7 +229,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
 ) -> None:
     """To the bit, whatever the budget and the format."""
     straight = load(tiny_model, kv_dtype=kv_dtype)
-    least = {"kv_host_budget": straight.setup.layout.least_budget, "spill_dir": tmp_path} if budget else {}
+    least = {"kv_host_budget": Limits(straight.setup.layout).least_budget, "spill_dir": tmp_path} if budget else {}
     engine, document, path = load(tiny_model, kv_dtype=kv_dtype, **least), tokens(900), tmp_path / "a.lce"
     truth, context = straight.evict(straight.prefill(document), 0.6), engine.evict(engine.prefill(document), 0.6)
     assert truth.cache.length == context.cache.length == 540

@@ -10,6 +10,7 @@ import torch
 
 import lce
 from lce.attention import Attention
+from lce.cache.limits import Limits
 from lce.cache.tiers import TierStack
 from lce.engine.lanes import forward
 from lce.engine.running import lane_of
@@ -100,7 +101,7 @@ def test_budgets_change_nothing_and_old_chunks_of_sliding_layers_stay_down(
     whole = load(made, name, block=16)
     expected = whole.prefill(ids)
     layout = whole.setup.layout
-    options: dict[str, Any] = {"block": 16, "kv_host_budget": layout.least_budget, "spill_dir": tmp_path}
+    options: dict[str, Any] = {"block": 16, "kv_host_budget": Limits(layout).least_budget, "spill_dir": tmp_path}
     engine = load(made, name, **options)
     context = engine.prefill(ids)
     assert torch.equal(context.logits, expected.logits)
@@ -108,7 +109,7 @@ def test_budgets_change_nothing_and_old_chunks_of_sliding_layers_stay_down(
     assert read == {*ACTING}
     tiers = lce.plan(made, engine.method, tokens=len(ids), **options).tiers
     assert context.cache.bytes_by_tier["disk"] <= tiers["disk"].needed
-    assert tiers["device"].keys_and_values <= layout.least_budget
+    assert tiers["device"].keys_and_values <= Limits(layout).least_budget
     assert context.cache.bytes_by_tier["disk"] > 0
 
 
@@ -243,7 +244,7 @@ def test_kinds_are_part_of_the_model_and_a_plain_model_stays_what_it_was(made: P
 
 
 def test_pages_of_sliding_layers_leave_the_pool_first(made: Path, tmp_path: Path) -> None:
-    least = load(made, "longheads", block=16).setup.layout.least_budget
+    least = Limits(load(made, "longheads", block=16).setup.layout).least_budget
     engine = load(made, "longheads", block=16, kv_host_budget=2 * least, spill_dir=tmp_path)
     pool = engine.prefill(tokens(300)).cache.tiers[0]
     layers = (pool.slots.group[pool.slots.group >= 0] // engine.setup.layout.n_groups).tolist()

@@ -14,6 +14,7 @@ from lce import system
 from lce.cache.disk import Disk
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.limits import Limits
 from lce.cache.pool import Device
 from lce.engine.planning import ALLOWANCE, Planner
 from lce.errors import CapacityError
@@ -84,7 +85,7 @@ def test_a_plan_promises_what_is_held_below(
     method, options = method_of(name, knobs), {"block": 64, "spill_dir": tmp_path}
     resolved = method.resolve(WINDOW)
     layout = CacheLayout(2, 4, 2, 16, torch.float32, torch.device("cpu"), resolved.access, block=64)
-    options["kv_host_budget"] = layout.least_budget + 5000
+    options["kv_host_budget"] = Limits(layout).least_budget + 5000
     cache = lce.load(tiny_model, method, **options).prefill(tokens(n)).cache
     tiers = lce.plan(tiny_model, method, tokens=n, **options).tiers
     pool = sum(tier.n_bytes for tier in cache.tiers if isinstance(tier, Device))

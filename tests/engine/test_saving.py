@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import lce
 from lce.cache.disk import Disk
+from lce.cache.file_layout import FileLayout
+from lce.cache.limits import Limits
 from lce.cache.manifest import FORMAT, KINDS, signed, tensor_entries
 from lce.engine.info import describe
 from lce.engine.saving import text_hash
@@ -75,7 +77,7 @@ def load(
     engine = lce.load(model, method, block=BLOCK, kv_dtype=kv_dtype)
     if spill_dir is None:
         return engine
-    least = engine.setup.layout.least_budget
+    least = Limits(engine.setup.layout).least_budget
     return lce.load(model, method, block=BLOCK, kv_host_budget=least, spill_dir=spill_dir, kv_dtype=kv_dtype)
 
 
@@ -151,7 +153,7 @@ def test_an_opened_context_grows_within_its_budget_or_is_refused_before_work(
     more: int, document: Path, engine: lce.Engine, tiny_model: Path
 ) -> None:
     """Without a folder for the rest."""
-    budget, answers = engine.setup.layout.least_budget + more, list[bool]()
+    budget, answers = Limits(engine.setup.layout).least_budget + more, list[bool]()
     bounded = lce.load(tiny_model, engine.method, block=BLOCK, kv_host_budget=budget)
     context, truth = bounded.open_context(document), engine.open_context(document)
     for seed in range(12):
@@ -257,7 +259,7 @@ def test_every_key_and_value_is_guarded(kv_dtype: str, tiny_model: Path, tmp_pat
     """Full attention reads all of them, and all scales."""
     engine = load(tiny_model, "full", kv_dtype=kv_dtype)
     engine.prefill(tokens(300)).save(tmp_path / "full.lce")
-    file = engine.setup.layout.file(300)
+    file = FileLayout(engine.setup.layout, 300)
     draw = random.Random(1)
     for _ in range(12):
         with changed(tmp_path / "full.lce", tmp_path) as (path, data):
@@ -614,7 +616,8 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     path = tmp_path / "c.lce"
     truth = engine.generate([5, 6, 7], context=engine.open_context(document), max_tokens=12).token_ids
     script = READER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
-    rows_start, rows_stop = engine.setup.layout.file(300).rows_start, engine.setup.layout.file(300).checks_start
+    rows = FileLayout(engine.setup.layout, 300)
+    rows_start, rows_stop = rows.rows_start, rows.checks_start
     shutil.copy(document, path)
     with start(script) as process:
         assert process.line() == "ready\n"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lce.cache.disk import Disk
+from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import GrowingRows, MethodState
@@ -40,7 +41,7 @@ def refusal(work: Callable[[], object]) -> str:
 
 def borders(layout: CacheLayout, size: int) -> list[int]:
     """The borders in a file: of header, rows, checks and small tensors, and of the layers' rows and checks."""
-    file = layout.file(N)
+    file = FileLayout(layout, N)
     spans = (file.rows_start, file.checks_start), (file.checks_start, file.small_start)
     inner = [a + (b - a) * layer // layout.n_layers for a, b in spans for layer in range(layout.n_layers)]
     return [0, *inner, file.small_start, size]

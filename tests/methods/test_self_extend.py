@@ -13,6 +13,7 @@ import lce
 from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets, CacheLayout
+from lce.cache.limits import Limits
 from lce.methods import Driver, Full, Rope, RopeConfig, SelfExtend, grouped_keys
 from tests import oracle
 from tests.checkpoints import tokens
@@ -84,11 +85,11 @@ def test_what_is_kept_is_bounded_before_it_is_read(block: int) -> None:
     for size in (WINDOW, *cut(300 - WINDOW, block)):
         driver.attend(cache, rope, *(x[:, start : start + size] for x in (q, k, v)))
         start += size
-        assert kept(cache) <= cache.layout.state_bytes(start)
+        assert kept(cache) <= Limits(cache.layout).state_bytes(start)
         most = max(most, kept(cache))
         if start == WINDOW:
-            assert kept(cache) == cache.layout.state_bytes(start) == 0
-    assert cache.layout.state_bytes(300) <= 2 * most
+            assert kept(cache) == Limits(cache.layout).state_bytes(start) == 0
+    assert Limits(cache.layout).state_bytes(300) <= 2 * most
 
 
 def test_a_key_is_rotated_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +110,14 @@ def test_a_key_is_rotated_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("tight", [False, True], ids=["8 bits", "budget"])
 def test_nothing_is_kept_where_memory_is_bounded(tight: bool, tmp_path: Path) -> None:
     layout = reader()[1].layout
-    budgets = Budgets(host=layout.least_budget, spill_dir=tmp_path) if tight else Budgets()
+    budgets = Budgets(host=Limits(layout).least_budget, spill_dir=tmp_path) if tight else Budgets()
     driver, cache, rope = reader(budgets, "auto" if tight else "int8-device")
     q, k, v = vectors(0, 4, 2, 1000, 16)
     for x in zip(*(x.split(40, dim=1) for x in (q, k, v)), strict=True):
         driver.attend(cache, rope, *x)
     assert (cache.layers[0].stack is not None) == tight
     assert kept(cache) == 0
-    assert cache.layout.state_bytes(1000) <= (cache.layout.budget if tight else 0)
+    assert Limits(cache.layout).state_bytes(1000) <= (Limits(cache.layout).budget if tight else 0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
