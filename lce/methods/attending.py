@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,13 +20,10 @@ from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
 from lce.methods.grouped_keys import grouped
-from lce.methods.parts import CHOSEN, RECENT, Index, LayerFacts, Part
+from lce.methods.parts import CHOSEN, RECENT, Declaring, Index, LayerFacts, Part
 from lce.methods.recent import unrotated
 from lce.methods.step import Step
 from lce.methods.turned_keys import TurnedKeys
-
-if TYPE_CHECKING:
-    from lce.methods.base import Method
 
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
 
@@ -75,20 +71,20 @@ class PlacedPart:
     slots: Tensor | None = None
 
 
-def attend_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+def attend_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output `[H, T, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, T, D]`."""
     found = (method.attend_part(q, placed, cache, step) for placed in placed_parts(method, q, cache, step))
     return merge([attended for attended in found if attended is not None])
 
 
-def attend_all(method: Method, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+def attend_all(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output of causal attention to all tokens at true distances. Keys are turned, a copy at a time."""
     n = q.shape[1]
     placed = PlacedPart(Part((0, n), 0, exact=True), step.true_turn(q), [DenseCall(0, n, 0, step.stop, causal=True)])
     return attend_spans(q, placed, TurnedKeys(method.key_positions, None, cache, step), step)[0]  # type: ignore[arg-type]
 
 
-def scaled(method: Method, q: Tensor, step: Step) -> Tensor:
+def scaled(method: Declaring, q: Tensor, step: Step) -> Tensor:
     """Return the queries multiplied by the method's `query_scale`, or unchanged if the method has none."""
 
     def make() -> Tensor | None:
@@ -99,7 +95,7 @@ def scaled(method: Method, q: Tensor, step: Step) -> Tensor:
     return q if factor is None else q * factor
 
 
-def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window: int | None) -> list[Part]:
+def declared(method: Declaring, i: Tensor, layer: int, longest: int, sliding_window: int | None) -> list[Part]:
     """Return the parts that `parts_of` yields for queries of indices `i [T]`, in a text of at most `longest` tokens.
 
     Raises `UsageError` if `parts_of` yields anything but a `Part`.
@@ -110,7 +106,7 @@ def declared(method: Method, i: Tensor, layer: int, longest: int, sliding_window
     return parts
 
 
-def block_parts(method: Method, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
+def block_parts(method: Declaring, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
     """Return the indices of the block's queries (`i [T]`, or a new tensor on the host) and the queries' parts."""
     i = torch.arange(step.start, step.stop, step.stride) if i is None else i
     parts = declared(method, i, layer, step.stop, step.sliding_window)
@@ -137,7 +133,7 @@ def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
     return start, torch.minimum(stop, i + 1).maximum(start)
 
 
-def placed_parts(method: Method, q: Tensor, cache: LayerCache, step: Step) -> list[PlacedPart]:
+def placed_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> list[PlacedPart]:
     """Return the method's parts that have keys for these queries; computed once per pass for layers of one kind."""
 
     def make() -> list[PlacedPart]:
@@ -174,7 +170,7 @@ def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
     return torch.arange(low, high + 1, device=at.device), at - low
 
 
-def turn_of(method: Method, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
+def turn_of(method: Declaring, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
     """Return the rotation of queries to `part.query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all.
 
     If keys are cached unrotated, the rotation includes YaRN's factor twice: for the query and for the key.

@@ -12,16 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lce.methods.attending import bounds, declared
-from lce.methods.parts import CHOSEN
-
-if TYPE_CHECKING:
-    from lce.methods.base import Method
+from lce.methods.parts import CHOSEN, Declaring
 
 
 @dataclass(frozen=True)
@@ -114,12 +110,12 @@ def _sum_to(n: int, most: int | None = None) -> int:
     return rising * (rising + 1) // 2 + (n - rising) * (most or 0)
 
 
-def cost(method: Method, block: QueryBlock) -> Cost:
+def cost(method: Declaring, block: QueryBlock) -> Cost:
     """Return a resolved method's cost for a block of queries in one layer; `UNCOUNTED` if it does not promise that."""
     return cost_of_spans(method, block) + method.choice_cost(block) if method.promised("counted") else UNCOUNTED
 
 
-def cost_of_spans(method: Method, block: QueryBlock, i: Tensor | None = None) -> Cost:
+def cost_of_spans(method: Declaring, block: QueryBlock, i: Tensor | None = None) -> Cost:
     """Return the cost of attending the spans of a method's parts; each part's keys are read once.
 
     `i [n]` are the indices of the queries that attend; None: all queries of the block.
@@ -145,7 +141,7 @@ class PaperFigure:
 
 
 @functools.singledispatch
-def paper_figures(method: Method, block: QueryBlock) -> Sequence[PaperFigure]:
+def paper_figures(method: Declaring, block: QueryBlock) -> Sequence[PaperFigure]:
     """Return the costs that a method's paper states, computed for the model sizes in `block`.
 
     A class states them in a function of its own, which is registered by `paper_figures.register`.

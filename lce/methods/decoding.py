@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,8 @@ from lce.attention import Attended, Runs, Turn, merge
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import RecentRows
 from lce.methods.attending import declared, turn_of
-from lce.methods.parts import CHOSEN, RECENT
+from lce.methods.parts import CHOSEN, RECENT, Declaring
 from lce.methods.step import DeviceStep
-
-if TYPE_CHECKING:
-    from lce.methods.base import Method
 
 RUN = 1024  # the largest number of tokens in a run
 LEAST_BOUND = 1024  # the smallest upper bound of the text's length for which a step is recorded, in tokens
@@ -49,7 +45,7 @@ def bound_for(n_tokens: int) -> int:
     return -(-n_tokens // quarter) * quarter
 
 
-def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+def decode_parts(method: Declaring, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
     """Return the output `[H, 1, D]` of one softmax over the keys of all parts, for an unrotated query `q [H, 1, D]`."""
     kind = method.layer_kind(cache.index)
     cached, recent, chosen = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
@@ -64,7 +60,7 @@ def decode_parts(method: Method, q: Tensor, cache: LayerCache, step: DeviceStep)
 
 
 def device_parts(
-    method: Method, q: Tensor, cache: LayerCache, step: DeviceStep
+    method: Declaring, q: Tensor, cache: LayerCache, step: DeviceStep
 ) -> tuple[Sequence[Span], Sequence[Span], Turn | None]:
     """Return the token's parts: spans of cached keys, spans of recent keys, and the query's rotation for chosen keys.
 
@@ -85,7 +81,7 @@ def device_parts(
     return cached, recent, chosen
 
 
-def _limits(method: Method, layer: int, step: DeviceStep) -> list[list[int]]:
+def _limits(method: Declaring, layer: int, step: DeviceStep) -> list[list[int]]:
     """Return `[size, before, beyond]` for each part: upper limits for all queries i within the bound.
 
     The part's span has at most `size` tokens, starts at most `before` tokens before token 0, and stops at most `beyond`

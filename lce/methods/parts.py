@@ -6,8 +6,9 @@ A method declares its parts once, in `Method.parts_of`. The parts are used to co
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from torch import Tensor
 
@@ -54,3 +55,18 @@ class LayerFacts:
     kind: str
     longest: int
     sliding_window: int | None = None
+
+
+class Declaring(Protocol):
+    """What the functions that compute with parts ask of a method: these members of `Method` (`lce.methods.base`)."""
+
+    @property
+    def label(self) -> str: ...
+    def promised(self, what: Any) -> bool: ...
+    def layer_kind(self, layer: int) -> str: ...
+    def key_positions(self, indices: Tensor) -> Tensor | None: ...
+    def query_scale(self, i: Tensor, window: int) -> Tensor | None: ...
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]: ...
+    def attend_part(self, q: Tensor, placed: Any, cache: Any, step: Any) -> Any: ...
+    def decode_chosen(self, q: Tensor, turn: Any, others: Any, cache: Any, step: Any) -> Any: ...
+    def choice_cost(self, block: Any) -> Any: ...

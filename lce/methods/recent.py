@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,21 +9,18 @@ from lce.attention import rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, RecentRows
-from lce.methods.parts import RECENT
+from lce.methods.parts import RECENT, Declaring
 from lce.methods.step import Step
-
-if TYPE_CHECKING:
-    from lce.methods.base import Method
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
-def unrotated(method: Method) -> bool:
+def unrotated(method: Declaring) -> bool:
     """Return whether a method caches keys unrotated."""
     return method.key_positions(NO_TOKENS) is None
 
 
-def recent_keys(method: Method, n: int, layout: CacheLayout) -> dict[str, MethodState]:
+def recent_keys(method: Declaring, n: int, layout: CacheLayout) -> dict[str, MethodState]:
     """Return the state of the keys of the last `n` tokens at absolute positions, for parts with `exact`; 0: none."""
     return {RECENT: RecentRows(n, layout.key_bytes, remade=unrotated(method))} if n else {}
 

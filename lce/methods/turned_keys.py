@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch import Tensor
 from lce.attention import Turn, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, segment_of
+from lce.methods.parts import Declaring
 from lce.methods.step import Step
-
-if TYPE_CHECKING:
-    from lce.methods.base import Method
 
 PIECE = 1024  # the number of keys scored at a time, so that scores stay in the processor's caches
 Positions = Callable[[Tensor], Tensor | None]  # takes indices `[T]`; returns positions `[T]`, or None: not rotated
@@ -71,7 +68,7 @@ def pieces(cache: LayerCache, start: int, stop: int, size: int) -> Iterator[tupl
         yield first, min(first + length, stop)
 
 
-def unrotated_keys(method: Method, cache: LayerCache, step: Step, start: int, stop: int) -> Tensor:
+def unrotated_keys(method: Declaring, cache: LayerCache, step: Step, start: int, stop: int) -> Tensor:
     """Return the keys of tokens `start..stop-1` in float32, rotated back from their cached positions."""
     k, rope = cache.span(start, stop)[0].float(), step.rope
     placed = method.key_positions(torch.arange(start, stop, device=k.device))

@@ -347,7 +347,9 @@ def test_a_use_of_what_is_private_is_found(tmp_path: Path) -> None:
 
 def test_whoever_generates_loads_no_other_feature() -> None:
     program = "import sys, lce; lce.load('demo').generate('x', max_tokens=1); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
+    ).stdout.split()
     others = "batch chat divided_files dividing eviction graph info operations scoring trace".split()
     assert not {f"lce.engine.{name}" for name in others} & {*loaded}
     assert "lce.engine.running" in loaded

@@ -149,7 +149,7 @@ def test_the_manifest_names_figures_that_there_are(model: Path) -> None:
 
 
 def test_the_manifest_starts_a_command_that_there_is() -> None:
-    from lce.cli import serve
+    from lce_serve.command import serve
 
     deployment, *_ = documents("llm-d.yaml")
     program, command, *options = deployment["spec"]["template"]["spec"]["containers"][0]["args"]

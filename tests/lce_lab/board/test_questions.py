@@ -54,7 +54,7 @@ def test_the_usual_lengths_leave_out_one_that_is_too_short() -> None:
 
 
 def test_scaling_without_a_factor_fits_each_length_beyond_the_window() -> None:
-    engine: Any = SimpleNamespace(window=512, rope=SimpleNamespace(kind="none"))
+    engine: Any = SimpleNamespace(window=512, setup=SimpleNamespace(rope=SimpleNamespace(kind="none")))
     how = {"rope": "yarn", "rope_factor": None, "dtype": "float32"}
     assert rounds(engine, how, [480, 1024, 2048]) == [
         ({**how, "rope_factor": 2.0}, [1024]),
