@@ -474,9 +474,7 @@ def test_combines_with_every_rope_scaling(name: str, scaling: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "heads"),
-    [*((*case, (8, 2)) for case in CASES), *((*case, (4, 4)) for case in EACH)],
-    ids=str,
+    ("name", "knobs", "heads"), [*((*case, (8, 2)) for case in CASES), *((*case, (4, 4)) for case in EACH)], ids=str
 )
 @pytest.mark.covering
 def test_equals_full_attention_while_everything_fits(

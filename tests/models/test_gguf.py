@@ -50,9 +50,7 @@ SLOW = {
         (test_olmo3, ("olmo3", "tied", "every-fourth")),
     )
     for name in names
-} | {
-    "smollm3, biases": Kind(SmolLM3Config, FOURTH | {"attention_bias": True, "num_key_value_heads": 4}, {}),
-}
+} | {"smollm3, biases": Kind(SmolLM3Config, FOURTH | {"attention_bias": True, "num_key_value_heads": 4}, {})}
 
 
 def check(folder: Path, kind: Kind, blocks: tuple[int | None, ...]) -> None:
