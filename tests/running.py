@@ -1,9 +1,11 @@
 """Runs a method on plain tensors as `lce.methods.run` does, with any budget and with blocks that fail."""
 
+import ast
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,15 @@ from lce.models.layers import Attend
 # Other blocks, other outputs: the queries of a block choose together, in blocks of one query `delta` is dense, and
 # `xattention` is dense where a block ends within one of its own.
 BY_BLOCK = {"delta", "esa", "infllm", "xattention"}
+
+
+def as_knobs(text: str) -> dict[str, Any]:
+    """Return the knobs in a text as "page=4 budget.top_p=0.5 select=mean"."""
+
+    def value(word: str) -> Any:
+        return ast.literal_eval(word) if word[0] in "-0123456789" or word in ("True", "False", "None") else word
+
+    return {name: value(word) for name, _, word in (pair.partition("=") for pair in text.split())}
 
 
 def by_block(name: str, knobs: Mapping[str, object]) -> bool:

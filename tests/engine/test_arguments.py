@@ -21,41 +21,11 @@ from lce_lab.study.explain import explain
 from tests.checkpoints import save_chat, tokens
 
 WRONG: list[Any] = [
-    "",
-    None,
-    -1,
-    0,
-    1.5,
-    "x",
-    "4k",
-    [],
-    {},
-    (),
-    object(),
-    b"x",
-    float("nan"),
-    float("inf"),
-    True,
-    2**59,
-    10**30,
-    -(10**30),
-    int,
-    LongHeads,
-    lambda *_: 1,
-    {"x": 1},
-    [None],
-    ["x", 3],
-    [b"x"],
-    "\0",
-    "a" * 5000,
-    np.float32(2),
-    np.zeros((2, 2)),
-    torch.ones(2),
-    torch.tensor(3),
-    Path("absent/absent"),
-    set(),
-    3 + 4j,
-    "\ud800",
+    *("", "x", "4k", "\0", "a" * 5000, "\ud800", b"x", Path("absent/absent")),
+    *(None, True, -1, 0, 1.5, float("nan"), float("inf"), 2**59, 10**30, -(10**30), 3 + 4j),
+    *([], {}, (), set(), {"x": 1}, [None], ["x", 3], [b"x"]),
+    *(object(), int, LongHeads, lambda *_: 1),
+    *(np.float32(2), np.zeros((2, 2)), torch.ones(2), torch.tensor(3)),
 ]
 FOR_ENGINES = {"hold", "store_logits", "mark", "go_back", "of", "check_undivided"}  # what engines call
 Q = torch.ones(2, 3, 4)
@@ -136,19 +106,8 @@ def parameters(name: str) -> Iterator[str]:
 
 
 NAMES = [
-    "load",
-    "info",
-    "plan",
-    "operations",
-    "profiled",
-    "profiled_step",
-    "quantize",
-    "Sampling",
-    "explain",
-    "methods.run",
-    "methods.make",
-    "methods.find",
-    "methods.available",
+    *"load info plan operations profiled profiled_step quantize Sampling explain".split(),
+    *"methods.run methods.make methods.find methods.available".split(),
     *(
         f"{cls.__name__}.{name}"
         for cls in (lce.Engine, lce.Setup, lce.Context)
@@ -209,12 +168,8 @@ def test_sampling_comes_as_an_object_a_mapping_or_keywords(face: Face) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        tuple,
-        torch.tensor,
-        np.array,
-        lambda ids: np.array(ids, np.int16),
-        lambda ids: torch.tensor(ids).int(),
-        lambda ids: list(np.array(ids)),
+        *(tuple, torch.tensor, np.array),
+        *(lambda ids: np.array(ids, np.int16), lambda ids: torch.tensor(ids).int(), lambda ids: list(np.array(ids))),
     ],
 )
 def test_token_ids_come_in_any_sequence(face: Face, kind: Callable[[list[int]], Any]) -> None:
@@ -266,12 +221,8 @@ def test_a_list_of_prompts_is_told_from_a_list_of_ids() -> None:
 
 def test_dtypes_and_devices_may_be_pytorchs_own(tiny_model: Path) -> None:
     engine = lce.load(tiny_model, dtype=torch.bfloat16, device=torch.device("cpu"), block="1k", window="4k")
-    assert (engine.setup.dtype, engine.setup.device.type, engine.setup.block, engine.window) == (
-        torch.bfloat16,
-        "cpu",
-        1024,
-        4096,
-    )
+    assert (engine.setup.dtype, engine.setup.device.type) == (torch.bfloat16, "cpu")
+    assert (engine.setup.block, engine.window) == (1024, 4096)
     plain = lce.load(tiny_model, dtype=None, device=None, attention=None)
     assert plain.setup.dtype == torch.float32
     assert lce.plan(tiny_model, tokens="2k", dtype=torch.float16).tokens == 2048

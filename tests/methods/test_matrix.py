@@ -22,7 +22,7 @@ from lce_lab.analysis import distances
 from tests import oracle
 from tests.depth import cover
 from tests.pretended import Gpus
-from tests.running import BY_BLOCK, by_block, cut, run, threads, vectors
+from tests.running import BY_BLOCK, as_knobs, by_block, cut, run, threads, vectors
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WINDOW = 32
@@ -70,11 +70,7 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         {"method": "lm_infinite:sinks=2:local=9", "dense": "rerope:local=12:log_scale=true", "every": 7},
         {"method": "quest:dense_layers=0:page=4:budget=16", "every": 8, "dense_up_to": 7},
         {"method": "longheads:chunk_size=4", "dense": "dca:chunk_size=4", "every": 16},
-        {
-            "method": "pages:placement=grouped:placement.group=3:page=4:budget=32",
-            "dense": "self_extend:group=3",
-            "every": 9,
-        },
+        as_knobs("method=pages:placement=grouped:placement.group=3:page=4:budget=32 dense=self_extend:group=3 every=9"),
         {"method": "dca:chunk_size=20:parts=intra", "dense": "dca:chunk_size=20", "every": 6, "dense_up_to": 0},
         {"method": "esa:compress=none:sinks=4:top_k=9", "dense": "rerope", "every": 11, "correct": False},
         {"method": "quest:dense_layers=0:page=4:budget=16", "dense": "self_extend:group=auto", "every": 6},
@@ -124,37 +120,14 @@ KNOBS: dict[str, list[dict[str, object]]] = {
     "pages": [
         *PLANE,
         {"page": 5, "budget": 26, "budget.sinks": 0, "budget.local": 0, "select": "summary", "share": "group"},
-        {
-            "page": 1,
-            "budget": 16,
-            "budget.sinks": 2,
-            "budget.local": 3,
-            "placement": "constant",
-            "placement.far": 31,
-            "share": "layer",
-        },
-        {
-            "page": 4,
-            "budget": 32,
-            "select": "representatives",
-            "placement": "true",
-            "budget.top_p": 0.4,
-            "budget.sinks": 0,
-        },
+        as_knobs("page=1 budget=16 budget.sinks=2 budget.local=3 placement=constant placement.far=31 share=layer"),
+        as_knobs("page=4 budget=32 select=representatives placement=true budget.top_p=0.4 budget.sinks=0"),
         {"page": 4, "budget": 32, "placement": "constant", "budget.top_p": 0.6, "share": "group"},
         {"page": 4, "budget": 32, "select": "oracle", "budget.top_p": 0.6, "share": "group", "budget.local": 8},
         {"page": 4, "budget": 32, "select": "random", "budget.top_p": 0.37, "share": "layer"},
         {"page": 8, "budget": 50, "select": "mean", "placement": "side_by_side"},
         {"page": 4, "budget": 24, "placement": "dual", "budget.top_p": 0.6, "share": "group", "placement.far": 40},
-        {
-            "page": 2,
-            "budget": 24,
-            "select": "summary",
-            "placement": "grouped",
-            "budget.top_p": 0.5,
-            "budget.local": 9,
-            "placement.group": 8,
-        },
+        as_knobs("page=2 budget=24 select=summary placement=grouped budget.top_p=0.5 budget.local=9 placement.group=8"),
         *(
             {"page": 4, "budget": 32, "queries": "page", **knobs}
             for knobs in (
@@ -167,30 +140,9 @@ KNOBS: dict[str, list[dict[str, object]]] = {
             )
         ),
         {"page": 2, "budget": 12, "budget.growth": "sqrt"},
-        {
-            "page": 2,
-            "budget": 12,
-            "budget.growth": "linear",
-            "select": "mean",
-            "budget.grows_from": 20,
-            "budget.grows_to": 25,
-        },
-        {
-            "page": 4,
-            "budget": 20,
-            "budget.growth": "linear",
-            "placement": "constant",
-            "share": "group",
-            "budget.grows_to": 70,
-        },
-        {
-            "page": 4,
-            "budget": 16,
-            "budget.growth": "sqrt",
-            "placement": "dual",
-            "budget.top_p": 0.7,
-            "select": "best_key",
-        },
+        as_knobs("page=2 budget=12 budget.growth=linear select=mean budget.grows_from=20 budget.grows_to=25"),
+        as_knobs("page=4 budget=20 budget.growth=linear placement=constant share=group budget.grows_to=70"),
+        as_knobs("page=4 budget=16 budget.growth=sqrt placement=dual budget.top_p=0.7 select=best_key"),
     ],
     "reattention": [
         {"span": 4, "top_k": 3, "sinks": 5, "local": 9},

@@ -13,7 +13,7 @@ from lce.methods.lowdim import LowDimMap, LowDimMaps
 from tests import oracle
 from tests.checkpoints import tokens
 from tests.methods.test_matrix import PLANE
-from tests.running import cut, run, vectors
+from tests.running import as_knobs, cut, run, vectors
 
 WINDOW, L, N = 32, 4, 200
 BLOCKS = [70, *cut(126, 20), 1, 1, 1, 1]
@@ -28,25 +28,25 @@ SAME = {"page": L, "budget": 6 * L, "budget.sinks": L, "budget.local": L}
         ("longheads", {"chunks": 6}, {"select": "summary", "placement": "side_by_side"}),
         (
             "longheads",
-            {"chunks": 6, "share": "group", "top_p": 0.5},
-            {"select": "summary", "share": "group", "budget.top_p": 0.5},
+            as_knobs("chunks=6 share=group top_p=0.5"),
+            as_knobs("select=summary share=group budget.top_p=0.5"),
         ),
         (
             "longheads",
-            {"chunks": 6, "placement": "true", "share": "layer"},
-            {"select": "summary", "placement": "true", "share": "layer"},
+            as_knobs("chunks=6 placement=true share=layer"),
+            as_knobs("select=summary placement=true share=layer"),
         ),
         (
             "longheads",
-            {"chunks": 6, "placement": "constant", "keep_last": False},
-            {"select": "summary", "budget.local": 0, "placement": "constant"},
+            as_knobs("chunks=6 placement=constant keep_last=False"),
+            as_knobs("select=summary budget.local=0 placement=constant"),
         ),
         ("longheads", {"chunks": 3}, {"select": "summary", "budget": 3 * L}),
         ("oracle", {"chunks": 6, "judge": "true"}, {"select": "oracle", "select.judge": "true"}),
         (
             "oracle",
-            {"chunks": 6, "placement": "true", "keep_first": False},
-            {"select": "oracle", "placement": "true", "budget.sinks": 0},
+            as_knobs("chunks=6 placement=true keep_first=False"),
+            as_knobs("select=oracle placement=true budget.sinks=0"),
         ),
         ("random", {"chunks": 6, "seed": 3}, {"select": "random", "select.seed": 3}),
         ("quest", {}, {"select": "bounds", "placement": "true", "budget.sinks": 0, "budget.local": 0}),
@@ -54,12 +54,12 @@ SAME = {"page": L, "budget": 6 * L, "budget.sinks": L, "budget.local": L}
         (
             "reattention",
             {"span": L, "top_k": 3, "local": 2 * L, "share": "group"},
-            {"select": "best_key", "share": "group"},
+            as_knobs("select=best_key share=group"),
         ),
         (
             "quest",
             {"top_p": 0.6},
-            {"select": "bounds", "placement": "true", "budget.sinks": 0, "budget.local": 0, "budget.top_p": 0.6},
+            as_knobs("select=bounds placement=true budget.sinks=0 budget.local=0 budget.top_p=0.6"),
         ),
     ],
     ids=str,
@@ -82,8 +82,8 @@ def test_a_published_method_is_a_point_of_the_plane(name: str, theirs: dict[str,
         ("rerope", {"local": 9}, {"placement": "constant", "page": 1, "budget.local": 8}),
         (
             "self_extend",
-            {"local": 9, "group": 3},
-            {"placement": "grouped", "page": 1, "budget.local": 8, "placement.group": 3},
+            as_knobs("local=9 group=3"),
+            as_knobs("placement=grouped page=1 budget.local=8 placement.group=3"),
         ),
         ("dca", {"chunk_size": 20}, {"placement": "dual", "page": L, "placement.chunk_size": 20}),
         ("dca", {}, {"placement": "dual", "page": L}),
@@ -122,7 +122,7 @@ def test_learned_maps(place: str, top_p: float | None) -> None:
             "placement.group is a knob of placement=grouped alone, and placement is side_by_side; ",
         ),
         (
-            {"placement.chunk_size": 8, "placement": "grouped"},
+            as_knobs("placement.chunk_size=8 placement=grouped"),
             "placement.chunk_size is a knob of placement=dual alone, and placement is grouped; drop placement.",
         ),
         (
@@ -141,18 +141,15 @@ def test_learned_maps(place: str, top_p: float | None) -> None:
         ({**PCA, "budget.top_p": 0.5}, "budget.top_p needs scores .*; drop budget.top_p, or give select.compress="),
         ({**PCA, "select.maps": "x"}, "select.compress=pca computes its own maps .*; drop select.maps"),
         ({"select": "lowdim"}, "this model has no calibrated maps; make them by .* give -o select.compress=p"),
+        (as_knobs("budget=15 page=4 budget.local=7"), "budget is 15; expected 16 or more, 4 pages of 4 tokens: lower "),
         (
-            {"budget": 15, "page": 4, "budget.local": 7},
-            "budget is 15; expected 16 or more, 4 pages of 4 tokens: lower ",
-        ),
-        (
-            {"budget": 3, "page": 2, "budget.sinks": 0, "budget.local": 0},
+            as_knobs("budget=3 page=2 budget.sinks=0 budget.local=0"),
             "budget is 3; expected 4 or more, 2 pages of 2 tokens",
         ),
         ({**DUAL, "placement.chunk_size": 9}, "placement.chunk_size is 9; expected a multiple of page, 2, and at most"),
         ({**DUAL, "placement.chunk_size": 66}, "placement.chunk_size is 66; .* and at most the window, 64"),
         (
-            {"placement": "dual", "placement.far": 20},
+            as_knobs("placement=dual placement.far=20"),
             "placement.far is 20; expected 47 or more, or a smaller placement",
         ),
         (
@@ -160,7 +157,7 @@ def test_learned_maps(place: str, top_p: float | None) -> None:
             "budget.grows_from is a knob of budget.growth=sqrt and linear alone, and budget.gro",
         ),
         (
-            {"budget.growth": "sqrt", "budget.grows_to": 9, "budget": 16, "page": 2},
+            as_knobs("budget.growth=sqrt budget.grows_to=9 budget=16 page=2"),
             "budget.grows_to is 9; expected budget, 16, or more",
         ),
         ({"budget.top_p": 1.5}, "budget.top_p is 1.5; expected a share above 0, at most 1"),
@@ -180,15 +177,9 @@ def test_what_means_nothing_is_refused(knobs: dict[str, Any], words: str) -> Non
     [
         (
             {},
-            {
-                "page": 16,
-                "budget": 2048,
-                "budget.sinks": 16,
-                "budget.local": 16,
-                "share": "head",
-                "placement.group": None,
-                "placement.far": None,
-            },
+            as_knobs(
+                "page=16 budget=2048 budget.sinks=16 budget.local=16 share=head placement.group=None placement.far=None"
+            ),
             None,
         ),
         ({"budget": 4112}, {"budget": 4112}, 4096),
