@@ -36,8 +36,8 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_files, "LEAST_IDLE_S", 0.0)
 
 
-def kept(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*.lce"))
+def listed(folder: Path, kind: str = "lce") -> list[Path]:
+    return sorted(folder.glob(f"*/*.{kind}"))
 
 
 def ask(engine: lce.Engine, folder: Path, ids: list[int], budget: str = "1GiB") -> lce.Generation:
@@ -56,14 +56,14 @@ def test_a_prefix_is_found_after_a_restart(engine: lce.Engine, tmp_path: Path) -
     ids = tokens(150)
     first = ask(engine, tmp_path, ids)
     assert first.stats.read_before == 0
-    assert len(kept(tmp_path)) == 1
+    assert len(listed(tmp_path)) == 1
     more = [*ids, *first.token_ids, 5, 6, 7]
     again = ask(engine, tmp_path, more)
     assert again.stats.read_before == len(ids) + len(first.token_ids) - 1
     context = engine.prefill(ids)
     engine.generate([], context=context, max_tokens=4)
     assert again.token_ids == engine.generate([5, 6, 7], context=context, max_tokens=4).token_ids
-    assert len(kept(tmp_path)) == 1  # the longer context took the place of the one that it continues
+    assert len(listed(tmp_path)) == 1  # the longer context took the place of the one that it continues
     branch = ask(engine, tmp_path, [*ids[:100], 9, 9])
     assert branch.stats.read_before == 100
     assert branch.token_ids == alone(engine, [*ids[:100], 9, 9], 100)
@@ -76,16 +76,7 @@ def test_each_method_has_contexts_of_its_own(engine: lce.Engine, tmp_path: Path)
     found = ask(other, tmp_path, ids)
     assert found.stats.read_before == 0
     assert found.token_ids == other.generate(ids, max_tokens=4).token_ids
-    assert len(kept(tmp_path)) == 2
-
-
-def test_two_batches_share_a_folder(engine: lce.Engine, tmp_path: Path) -> None:
-    ids = tokens(150)
-    with engine.batch(cache_dir=tmp_path) as one, engine.batch(cache_dir=tmp_path) as other:
-        one.stream(ids, max_tokens=2).finish()
-        until(lambda: kept(tmp_path))
-        found = other.stream([*ids, 7], max_tokens=2).finish()
-        assert found.stats.read_before == 150
+    assert len(listed(tmp_path)) == 2
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -108,7 +99,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_damaged_files_are_no_hits(damage: str, engine: lce.Engine, tmp_path: Path) -> None:
     ids = tokens(150)
     truth = ask(engine, tmp_path, ids).token_ids
-    (path,) = kept(tmp_path)
+    (path,) = listed(tmp_path)
     DAMAGE[damage](path)
     found = ask(engine, tmp_path, ids)
     assert found.stats.read_before == 0
@@ -118,11 +109,11 @@ def test_damaged_files_are_no_hits(damage: str, engine: lce.Engine, tmp_path: Pa
 def test_the_budget_is_kept_and_the_oldest_go_first(engine: lce.Engine, tmp_path: Path) -> None:
     texts = [tokens(150, seed=seed) for seed in range(6)]
     ask(engine, tmp_path, texts[0])
-    size = sum(path.stat().st_size for path in kept(tmp_path))
+    size = sum(path.stat().st_size for path in listed(tmp_path))
     for ids in texts[1:]:
         time.sleep(0.02)
         ask(engine, tmp_path, ids, budget=str(int(3.5 * size)))
-        assert sum(path.stat().st_size for path in kept(tmp_path)) <= 3.5 * size
+        assert sum(path.stat().st_size for path in listed(tmp_path)) <= 3.5 * size
     found = [ask(engine, tmp_path, ids, budget=str(int(3.5 * size))).stats.read_before > 0 for ids in texts[::-1]]
     assert found[:3] == [True, True, True]
     assert not any(found[4:])
@@ -136,16 +127,10 @@ def test_a_question_about_a_long_document_makes_no_copy(
     ask(engine, tmp_path, ids)
     for seed in range(3):
         assert ask(engine, tmp_path, [*ids, *tokens(5, seed=seed)]).stats.read_before >= 200
-    assert len(kept(tmp_path)) == 1
+    assert len(listed(tmp_path)) == 1
     ask(engine, tmp_path, [*ids, *tokens(50, seed=9)])
-    assert len(kept(tmp_path)) == 2
+    assert len(listed(tmp_path)) == 2
     assert ask(engine, tmp_path, [*ids, *tokens(50, seed=9), 7]).stats.read_before >= 250
-
-
-def test_a_context_larger_than_the_budget_is_not_kept(engine: lce.Engine, tmp_path: Path) -> None:
-    found = ask(engine, tmp_path, tokens(150), budget="1KiB")
-    assert len(found.token_ids) == 4
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_memory_has_a_budget_too(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +148,7 @@ def test_what_memory_lacks_is_in_a_file(engine: lce.Engine, tmp_path: Path) -> N
         batch._prefixes.memory = 0
         for seed in range(4):
             batch.stream(tokens(100, seed=seed), max_tokens=1).finish()
-        until(lambda: len(kept(tmp_path)) == 4 and batch.gauges()["kept_bytes"] == 0)
+        until(lambda: len(listed(tmp_path)) == 4 and batch.gauges()["kept_bytes"] == 0)
         assert batch.stream(tokens(100, seed=0), max_tokens=1).finish().stats.read_before >= 99
 
 
@@ -173,7 +158,7 @@ def test_a_context_whose_file_another_process_removed_is_saved_when_it_is_used_a
     with engine.batch(cache_dir=tmp_path) as batch:
         for _ in range(2):
             batch.stream(tokens(100), max_tokens=1).finish()
-            until(lambda: len(kept(tmp_path)) == 1)
+            until(lambda: len(listed(tmp_path)) == 1)
             for path in tmp_path.rglob("*.*"):
                 path.unlink()
 
@@ -202,6 +187,30 @@ with engine.batch(cache_dir=folder, cache_budget=budget) as batch:
 """
 
 
+def child(folder: Path, model: Path, budget: int, texts: list[list[int]]) -> Process:
+    """A process that answers these texts over and over."""
+    process = start(_CHILD, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps([str(folder), str(model), budget, texts]))
+    process.stdin.close()
+    process.stdin = None
+    assert process.line() == "ready\n"
+    return process
+
+
+def killed(process: Process) -> list[str]:
+    """The whole lines that a process wrote before it is killed."""
+    with process:
+        process.send_signal(signal.SIGKILL)
+        return process.communicate()[0].split("\n")[:-1]
+
+
+def ways(engine: lce.Engine, ids: list[int]) -> set[str]:
+    """The answers to a text that is read as one or behind a prefix: blocks that begin elsewhere may round otherwise."""
+    answers = [alone(engine, ids, cut) for cut in (99, 100, len(ids) - 1)]
+    return {json.dumps(each) for each in (*answers, engine.generate(ids, max_tokens=4).token_ids)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, KILLS])
 @pytest.mark.timeout(1500)
@@ -215,24 +224,15 @@ def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp
     folder, budget = tmp_path / "kept", 400 << 10
     answers: dict[int, set[str]] = {}
     for _ in range(n):
-        with start(_CHILD, stdin=subprocess.PIPE) as process:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([str(folder), str(model), budget, texts]))
-            process.stdin.close()
-            process.stdin = None
-            assert process.line() == "ready\n"
-            time.sleep(rng.random() * 0.3)
-            process.send_signal(signal.SIGKILL)
-            lines = process.communicate()[0].split("\n")[:-1]
-        for i, line in enumerate(lines):
+        process = child(folder, model, budget, texts)
+        time.sleep(rng.random() * 0.3)
+        for i, line in enumerate(killed(process)):
             answers.setdefault(i % len(texts), set()).add(line)
     with engine.batch(cache_dir=folder, cache_budget=budget) as batch:
         for ids in texts:
             batch.stream(ids, max_tokens=1).finish()
     for i, found in answers.items():
-        ways = {json.dumps(alone(engine, texts[i], cut)) for cut in (99, 100, len(texts[i]) - 1)}
-        ways |= {json.dumps(engine.generate(texts[i], max_tokens=4).token_ids)}
-        assert found <= ways, i  # read as one, or behind a prefix: blocks that begin elsewhere may round otherwise
+        assert found <= ways(engine, texts[i]), i
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert not [path for path in files if path.suffix == ".tmp"]
     assert {path.stem for path in files if path.suffix == ".lce"} == {
@@ -250,32 +250,16 @@ def test_processes_share_a_folder_while_some_are_killed(tmp_path: Path) -> None:
     texts = [tokens(120 + 9 * seed, seed=seed) for seed in range(8)]
     folder, lines = tmp_path / "kept", list[list[str]]()
 
-    def begin() -> Process:
-        process = start(_CHILD, stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps([str(folder), str(model), 1 << 30, texts]))
-        process.stdin.close()
-        process.stdin = None
-        assert process.line() == "ready\n"
-        return process
-
-    def end(process: Process) -> None:
-        with process:
-            process.send_signal(signal.SIGKILL)
-            lines.append(process.communicate()[0].split("\n")[:-1])
-
-    lasting = begin()
+    lasting = child(folder, model, 1 << 30, texts)
     for _ in range(6):
-        killed = begin()
+        other = child(folder, model, 1 << 30, texts)
         time.sleep(rng.random())
-        end(killed)
+        lines.append(killed(other))
         assert lasting.poll() is None
-    end(lasting)
+    lines.append(killed(lasting))
     assert len(lines[-1]) > len(texts)
     for i, ids in enumerate(texts):
-        ways = {json.dumps(alone(engine, ids, cut)) for cut in (99, 100, len(ids) - 1)}
-        ways |= {json.dumps(engine.generate(ids, max_tokens=4).token_ids)}
-        assert {line for found in lines for line in found[i :: len(texts)]} <= ways, i
+        assert {line for found in lines for line in found[i :: len(texts)]} <= ways(engine, ids), i
     kept = [np.frombuffer(path.read_bytes(), np.int32).tolist() for path in folder.rglob("*.ids")]
     assert [i for i, ids in enumerate(texts) if not any(found[: len(ids)] == ids for found in kept)] == []
     assert {path.stem for path in folder.rglob("*.lce")} <= {path.stem for path in folder.rglob("*.ids")}
@@ -287,10 +271,6 @@ def test_processes_share_a_folder_while_some_are_killed(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def full(tiny_model: Path) -> lce.Engine:
     return lce.load(tiny_model, block=BLOCK)
-
-
-def listed(folder: Path, kind: str = "lce") -> list[Path]:
-    return sorted(folder.glob(f"*/*.{kind}"))
 
 
 TEXT = tokens(200)
@@ -485,8 +465,7 @@ def test_a_context_larger_than_the_budget_is_not_saved(full: lce.Engine, tmp_pat
         within(batch.stream(TEXT, max_tokens=6).finish)
         until(lambda: any(each.unsavable for each in batch._prefixes._index))
         assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).stats.read_before >= 199
-    assert not listed(tmp_path)
-    assert not listed(tmp_path, "ids")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_two_caches_use_one_folder(full: lce.Engine, tmp_path: Path) -> None:

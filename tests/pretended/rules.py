@@ -9,25 +9,12 @@ CPU_ONLY = ("mkldnn", "_for_cpu", "_cpu", "onednn", "fbgemm", "qlinear")
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::copy"}
 # Operators whose result has a size that only the device knows, or that read a number back.
 WAITING = {
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::unique_dim_consecutive",
-    "aten::bincount",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::_local_scalar_dense",
-    "aten::multinomial",
-    "aten::histc",
-    "aten::_linalg_svd",
-    "aten::_linalg_eigh",
-    "aten::linalg_qr",
-    "aten::linalg_inv_ex",
-    "aten::_linalg_solve_ex",
-    "aten::linalg_lstsq",
+    f"aten::{name}"
+    for name in (
+        "nonzero masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount "
+        "equal is_nonzero _local_scalar_dense multinomial histc _linalg_svd _linalg_eigh linalg_qr linalg_inv_ex "
+        "_linalg_solve_ex linalg_lstsq"
+    ).split()
 }
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addmv", "aten::dot", "aten::mv"}

@@ -75,28 +75,17 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     assert Manifest.read(manifest(), FILE, tensors()).shapes == {"a": (32, 64)}
 
 
+ENTRIES = [["int4", [32, 65]], ["int8", [32, 64]], ["int4", [32, -64]], [["int4"], [32, 64]], ["int4", [True, 64]]]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
-        {"format": 1},
-        {"weights": "int3"},
-        {"weights": None},
-        {"dtype": "int8"},
-        {"source": 3},
-        {"matrices": 3},
-        {"matrices": {"a": ["int4", [32, 65]]}},
-        {"matrices": {"a": ["int8", [32, 64]]}},
-        {"matrices": {"a": ["int4", [32, -64]]}},
-        {"matrices": {"b": ["int4", [32, 64]]}},
-        {"matrices": {"a": [["int4"], [32, 64]]}},
-        {"matrices": {"a": ["int4", [True, 64]]}},
-        {"source": ""},
-        {"checks": {}},
-        {"checks": 3},
+        *({"format": 1}, {"weights": "int3"}, {"weights": None}, {"dtype": "int8"}, {"source": 3}, {"source": ""}),
+        *({"matrices": {"a": entry}} for entry in ENTRIES),
+        *({"matrices": 3}, {"matrices": {"b": ["int4", [32, 64]]}}, {"checks": {}}, {"checks": 3}),
         {"checks": {"a.codes": ["0"], "a.scales": ["0"], "a.zeros": []}},
-        {"files": {"config.json": 3}},
-        {"files": {"": "0"}},
-        {"files": 3},
+        *({"files": {"config.json": 3}}, {"files": {"": "0"}}, {"files": 3}),
     ],
 )
 def test_a_damaged_manifest_is_refused(changed: dict[str, Any]) -> None:
