@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +18,8 @@ LIMIT = 60.0
 PROMPT = "the quick brown fox jumps over the lazy dog, and then over the moon"
 
 
-def within(call: Callable[[], T], seconds: float = LIMIT) -> T:
-    """Make a call that may block, in a thread; `TimeoutError` if it takes longer."""
+def begun(call: Callable[[], T]) -> Future[T]:
+    """Begin a call in another thread."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -29,7 +29,17 @@ def within(call: Callable[[], T], seconds: float = LIMIT) -> T:
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return future.result(seconds)
+    return future
+
+
+def within(call: Callable[[], T], seconds: float = LIMIT) -> T:
+    """Make a call that may block, in a thread; `TimeoutError` if it takes longer."""
+    return begun(call).result(seconds)
+
+
+def together(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """Make calls at once, each in a thread of its own; `TimeoutError` if one takes longer than `LIMIT`."""
+    return [future.result(LIMIT) for future in [begun(call) for call in calls]]
 
 
 def until(condition: Callable[[], object], seconds: float = LIMIT) -> None:

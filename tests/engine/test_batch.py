@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lce.engine.requests import BatchStream
 from lce.errors import BusyError, CapacityError, DataError, UsageError
 from lce.tokenizer.chat import ChatText
 from tests.checkpoints import save_tiny, tokens
-from tests.command import start, until, within
+from tests.command import start, together, until, within
 
 SLOW = pytest.mark.slow
 BLOCK = 32
@@ -400,13 +401,8 @@ def test_several_tasks_and_threads_may_read_one_stream(batch: Batch) -> None:
 
     expected = lce.Engine(batch.setup).generate(tokens(900), max_tokens=40).text
     assert sum(map(len, within(lambda: asyncio.run(main())))) > 0
-    stream, found = batch.stream(tokens(900), max_tokens=40), list[str]()
-    threads = [threading.Thread(target=lambda: found.extend(piece.text for piece in stream)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    stream = batch.stream(tokens(900), max_tokens=40)
+    found = together([lambda: "".join(piece.text for piece in stream)] * 3)
     assert sorted("".join(found)) == sorted(expected)
 
 
@@ -653,12 +649,7 @@ def test_many_threads_ask_at_once(full: lce.Engine) -> None:
                 batch.make_context(name, tokens(9, seed=i)).finish()
                 batch.drop_context(name)
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(10)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
+        together([partial(ask, i) for i in range(10)])
         assert len(found) >= 26
         for (i, j), ids in found.items():  # type: ignore[misc]
             method = methods[(i + j) % 4]
@@ -666,14 +657,8 @@ def test_many_threads_ask_at_once(full: lce.Engine) -> None:
 
 
 def test_threads_that_want_a_method_get_one_engine(full: lce.Engine) -> None:
-    found: set[int] = set()
     with full.batch() as batch:
-        threads = [threading.Thread(target=lambda: found.add(id(batch.setup_of("dca")))) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert len(found) == 1
+        assert len(set(together([lambda: id(batch.setup_of("dca"))] * 8))) == 1
 
 
 def test_memory_stays_level(full: lce.Engine) -> None:

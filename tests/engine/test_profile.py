@@ -1,6 +1,5 @@
 """Profiles: times that add up, and work that is what the definition says."""
 
-import threading
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import lce
 from lce import profiling
 from lce.profiling import CATEGORIES, n_pairs, section, timed
 from tests.checkpoints import tokens
+from tests.command import within
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # of the tiny model, in float32
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * DIM * 4
@@ -54,9 +54,7 @@ def test_what_a_marked_call_spends_in_another_counts_once() -> None:
 def test_other_threads_are_not_timed(tiny_model: Path) -> None:
     engine = lce.load(tiny_model)
     with lce.profiled(engine) as profile:
-        thread = threading.Thread(target=engine.prefill, args=(tokens(20),))
-        thread.start()
-        thread.join(60)
+        within(lambda: engine.prefill(tokens(20)))
     assert (profile.calls, profile.read_bytes) == (0, 0)
 
 

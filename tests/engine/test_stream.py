@@ -10,17 +10,9 @@ import pytest
 
 import lce
 from tests.checkpoints import tokens
-from tests.command import until
+from tests.command import until, within
 
 PROMPT = tokens(150)  # five blocks of 32
-
-
-def in_a_thread(function: Callable[[], Any]) -> None:
-    """Run it in another thread, and wait for it for ten seconds."""
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive(), "it hangs"
 
 
 def stream_threads() -> list[threading.Thread]:
@@ -64,7 +56,7 @@ def test_a_stream_ends_when_another_thread_closes_it_between_two_steps(engine: l
     context = engine.prefill(tokens(40))
     stream = engine.stream([], max_tokens=50, context=context)
     first = next(stream)
-    in_a_thread(stream.close)
+    within(stream.close)
     assert list(stream) == []
     assert stream.result.finish_reason == "cancelled"
     assert stream.result.text == first.text
@@ -89,7 +81,7 @@ class Ender:
 ENDS: dict[str, Callable[[lce.Stream], Any]] = {
     "close": lce.Stream.close,
     "cancel": lce.Stream.cancel,
-    "cancel elsewhere": lambda stream: in_a_thread(stream.cancel),
+    "cancel elsewhere": lambda stream: within(stream.cancel),
 }
 
 
@@ -114,7 +106,7 @@ def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
         reader = threading.Thread(target=lambda stream=stream: list(stream), daemon=True)
         reader.start()
         time.sleep(wait_ms / 1000)
-        in_a_thread(stream.close)
+        within(stream.close)
         reader.join(10)
         assert not reader.is_alive()
         assert stream.result.finish_reason in ("cancelled", "stop")

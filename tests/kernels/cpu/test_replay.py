@@ -1,6 +1,5 @@
 """A decode step that replays the kernels of an earlier one computes the same as the model's own code."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lce.kernels.cpu.replay import Replays
 from lce.kernels.cpu.threads import Jobs
 from lce.methods.step import Step
 from tests.checkpoints import save_tiny, tokens
+from tests.command import together
 
 FAMILIES = {  # and whether their steps are replayed: PyTorch adds and converts between kernels in the others
     ("LlamaForCausalLM", "llama"): True,
@@ -213,14 +213,10 @@ def test_attention_may_answer_in_another_form(tmp_path: Path, replayed: list[Job
 
 def test_threads_do_not_share_a_recording(tmp_path: Path, replayed: list[Jobs]) -> None:
     engine = lce.load(save_tiny(tmp_path), method="streaming")
-    expected, found = steps(engine), dict[int, list[tuple[int, float]]]()
-    threads = [threading.Thread(target=lambda i=i: found.update({i: steps(engine)})) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    expected = steps(engine)
+    found = together([lambda: steps(engine)] * 3)
     assert replayed
-    assert found == dict.fromkeys(range(3), expected)
+    assert found == [expected] * 3
 
 
 def test_a_profile_sees_the_steps_own_parts(tmp_path: Path, replayed: list[Jobs]) -> None:

@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from lce.kernels.cpu.kernel import Kernel, recording, seam
 from lce.kernels.cpu.layer_jobs import LayerJobs
 from lce.kernels.cpu.products import product
 from lce.kernels.cpu.threads import run_jobs
+from tests.command import together
 
 WORDS = 64  # of a thread's memory
 
@@ -60,13 +60,7 @@ def test_a_thousand_small_jobs(threads: int) -> None:
 
 
 def test_two_python_threads_at_once(threads: int) -> None:
-    found: list[bool] = []
-    callers = [threading.Thread(target=lambda: found.append(runs(50, times=300))) for _ in range(3)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(30)
-    assert found == [True] * 3
+    assert together([lambda: runs(50, times=300)] * 3) == [True] * 3
 
 
 def test_a_forked_process_starts_threads_of_its_own(threads: int) -> None:
