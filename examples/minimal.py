@@ -300,7 +300,7 @@ def prefill(model: Llama, ids: list[int], cache: list[LayerCache], block: int = 
 
 @torch.inference_mode()
 def decode(model: Llama, logits: Tensor, cache: list[LayerCache], n_tokens: int) -> list[int]:
-    """Return the ids of the next `n_tokens` tokens, each the likeliest one. An end token ends the text before."""
+    """Return the ids of the next `n_tokens` tokens, each the likeliest one, or fewer if an end token comes."""
     ids: list[int] = []
     while len(ids) < n_tokens and (token_id := int(logits.argmax())) not in model.config.eos_ids:
         ids.append(token_id)

@@ -1,7 +1,7 @@
 """Finds what other packages add to lce: the entry points of the groups `lce.commands`, `lce.methods`, `lce.selectors`.
 
-A source tree that is not installed has no entry points. There they are read from the `setup.cfg` beside the package,
-which is also where an installation has them from.
+A source tree that is not installed has no entry points. They are then read from the `setup.cfg` beside the package, as
+an installation does.
 """
 
 from __future__ import annotations

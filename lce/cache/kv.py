@@ -232,11 +232,11 @@ class KVCache:
         return found + self.evicted.n_lost
 
     def mark(self, n_tokens: int | None = None) -> Mark:
-        """Return a mark for `go_back`: of all tokens, or of the first `n_tokens`, a number that `nearest` returned.
+        """Return a mark for `go_back`, after all tokens, or after `n_tokens`, a length that `nearest` returned.
 
         Nothing is copied, because committed rows are never written again. There is one exception: if the storage format
-        is lossy, a mark of all tokens has copies of the tokens that are not rounded yet. After going back to a mark of
-        the first `n_tokens`, rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
+        is lossy, a mark after all tokens has copies of the tokens that are not rounded yet. After going back to a mark
+        after `n_tokens`, rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
         """
         self.settle()
         unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]

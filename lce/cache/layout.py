@@ -1,6 +1,6 @@
-"""`CacheLayout`: what a cache is made for, a model, a method, budgets and devices, and the sizes that follow.
+"""`CacheLayout`: the model, method, budgets and devices that a cache is made for, and the sizes that follow.
 
-`lce.cache.limits` says what fits into the budgets, `lce.cache.row_file` what a file holds.
+`lce.cache.limits` says what fits into the budgets; `lce.cache.file_layout` says where the parts of a file are.
 """
 
 from __future__ import annotations

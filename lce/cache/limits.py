@@ -122,7 +122,7 @@ class Limits:
         return len(self.layout.acting_layers) * sum(state.most_bytes(n_tokens, self.layout.block) for state in states)
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
-        """Return the most bytes of memory for checksums of `n_tokens`, and of `n_filed` tokens in a context file."""
+        """Return the most bytes of memory for checksums: of a context's `n_tokens`, `n_filed` of a file's tokens."""
         spilled = self.needs(n_tokens).get(DISK, 0) // self.layout.format.row_bytes
         filed: int = self.layout.n_layers * self.layout.n_groups * file_rows(self.layout, n_filed)
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES

@@ -1,6 +1,6 @@
-"""The options of `lce.load` and `lce.plan`. Each is one field, which holds its default, its help and its parser.
+"""The options of `lce.load` and `lce.plan`. Each is a field with a default, help and a parser.
 
-The command line makes a flag of each field, Python a keyword. Nothing here imports torch: `lce --help` answers at once.
+Each field is a flag of the command line and a keyword in Python. Nothing here imports torch, so `lce --help` is fast.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Record:
 
 
 def takes(record: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Make a function of a `Record` take the record's fields as arguments. Its docstring gets what `described` says."""
+    """Make a function of a `Record` take the record's fields as arguments. `described` ends the docstring."""
 
     def decorate(work: Callable[[T], R]) -> Callable[P, R]:
         signature = inspect.signature(record)
@@ -98,7 +98,7 @@ def options_of(record: type[Record]) -> dict[str, Field[Any]]:
 
 
 def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> None:
-    """Raise `UsageError` if a key of `given` is not in `valid`. `what` tells in the message what a key is."""
+    """Raise `UsageError` if a key of `given` is not in `valid`. `what` is the message's word for a key."""
     unknown = next((name for name in given if name not in valid), None)
     if unknown is not None:
         raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}")
@@ -106,7 +106,7 @@ def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> No
 
 @dataclass(frozen=True)
 class Counted:
-    """A parser of a number such as 4096 or "4k". It keeps None: the option is not given."""
+    """A parser of a number such as 4096 or "4k". Returns None unchanged: the option is not given."""
 
     least: int = 1
     most: int = MOST
@@ -116,12 +116,12 @@ class Counted:
 
 
 def or_none(parse: Parser) -> Parser:
-    """Return a parser that keeps None: the option is not given."""
+    """Return a parser that returns None unchanged, for an option that is not given."""
     return lambda value, name: None if value is None else parse(value, name)
 
 
 def number(value: Any) -> float:
-    """Return a number as a float. Raises `TypeError` for a bool and for whatever is no number."""
+    """Return a number as a float. Raises `TypeError` for a bool, and for any value that is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError
     return float(value)
@@ -146,7 +146,7 @@ class Checked:
 
 
 def plain(number: int | str | None) -> int | None:
-    """Return a number of a record as its parser left it, which the field's type cannot say."""
+    """Return a parsed number of a record. The field's type also allows text, as it is before parsing."""
     assert not isinstance(number, str)
     return number
 
@@ -224,7 +224,7 @@ class SizeOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(SizeOptions):
-    """The options of `lce.load`. A new one is a field here, or in `SizeOptions` if sizes in memory depend on it."""
+    """The options of `lce.load`. A new option is a field here, or in `SizeOptions` if sizes in memory depend on it."""
 
     attention: str | None = option(
         "auto",

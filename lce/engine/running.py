@@ -30,7 +30,7 @@ class _Cancelled(Exception):
 
 
 def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
-    """Check the options of `Engine.generate`. Raises `UsageError` for those that cannot be used with this engine."""
+    """Check the options of `Engine.generate`. Raises `UsageError` for options that this engine cannot use."""
     options = generation_options(given)
     own_context(setup, options.context)
     options.sampling.check(setup.model.config.vocab_size)
@@ -137,9 +137,9 @@ def pieces(
 ) -> Iterator[Piece]:
     """Prefill the prompt `ids` after a context's tokens, then yield the answer's text until `flag` is set.
 
-    `rest` says what stays in the context if the call fails or is cancelled. The answer's tokens so far, which
-    `result` has too, stay if it is "answer" or "blocks", blocks of an incomplete prefill only if it is "blocks".
-    Without them the context goes back to its state before the call.
+    `rest` says what stays in the context if the call fails or is cancelled. With "answer" or "blocks", the answer's
+    tokens so far stay; `result` has them, too. With "blocks", an incomplete prefill's blocks stay as well. Otherwise
+    the context goes back to its state before the call.
     """
     stats, started, mark = result.stats, time.perf_counter(), context.mark()
     said: int | None = None  # the number of the context's tokens before the answer; None during prefill

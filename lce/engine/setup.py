@@ -42,7 +42,7 @@ class _End:
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A model with an attention method, and all options of `lce.load` with their values. It never changes.
+    """A model with an attention method, and all options of `lce.load` with their values. Immutable.
 
     `method` has every knob filled in. `weights` is the quantisation scheme, or None. `eos_ids` end an answer. `tape`
     makes a recorder of CUDA graphs; if it is None, no decode step is recorded. `again` loads another

@@ -123,7 +123,7 @@ def sizes_of(
     checkpoint: Checkpoint | None,
     borders: Borders | None = None,
 ) -> Planned:
-    """Return an engine's sizes with a fitted method, of what one rank has; matrices stored quantised stay as stored.
+    """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so.
 
     If `borders` is None, see `borders_of`.
     """
@@ -175,7 +175,7 @@ def fitted(
 ) -> Method:
     """Return a method with every knob filled in for a model. Some knobs come from files in the model's folder.
 
-    `length` is what "auto" chooses by: the most tokens of a text; None: any number. `prefill_method` is that of `load`.
+    "auto" chooses for texts of at most `length` tokens; None: any number. `prefill_method` is that of `load`.
     """
     made = automatic(model, length) if isinstance(method, str) and method == AUTO else as_method(method)
     made = made if prefill_method is None else Handover(made, as_method(prefill_method))

@@ -18,8 +18,8 @@ class Budget(Knobs):
     """How much a query attends, in tokens: `tokens` in all, among them the first `sinks` and the last `local` ones.
 
     With `growth` the budget grows with the text: from index `grows_from` on, W, the query i attends `tokens` times
-    `sqrt(i / W)` or `i / W` tokens, and `grows_to` at most. The Sparse Frontier (Nawrot et al., 2025, arXiv:2504.17768)
-    finds fixed budgets to lose with length. With `top_p` a query takes only as many of its chunks as reach that share
+    `sqrt(i / W)` or `i / W` tokens, at most `grows_to`. The Sparse Frontier (Nawrot et al., 2025, arXiv:2504.17768)
+    finds that fixed budgets lose with length. With `top_p` a query takes only as many of its chunks as reach that share
     of the attention to the chunks before its own, as the selector estimates it.
     """
 

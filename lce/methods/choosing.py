@@ -1,6 +1,6 @@
 """Runs a method's `Selection`: chooses chunks for a block of queries, and attends the chosen chunks.
 
-The same for all selectors, placements and budgets, in prefill, in decode steps, and in decode steps that are recorded.
+One code serves all selectors, placements and budgets, in prefill, in decode steps, and in recorded decode steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lce.methods.top_p import keep_best, prune
 
 
 def block_of(n_choices: int) -> int:
-    """Return a block whose queries choose 65,536 chunks in all, of 128 to 2,048 queries: choices take memory."""
+    """Return a block's size, 128 to 2,048 queries, that bounds the memory of choices: about 65,536 chunks in all."""
     return max(128, min(2048, 65536 // n_choices))
 
 
@@ -82,7 +82,7 @@ def _of_each_head(chosen: Tensor, n_heads: int, step: Step) -> Tensor:
 
 
 def _fewer(c: Selection, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) -> Tensor:
-    """Return those of `chosen [C, T, K]` that the budget's growth and `top_p` leave: ids ascending, then -1."""
+    """Return the chunks of `chosen [C, T, K]` that the budget's growth and `top_p` leave: ids ascending, then -1."""
     chunk_ids, ends = torch.arange(scores.shape[-1], device=q.device), c.ends(step, q.device)
     later = chunk_ids >= ends
     forced = c.selector.forced(c, chunk_ids, ends).expand_as(later)

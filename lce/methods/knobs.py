@@ -48,7 +48,7 @@ class Knobs:
 
 @dataclass(frozen=True)
 class KnobFacts:
-    """What a knob is: its name, with dots if it is a knob of a value, its field, type and default, and who has it."""
+    """A knob's name (dotted for a knob of a value), field, type and default, and the kinds that have the knob."""
 
     name: str
     field: Field[Any]
@@ -75,7 +75,7 @@ def fill_in(value: T, label: str, prefix: str = "", **defaults: Any) -> T:
 
 
 def settings(value: Any) -> dict[str, Any]:
-    """Return the knobs of a method or a value by name, those of values with dots: what `build` makes the same of."""
+    """Return the knobs of a method or a value by name, with dots for knobs of values; `build` takes the result."""
     found: dict[str, Any] = {}
     for each in fields(value):
         x = getattr(value, each.name)
@@ -95,7 +95,7 @@ def knob_values(value: Any) -> dict[str, Any]:
 
 
 def kinds_of(base: type[Knobs]) -> dict[str, type[Knobs]]:
-    """Return the kinds of a value by name, those of other packages, too."""
+    """Return the kinds of a value by name, with those that other packages add."""
     for name, point in plugins(base.entry_points).items() if base.entry_points else ():
         if name not in base.kinds:
             point.load()
@@ -103,7 +103,7 @@ def kinds_of(base: type[Knobs]) -> dict[str, type[Knobs]]:
 
 
 def knobs_of(cls: type[Any]) -> list[KnobFacts]:
-    """Return the knobs of a class by name, and of its values those of every kind."""
+    """Return the knobs of a class, and the knobs of every kind of its values."""
     kinds, found = typing.get_type_hints(cls), list[KnobFacts]()
     for each in fields(cls):
         kind, usual = value_type(kinds[each.name]), each.default
@@ -125,12 +125,12 @@ def knobs_of(cls: type[Any]) -> list[KnobFacts]:
 
 
 def value_type(kind: Any) -> type[Knobs] | None:
-    """Return the subclass of `Knobs` that a knob's type is; None for numbers and words."""
+    """Return a knob's type if it is a subclass of `Knobs`; None for numbers and words."""
     return kind if isinstance(kind, type) and issubclass(kind, Knobs) else None
 
 
 def build(cls: type[T], options: Mapping[str, Any], what: str, label: str) -> T:
-    """Return an instance of `cls` with these knobs; values may be text. `what` and `label` name it in errors.
+    """Return an instance of `cls` with these knobs; values may be text. `what` and `label` name `cls` in errors.
 
     Raises `UsageError` for unknown knobs and for values that do not fit.
     """

@@ -80,7 +80,7 @@ class LowDim(ContextSelector, name="lowdim"):
         return {BASIS: Staged(lambda n_tokens, block: n_bytes)} if self.compress == "pca" else {}
 
     def could_keep(self, kept: Mapping[str, FileTensor], layout: CacheLayout, selection: Selection) -> bool:
-        """Return whether a file's components can be those of this selector, and belong to its low-dim keys."""
+        """Return whether a file's principal components fit this selector and the low-dim keys in the same file."""
         basis, shape = kept.get(BASIS), (layout.n_kv_heads * layout.head_dim, self.shape(layout, selection)[-1])
         return self.compress == "calibrated" or (
             (basis is None) == (SUMMARIES not in kept) and (basis is None or is_like(basis, shape, layout.dtype))

@@ -61,7 +61,7 @@ class TruePositions(Placement, name="true"):
 
 @dataclass(frozen=True)
 class ConstantDistance(Placement, name="constant"):
-    """The placement of chosen chunks at the distance `far`. Local chunks are at true distances, with the own one."""
+    """The placement of chosen chunks at the distance `far`. The own chunk and local chunks are at true distances."""
 
     far: int | None = knob(None, "distance of pages; none is least beyond local, in dual W - 1", least=1)
     local_is_near: ClassVar[bool] = True
@@ -80,7 +80,7 @@ class ConstantDistance(Placement, name="constant"):
 
 
 class OneDistance(ConstantDistance):
-    """The placement of all chunks but the own one at the distance `far`, local ones too."""
+    """The placement of all chunks but the own one at the distance `far`, local chunks included."""
 
     local_is_near: ClassVar[bool] = False
 

@@ -1,23 +1,23 @@
 """What the engine may rely on in a class of methods: promises, each with the hooks on which it stands.
 
 A class promises by a keyword: `class Mine(Method, promises={"counted": ("attend",)})`. A subclass that overrides one of
-a promise's hooks loses the promise, unless it promises the same again. So a class of which nobody knows what its hooks
-do has the safe answer. `Method` promises all but `analysis` for a class that is what its parts are.
+a promise's hooks loses the promise, unless the subclass repeats the promise. So a class with unknown hooks has the safe
+answer. `Method` promises all but `analysis`, for classes that only declare parts.
 
-- `alike`: a step of one token calls the same kernels in all layers of a kind, with other addresses, so that one layer's
-  kernels may serve the others, if all that the method keeps is `steady`. No operator of PyTorch computes anything.
-- `counted`: the cost that `parts_of` and `choice_cost` declare is that of a run.
+- `alike`: a step of one token calls the same kernels in all layers of a kind; only addresses differ, and no operator of
+  PyTorch computes anything. If all that the method keeps is `steady`, one layer's kernels may serve the others.
+- `counted`: a run costs what `parts_of` and `choice_cost` declare.
 - `recorded`: decode steps can be recorded as CUDA graphs: `attend` and `keep` take a `DeviceStep`.
 - `noted`: the chunks or tokens that queries choose are passed to `Step.note`.
-- `kept`: `keep` and `keep_queries` alone make the method's state, not attention.
+- `kept`: only `keep` and `keep_queries` write the method's state; attention does not.
 - `by_head`: a KV head's outputs depend on no other KV head.
 - `plain`: attention to spans is what the parts say, and nothing is kept but keys, values and recent keys.
 - `dense`, of a method that chooses chunks: a text of no more chunks than a query attends has full attention.
-- `complete`, too: scores and choices of chunks that a recorded step finds incomplete change no others.
-- `kernel`, too: a GPU kernel may choose as `plain_choice` says.
-- `hookless`, of a `SelectiveMethod`: its selector chooses, and no hook of the class.
-- `vectors`, too: scores are dot products with a vector for each chunk and query head.
-- `best`, too: the chunks with the best scores are chosen.
+- `complete`, of the same: in a recorded step, incomplete chunks change no score or choice of other chunks.
+- `kernel`, of the same: a GPU kernel may choose as `plain_choice` says.
+- `hookless`, of a `SelectiveMethod`: its selector chooses; the class has no hooks of its own.
+- `vectors`, of the same: scores are dot products with a vector for each chunk and query head.
+- `best`, of the same: the chunks with the best scores are chosen.
 - `analysis`: the method is for study only; error messages never suggest it.
 """
 
@@ -38,7 +38,7 @@ OF_HOOKS: Promises = {"hookless": (*HOOKS, "choose"), "vectors": ("score",), "be
 
 
 def selecting(*hooks: str) -> Promises:
-    """Return what methods promise whose choice stands on `choose`, and on `hooks` that they have besides."""
+    """Return the promises of methods whose choice depends on `choose` and, if any are given, on further `hooks`."""
     scored = [hook for hook in hooks if hook in ("score", "select", "forced")]
     return {
         **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose", *hooks)),

@@ -156,7 +156,7 @@ class Selection:
     A query in chunk `o` attends chunk `o` up to the query, and `n_choices` of the complete chunks before chunk `o`:
     first those of the budget's sinks and local tokens, then the chunks with the best scores. Each head chooses alone,
     or with others by summed scores (`share`). With `by_page` the queries of a chunk choose together where one pass has
-    all of them. The first `dense_layers` layers attend everything, and with `one_layer` all others follow the first.
+    all of them. The first `dense_layers` layers attend everything. With `one_layer`, the next one chooses for the rest.
     """
 
     size: int
@@ -170,12 +170,12 @@ class Selection:
 
     @cached_property
     def n_local(self) -> int:
-        """The number of complete chunks before a query's own that have its last `local` tokens."""
+        """The number of complete chunks before a query's own chunk that hold the query's `local` tokens."""
         return -(-resolved(self.budget.local) // self.size)
 
     @cached_property
     def n_near(self) -> int:
-        """The number of complete chunks before a query's own that the query sees with its own chunk, not by choice."""
+        """The number of complete chunks that a query sees with its own chunk, without a choice."""
         return self.n_local if self.placement.local_is_near else 0
 
     @cached_property
@@ -195,17 +195,17 @@ class Selection:
 
     @property
     def reach(self) -> int:
-        """The most tokens that a query sees with its own chunk: those of the near chunks, and its chunk's."""
+        """The most tokens that a query sees with its own chunk: the tokens of the near chunks and of its own."""
         return (self.n_near + 1) * self.size
 
     @property
     def varies(self) -> bool:
-        """Whether queries with as many candidates may attend different numbers of chunks."""
+        """Whether queries with equally many candidates may attend different numbers of chunks."""
         return self.budget.top_p is not None or self.budget.growth is not None
 
     @property
     def access(self) -> AccessPattern:
-        """What the cache must know."""
+        """How queries access the cache."""
         sinks, local = self.n_first * self.size, (self.n_local + 1) * self.size
         return AccessPattern(self.size, sinks=sinks, local=local, per_head=self.share != "layer")
 

@@ -36,7 +36,7 @@ TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all
 
 
 class ChunkMethod(Method, ABC, promises=selecting()):
-    """A method whose queries choose chunks. What they choose, and where they see it, is its `selection`."""
+    """A method whose queries choose chunks. `selection` says which chunks, and where queries see them."""
 
     @property
     @abstractmethod
@@ -137,7 +137,7 @@ class ChunkMethod(Method, ABC, promises=selecting()):
         return super().bound(stop) if self.promised("complete") else (stop // size + 1) * size - 1
 
     def promised(self, what: Promise) -> bool:
-        """Return whether the class promises `what`; steps are `recorded` with summaries and as many chunks always."""
+        """Return whether the class promises `what`; `recorded` also needs summaries and a fixed number of chunks."""
         if what == "recorded" and (self.selection.varies or not isinstance(self.selection.selector, SummarySelector)):
             return False
         return super().promised(what)
@@ -184,7 +184,7 @@ class SelectiveMethod(ChunkMethod, promises={**selecting(*HOOKS), **OF_HOOKS}):
 
     @cached_property
     def selection(self) -> Selection:
-        """The first chunk, the best ones, the last complete one; a class with hooks of its own chooses by these."""
+        """The first chunk, the best ones, the last complete one; a class with hooks of its own chooses by its hooks."""
         size, n, placement = self.chunk_size or 1, self.chunks, KINDS.get(self.placement)
         selector = self.selector if self.promised("hookless") else Hooks(self)
         budget = Budget(None if n is None else n * size, sinks=size, local=size, top_p=self.top_p)

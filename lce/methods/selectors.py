@@ -1,6 +1,6 @@
 """The kinds of selectors that come with lce. Keys and queries come to a selector as the placement rotates them.
 
-A selector of one's own derives from `SummarySelector` and has a name: `class MeanKey(SummarySelector, name="mean")` is
+Your own selector derives from `SummarySelector` and has a name: `class MeanKey(SummarySelector, name="mean")` is
 `-o select=mean` of the method `pages`.
 """
 
@@ -115,7 +115,7 @@ class Representatives(SummarySelector, name="representatives"):
 
 
 class ContextSelector(Selector):
-    """A selector that scores chunks by other facts of a context than summaries of keys as they are cached."""
+    """A selector that scores chunks by facts of a context, but not by summaries of keys as cached."""
 
     def shape(self, sizes: Sizes, selection: Selection) -> tuple[int, ...]:
         return (0,)

@@ -26,7 +26,7 @@ class SummarySelector(Selector):
 
     @property
     def plain(self) -> Literal["best", "worst"] | None:
-        """Whether a GPU kernel may choose the best or the worst chunks by their summaries; None: no kernel may."""
+        """Which chunks a GPU kernel may choose by summaries, the best or the worst; None: no kernel may choose."""
         return "best"
 
     @abstractmethod
@@ -97,7 +97,7 @@ class SummarySelector(Selector):
         return score, rows
 
     def of_bands(self, scored: list[Tensor], summary: Tensor, selection: Selection, step: Step, layer: int) -> Tensor:
-        """Return `scores` for queries that the placement rotated, each chunk's by the queries of its band."""
+        """Return `scores` for rotated queries: each chunk is scored by the queries rotated for its band."""
         n_choosers = selection.n_choosers(len(scored[0]), step.n_kv_heads)
         scores, *later = [self.scores(q, summary, n_choosers, step, layer) for q in scored]
         bands = selection.placement.bands(step.positions(scores.device), selection.size) if later else None
@@ -108,7 +108,7 @@ class SummarySelector(Selector):
         return scores
 
     def on_device(self, selection: Selection, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Return the choice `[C, 1, K]` in a recorded step: chunks within the bound, none that is not complete yet."""
+        """Return the choice `[C, 1, K]` in a recorded step: only complete chunks, within the bound."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // selection.size)
         scored = selection.placement.scored(q, step, selection)
         scores = self.of_bands(scored, summary, selection, step, cache.index)
@@ -123,7 +123,7 @@ class SummarySelector(Selector):
         return 0
 
     def cost(self, block: QueryBlock, selection: Selection) -> Cost:
-        """Return the cost where each head scores each chunk, once a band, by a product for each vector of a summary."""
+        """Return the cost if each head scores each chunk once for each band, by a product with each summary vector."""
         size, (heads, *row) = selection.size, self.shape(block, selection) or (0,)
         n_chunks = block.stop // size if block.stop > size else 0
         summaries = (block.stop // size - block.start // size) * self.summary_cost(block, size)

@@ -192,10 +192,10 @@ class LongRope(RopeConfig):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the attention of a layer has of its own.
+    """A layer's kind of attention: its window and its RoPE, where these differ from the model's.
 
     A layer with a `sliding_window` attends that many tokens, the query included, whatever the method; methods act on
-    the other layers. `rope` is the layer's own RoPE; None means the model's. A layer that is not `rotated` has none.
+    the other layers. `rope` is the layer's own RoPE; None means the model's. A layer not `rotated` uses no RoPE.
     """
 
     sliding_window: int | None = None

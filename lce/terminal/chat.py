@@ -45,8 +45,8 @@ TURNS_SHOWN = 3  # A chat that goes on shows this many of its last turns.
 class ChatLoop:
     """A loop that reads messages and commands from stdin and writes answers to stdout.
 
-    A line is a message, and so are lines between two `QUOTES` and, at a terminal with readline, what is pasted. The
-    prompt mark, notes, progress and figures go to stderr.
+    A message is a line, the lines between two `QUOTES` or, at a terminal with readline, a pasted text. The prompt mark,
+    notes, progress and figures go to stderr.
     """
 
     conversation: lce.Conversation
@@ -184,7 +184,7 @@ def _message(text: str) -> str:
 
 @contextmanager
 def keyboard() -> Iterator[None]:
-    """Edit lines by readline, if Python has it: a pasted text is one line. Ctrl-C drops nothing typed ahead."""
+    """Edit lines by readline, if Python has it: a pasted text is one line. Ctrl-C keeps what is typed ahead."""
     import termios
 
     with suppress(ImportError):
@@ -215,9 +215,9 @@ def turns_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, 
 
 
 def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) -> lce.Sampling:
-    """Return the sampling of a chat, and say it: the options `given`, else what the model recommends, else `MILD`.
+    """Return and print the sampling of a chat: the options `given`, else what the model recommends, else `MILD`.
 
-    A given temperature of 0 is greedy: nothing is taken from the model then.
+    If the given temperature is 0, sampling is greedy, and the model's recommendation is not used.
     """
     if given.get("temperature") == 0:
         return options.seeded(lce.Sampling(**given))

@@ -25,7 +25,7 @@ _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory", "star
 
 
 class Root(click.Group):
-    """The command group `lce`: its own commands, and those of other packages, which are imported when they are asked.
+    """The command group `lce`: its own commands, and those of other packages, which are imported when called.
 
     Every failure of a command becomes one line on stderr and an exit code.
     """

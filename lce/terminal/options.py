@@ -65,7 +65,7 @@ COUNT, INDEX, COUNTS, TEXT = Count(), Count(least=0), Count(several=True), Text(
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Declare options whose values reach the command as one argument, `name=make(**values)`. --help keeps the order.
+    """Declare options whose values reach the command as one argument, `name=make(**values)`. --help keeps their order.
 
     Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
     """
@@ -85,7 +85,7 @@ def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorato
 
 
 def opened(command: Command) -> Command:
-    """Gather what a command opens, by options that are declared above, into one argument, `opening`."""
+    """Pack the options that say what a command opens into one argument, `opening`; declare the options above this."""
 
     @wraps(command)
     def run(model: str, context_file: str | None, method: Any, loading: Any, **values: Any) -> Any:
@@ -181,7 +181,7 @@ def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None,
 
 
 def flags_of(record: type[Record], *, defaults: bool = True, **more: dict[str, Any]) -> dict[str, Decorator]:
-    """Return the flag of each option of a record that has help, by its name. Without `defaults`, their default is None.
+    """Return flags by option name, for a record's options with help. Without `defaults`, every flag's default is None.
 
     `more` has further arguments of `click.option`, by the option's name.
     """

@@ -28,7 +28,7 @@ NEXT_LINE_S = 10.0  # Seconds between two lines of progress.
 
 
 def wrapped(text: str) -> str:
-    """Break lines that are longer than the terminal behind stderr is wide, between words."""
+    """Break lines between words, so that they fit the width of the terminal that shows stderr."""
     try:
         width = os.get_terminal_size(sys.stderr.fileno()).columns
     except OSError:

@@ -23,7 +23,7 @@ SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 
 @dataclass(frozen=True)
 class GgufSource(Source):
-    """A GGUF file. Any shard stands for a split file."""
+    """A model in a GGUF file. If the file is split, `path` may be any of its shards."""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

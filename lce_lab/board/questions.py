@@ -46,10 +46,10 @@ class StandardSuite(MadeSuite):
 def rounds(
     engine: lce.Engine, loading: dict[str, Any], lengths: Sequence[int]
 ) -> list[tuple[dict[str, Any], Sequence[int]]]:
-    """Return options of `lce.load` with the lengths to ask with them.
+    """Return pairs: options of `lce.load`, and the lengths of the texts to ask an engine with these options about.
 
-    A RoPE scaling without a factor stretches the window of `engine` to each length beyond it; shorter lengths are left
-    out. Raises `UsageError` if no length is left.
+    A RoPE scaling without a factor stretches the window of `engine` to each length beyond this window; shorter lengths
+    are left out. Raises `UsageError` if no length is left.
     """
     kind = loading["rope"]
     if kind in (None, "none", engine.setup.rope.kind) or loading["rope_factor"] is not None:

@@ -259,8 +259,8 @@ class Speed(Measure):
 class Published(Measure):
     """The scores on `tasks` of a published benchmark, 0 to 100, from the user's copy of the data.
 
-    Prompts are cut to `cuts`, which are multiples of the window, or to the setting's lengths. `variant` is the set of
-    prompts. `differs` names the data if the paper's are others.
+    Prompts are cut to the setting's lengths or, if the setting has none, to `cuts`, in multiples of the window.
+    `variant` is the set of prompts. If the paper used other data, `differs` names the data used here.
     """
 
     suite: str

@@ -23,10 +23,10 @@ def compiled_for(x: Tensor) -> bool:
 def scores_of_few(q: Tensor, keys: Tensor, together: int = 1) -> Tensor:
     """Return the float32 dot products `[H / n, T, M]` of a few queries `q [H, T, D]` with `keys [S, M, D]`.
 
-    H / S neighbouring heads share a row of keys, and products are summed over n = `together` of them. If `keys` is
-    `[S, M, 2, D]` (the minimum and maximum of each channel for M pages), a product is the upper bound
-    `Σ_d max(q_d · min_d, q_d · max_d)`. `keys[s]` is contiguous for each s; q has the keys' dtype, or float32, and
-    contiguous vectors. Sums are float32. Bytes moved: the keys once.
+    H / S neighbouring heads share a row of keys, and products are summed over n = `together` heads. If `keys`
+    is `[S, M, 2, D]` (the minimum and maximum of each channel for M pages), a product is the upper bound
+    `Σ_d max(q_d · min_d, q_d · max_d)`. Each `keys[s]` is contiguous, and so is each vector of q. q is float32 or has
+    the keys' dtype. Sums are float32. The keys are read once.
     """
     (n_heads, n, dim), (groups, n_keys, *rows) = q.shape, keys.shape
     rep, bounds, (q_head, q_row, one) = n_heads // groups, len(rows) == 2, q.stride()

@@ -131,7 +131,7 @@ class NeedleBench(Benchmark):
 
 
 class CountingStars(Benchmark):
-    """Counting-Stars (Song et al., 2025): 32 counts of stars, right at once or corrected, in two languages.
+    """Counting-Stars (Song et al., 2025): find 32 counts of stars; in reasoning tasks a count is first wrong.
 
     Answers are limited to 512 tokens; the published code has no limit. A sample's `group` is the length of its context
     in words or characters.

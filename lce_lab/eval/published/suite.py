@@ -48,7 +48,7 @@ class PublishedSuite(Suite):
             raise UsageError(f"max_length is {self.max_length}; expected 2 or more tokens")
 
     def tasks(self, names: Sequence[str] | None = None) -> list[PublishedTask]:
-        """Return the named tasks, or all with files. Raises `UsageError` for wrong names, `DataError` without files."""
+        """Return the named tasks, or all tasks that have files. Raises `UsageError`, and without files `DataError`."""
         return [self.benchmark.task(name) for name in names] if names else self.benchmark.present(self.folder)
 
     def make(self, engine: lce.Engine, task: PublishedTask, length: int = 0) -> list[Sample]:
