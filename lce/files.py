@@ -89,7 +89,7 @@ def check_new(path: str | Path, force: bool, is_ours: Callable[[Path], bool] = l
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise an error if no file can be created in the folder of `path`. Creates and removes one to find out."""
+    """Raise an error if no file can be created in the folder of `path`. Creates and removes a file to find out."""
     draft = draft_path(Path(path).absolute())
     try:
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -217,7 +217,7 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
 
 
 def object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file's bytes, {} for None. Raises `ModelError`, which names `path`, for others."""
+    """Return the JSON object in a file's bytes, {} for None. Raises `ModelError`, naming `path`, for other JSON."""
     if raw is None:
         return {}
     try:

@@ -59,7 +59,7 @@ def weight(replica: str, key: bytes) -> bytes:
 
 
 class Known:
-    """The beginnings of texts, and the replica that was last sent each. The least recently used ones are forgotten."""
+    """The beginnings of texts, each with the replica that got it last. The least recently used are forgotten."""
 
     def __init__(self, most: int = MOST_KNOWN) -> None:
         self._most = most

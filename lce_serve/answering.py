@@ -68,7 +68,7 @@ async def answer(service: Service, request: Request, asked: Asked, form: Form) -
 
 
 def failure(error: BaseException, record: Record) -> Refusal:
-    """Return what a client is told of an error. An unexpected one is told by the request's id alone."""
+    """Return what a client is told of an error. For an unexpected error, this is only the request's id."""
     known = refusal_of(error)
     return known or Refusal(500, f"internal error; the server's log has it under {record.id}")
 

@@ -98,7 +98,7 @@ def rendered(
 ) -> Any:
     """Return a conversation as the chat template writes it. Blocks while a process renders the template.
 
-    With `following`, the conversation continues a named context. Without `answer`, the text does not ask for one.
+    With `following`, the conversation continues a named context. Without `answer`, the text does not ask for an answer.
     """
     if tokenizer.chat_template is None:
         raise Refusal(400, "this model has no chat template: it continues text; use /v1/completions", "messages")

@@ -93,7 +93,7 @@ class Choice:
         return Delta(self.index, text, calls, fresh)
 
     async def pieces(self) -> AsyncGenerator[Any]:
-        """Yield the pieces of the stream. An answer without a given limit gets a lower one until memory is enough."""
+        """Yield the pieces of the stream. Without a given limit, lowers the limit until memory is enough."""
         begun = False
         while True:
             try:

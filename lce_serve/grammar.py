@@ -143,7 +143,7 @@ def tools_grammar(tools: Tools) -> str | None:
 
 
 def constraint(vocabulary: Vocabulary, grammar: str) -> Constraint:
-    """Compile a grammar. Refuses one that is not valid, or too complex. Blocks: call this in a thread."""
+    """Compile a grammar. Refuses a grammar that is invalid or too complex. Blocks: call this in a thread."""
     limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
     matcher = llguidance.LLMatcher(vocabulary.get(), grammar, log_level=0, limits=limits)
     if not matcher.is_error():

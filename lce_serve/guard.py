@@ -158,7 +158,7 @@ def _has_key(headers: Headers, key: str) -> bool:
 
 
 async def body_of(request: Request, settings: Settings) -> Any:
-    """Return a request's JSON body. Refuses other kinds, and one that is too large, too slow or too deep."""
+    """Return a request's JSON body. Refuses other types, and a body that is too large, too slow or too deep."""
     return await parsed(await bytes_of(request, settings), settings)
 
 
@@ -189,7 +189,7 @@ async def bytes_of(request: Request, settings: Settings) -> bytes:
 
 
 async def parsed(data: bytes, settings: Settings) -> Any:
-    """Return the JSON value of a body. Refuses one that is wrong or too deep."""
+    """Return the JSON value of a body. Refuses a body that is wrong or too deep."""
     return _parsed(data, settings) if len(data) < 1 << 16 else await asyncio.to_thread(_parsed, data, settings)
 
 

@@ -23,7 +23,7 @@ async def page(service: Service, request: Request) -> Response:
 
 
 async def picture(service: Service, request: Request) -> Response:
-    """Return the page of `lce inspect` without a recording. The page that holds it gives it one, by `lce.open`."""
+    """Return the page of `lce inspect` without a recording. The enclosing page passes a recording to `lce.open`."""
     return _html(WEB / "page.html", "frame-ancestors 'self'")
 
 

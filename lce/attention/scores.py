@@ -164,7 +164,7 @@ def principal_directions(scatter: Tensor, n: int) -> Tensor:
 
 
 def leading(x: Tensor, n: int) -> Tensor:
-    """Return `principal_directions` by subspace iteration (Rutishauser, 1970). Nearly equal ones may be mixed."""
+    """Return `principal_directions` by subspace iteration (Rutishauser, 1970). Nearly equal directions may be mixed."""
     vectors = torch.randn(len(x), 2 * n, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(x.device)
     x = x / x.diagonal().sum().clamp(min=torch.finfo(x.dtype).tiny)
     for _ in range(3):

@@ -107,7 +107,7 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """Return a `Fetch` that reads those of `pages` that are missing; also return these pages and their slots.
+        """Return a `Fetch` that reads the missing pages of `pages`; also return the missing pages and their slots.
 
         Return None if no page is missing. The `Fetch` may run in another thread. Until it has ended, nothing else may
         use this pool or the tiers below. After the end, call `arrived`.
@@ -184,7 +184,7 @@ class Pool(Tier):
             self.traffic.bytes_out += some.stop * self.page_bytes
 
     def copy_down(self, target: Tier, held_by: Tier) -> None:
-        """Write to `target` those pages of this pool that are neither in the tier `held_by` nor below it."""
+        """Write to `target` the pages of this pool that are neither in the tier `held_by` nor below it."""
         held = self._holding(np.arange(self.n_slots))
         self._hand_down(held[~held_by.holds(self._pages(held))], target)
 

@@ -345,9 +345,9 @@ def fingerprints(rows: Tensor, places: Numbers) -> Tensor:
 
     The checksum is a hash of the inner product of the row's 64-bit words with odd weights. The high half of each word
     also counts as a word of its own: a product modulo 2^64 keeps little of a word's highest bits, so two flipped bits
-    there could cancel. `places [n]` are the rows' numbers plus the file's seed. They are hashed, too, so that rows
-    of another place or of another file are noticed. One damaged or exchanged row in 2^32 is not noticed. The checksum
-    guards against faulty disks and mistakes, not against forgery. Time: about that of copying the rows.
+    there could cancel. `places [n]` are the rows' numbers plus the file's seed. `places` are hashed, too, so that a row
+    of another place or file is noticed. One damaged or exchanged row in 2^32 is not noticed. The checksum guards
+    against faulty disks and mistakes, not against forgery. Time: about that of copying the rows.
     """
     words = rows.flatten(1).view(torch.int64)
     low, high = _weights(2 * words.shape[1]).chunk(2)

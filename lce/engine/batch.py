@@ -145,7 +145,7 @@ class Batch(Unique):
     ) -> BatchStream:
         """Read a prompt. The stream ends, without pieces, when it is read; its `context` is then the caller's own.
 
-        The context is one of the engine of the stream's `setup`. Arguments and errors are those of `stream`.
+        The context belongs to the engine of the stream's `setup`. Arguments and errors are those of `stream`.
         """
         setup, start = self._started(method, method_options, context)
         return self._submit(
@@ -191,7 +191,7 @@ class Batch(Unique):
         )
 
     def add_context(self, name: str, path: str | Path) -> None:
-        """Keep the context in a file, made with the batch's engine, under a name. Raises `DataError` if it is none."""
+        """Keep a context file of the batch's engine under a name. Raises `DataError` for any other file."""
         self._check_name(name)
         self._add(name, self.setup, open_context(self.setup, path))
 
@@ -214,7 +214,7 @@ class Batch(Unique):
             return {name: context for name, (_, context) in self._named.items()}
 
     def drop_context(self, name: str) -> None:
-        """Give up a named context. Requests that have begun with it go on. Raises `UsageError` if there is none."""
+        """Give up a named context. Requests that began with it go on. Raises `UsageError` for an unknown name."""
         with self._changed:
             if self._named.pop(name, None) is None:
                 raise self._unknown(name)

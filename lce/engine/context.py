@@ -133,8 +133,8 @@ class Context(Unique):
         are prefilled again if the method's state cannot go back to exactly `n_tokens`: at most those of an incomplete
         chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. The new blocks may begin at other tokens.
 
-        Raises `UsageError`, too, for fewer tokens than `cache.fixed`. At exactly that many nothing is prefilled again,
-        and the next call must have a prompt.
+        Raises `UsageError`, too, for fewer tokens than `cache.fixed`. At exactly `cache.fixed` tokens nothing is
+        prefilled again, and the next call must have a prompt.
         """
         with self.hold():
             n_tokens = count(n_tokens, "n_tokens", least=0)

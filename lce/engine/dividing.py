@@ -99,7 +99,7 @@ def division_of(
 ) -> Division:
     """Return the division of a model whose matrices `schemes` round. Raises `UsageError` if there can be none.
 
-    There is none for a method in which heads of different ranks would depend on each other.
+    No division suits a method in which heads of different ranks depend on each other.
     """
     if why := method.couples_heads:
         raise UsageError(f"{method.label} cannot be divided among {ranks.count} ranks: {why}; or load without ranks")
@@ -131,13 +131,13 @@ def weights_of(
 
 
 def part_of(division: Division, family: type[Model], checkpoint: Checkpoint, ignore: Sequence[str]) -> Checkpoint:
-    """Return a checkpoint of what one of several ranks has."""
+    """Return a checkpoint with the tensors of one of several ranks."""
     checkpoint.check(dict(family.weights(division.config, checkpoint.shapes).values()), ignore)
     return sliced(checkpoint, _slices(division, family, checkpoint.shapes))
 
 
 def joined(division: Division, family: type[Model], loaded: Mapping[str, Any], stored: Sequence[str]) -> dict[str, Any]:
-    """Return loaded weights in which matrices divided by columns, and by tokens, act as the whole ones."""
+    """Return loaded weights. In them, matrices divided by columns or by tokens act like whole matrices."""
     made, ranks = dict(loaded), division.ranks
     for name, (_, words) in family.table(division.config, stored).items():
         if words[0] == "vocab" and words[0] in division.spans:

@@ -100,9 +100,9 @@ class Engine(Unique):
         """Begin a batch, which runs many requests at once.
 
         Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
-        requests are kept, and a prompt that begins with the tokens of one is read from there on. With `cache_dir`, a
-        folder, they are kept as files, too, of up to `cache_budget` bytes together, and outlive the process. In memory
-        they have up to `cache_memory` bytes, by default half of what is free.
+        requests are kept, and of a prompt that begins with a kept context's tokens only the rest is read. In the folder
+        `cache_dir`, contexts are also kept as files of up to `cache_budget` bytes in all, which outlive the process. In
+        memory, kept contexts take up to `cache_memory` bytes, by default half of the free memory.
         """
         from lce.engine.batch import Batch
 
@@ -142,7 +142,7 @@ class Engine(Unique):
         number of tokens between checkpoints: an interrupted call that is repeated resumes at the last one. `length`
         announces how many tokens the context will have in the end; with a `context`, the length announced for
         `context` counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Any
-        other file is replaced only with `force`. Raises `UsageError` if `path` is such a file, `DataError` if it is the
+        other file is replaced only with `force`; without `force`, raises `UsageError`. Raises `DataError` for the
         unfinished prefill of another text or engine, and `CapacityError` if space is short.
 
         With `keep`, the file has that share of the keys and values: see `evict`. The text is then prefilled in memory,
@@ -210,7 +210,7 @@ class Engine(Unique):
     def open_context(self, path: str | Path) -> Context:
         """Open a file that `Context.save` or `prefill_file` wrote. Keys and values are read when needed.
 
-        Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged one.
+        Raises `DataError` for a file of another model, method, RoPE scaling or dtype, and for a damaged file.
         """
         return open_context(self.setup, path)
 

@@ -65,12 +65,12 @@ class ContextInfo:
     """The facts in a context file's header.
 
     `lce` is the version of lce that wrote the file. `model` is the model's `ModelInfo.identity`. The call
-    `lce.methods.make(method, knobs)` gives the method. If another one reads prompts, `method` names both, and knobs of
-    the other begin with "prefill_method.". `kv_dtype` is the format of keys and values in the file:
-    "int8", "int8-device", or "auto" for `dtype`. `weights` is the quantisation scheme of the model, if any. A file that
-    is not `complete` is an unfinished prefill with `cached` tokens so far. `method_file` names the user's file of code
-    that registered the method, if any; lce runs it only if a user names it. Of the `cached` tokens, each KV head has
-    keys and values of `rows`.
+    `lce.methods.make(method, knobs)` gives the method. If another method reads prompts, `method` names both, and the
+    knobs of the other begin with "prefill_method.". `kv_dtype` is the format of keys and values in the file: "int8",
+    "int8-device", or "auto" for `dtype`. `weights` is the quantisation scheme of the model, if any. A file that is not
+    `complete` is an unfinished prefill with `cached` tokens so far. `method_file` names the user's file of code that
+    registered the method, if any; lce runs it only if a user names it. Of the `cached` tokens, each KV head has keys
+    and values of `rows`.
     """
 
     path: Path

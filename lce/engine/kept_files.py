@@ -38,7 +38,7 @@ GROUP = re.compile("[0-9a-f]{16}")  # the name of a group's folder
 
 
 class KeptFiles:
-    """The files of kept contexts. `lock` guards the index of the entries. `saved` is called when one has been saved."""
+    """The files of kept contexts. `lock` guards the index of the entries. `saved` is called after each saved file."""
 
     def __init__(
         self, folder: Path, budget: int, index: PrefixIndex, lock: threading.RLock, saved: Callable[[], None]

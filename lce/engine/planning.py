@@ -71,7 +71,7 @@ class Plan:
     names), "host" and "disk". `longest` is the length of the longest context that fits; None: unbounded. `refusal` says
     why the context does not fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of
     several devices. `readable` is how many tokens the method can read of this model, whatever the memory; None: any
-    number. `warning` says so if `tokens` are more, as `Engine.beyond` does.
+    number. `warning` says if `tokens` exceeds `readable`.
     """
 
     tokens: int

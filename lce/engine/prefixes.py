@@ -136,8 +136,8 @@ class PrefixCache(Unique):
     def keep(self, request: Request, context: Context) -> None:
         """Keep a request's context, which nobody else uses from now on, for later requests.
 
-        Contexts of which it is a continuation are given up. One that continues a given context is not saved: its
-        beginning is.
+        Kept contexts that `context` continues are given up. If `context` continues a given context, only the given one
+        is saved.
         """
         if not self.reuse or len(context) <= request.n_before or context.cache.fixed or not context.cache.length:
             return
@@ -187,7 +187,7 @@ class PrefixCache(Unique):
             return dropped
 
     def close(self, *, save: bool = True) -> None:
-        """Free the contexts in memory. With `save`, those that have no file yet are saved first."""
+        """Free the contexts in memory. With `save`, contexts without a file are saved first."""
         with self._lock:
             for entry in self._index:
                 entry.unsavable |= not save
@@ -204,9 +204,9 @@ class PrefixCache(Unique):
     def spelled(
         self, setup: Setup, rope: Rope, chat: ChatText, ids: list[int], before: Sequence[int] = ()
     ) -> list[int]:
-        """Return a chat's ids, with the tokens of a kept context where it holds the beginning of the chat's text.
+        """Return a chat's ids. If a kept context has the beginning of the chat's text, its tokens begin the ids.
 
-        `ids` are those of the whole text, which continues the tokens `before`. A model may have written an answer in
+        `ids` are the ids of the whole text, which continues the tokens `before`. A model may have written an answer in
         other tokens than its text has: then the context's tokens are read on, as in a `Conversation`.
         """
         wanted, group = np.asarray([*before, *ids], dtype=np.int32), group_of(setup, rope)

@@ -46,7 +46,7 @@ class Channel:
         return bool(self._items)
 
     def get(self) -> Item:
-        """Wait for an item and return it. The last one stays, so that it is found again."""
+        """Wait for an item and return it. The last item is not removed, so later calls return it too."""
         with self._changed:
             while not self._items:
                 self._changed.wait()
@@ -77,7 +77,7 @@ class Request:
     `start` is the context that the prompt continues, if any; a fork of it is read on. `context` has the tokens from the
     time on when the prompt is read; `n_before` of its tokens precede the prompt. With `reads_only`, the request ends
     when the prompt is read. `hand_over` takes the context at the end, unless the request fails or is cancelled.
-    `threads` are those in which callbacks are called.
+    `threads` are the threads that call callbacks.
     """
 
     setup: Setup

@@ -129,7 +129,7 @@ def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
 def check_logits(logits: Tensor, first: int) -> None:
     """Raise `ModelError` if the logits `[T, vocab]` after the tokens `first..first+T-1` are not finite.
 
-    NumPy adds up a single row. PyTorch would share it among threads, and wait for one whose core has other work.
+    NumPy adds up a single row. PyTorch would divide the row among threads, and wait for any thread whose core is busy.
     """
     alone = logits.is_cpu and len(logits) == 1
     if math.isfinite(logits.numpy().sum() if alone else logits.sum().item()):  # cheaper than checking each number

@@ -51,7 +51,7 @@ class Built:
 
 
 def build(level: Level, progress: Progress = lambda done, total: None) -> Built:
-    """Compile the kernels of a level that are missing. `progress` is called with those compiled and the missing ones.
+    """Compile the kernels of a level that are missing. `progress` gets the numbers of compiled and of missing kernels.
 
     Raises `UsageError` if Numba is missing or no folder can be written, and `CapacityError` if the disk is full.
     """

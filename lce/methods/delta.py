@@ -209,7 +209,7 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         return begins or not all_dense or not self.sparse_method.promised("recorded")
 
     def promised(self, what: Promise) -> bool:
-        """Return whether both methods promise `what`, too; `counted` is up to the sparse one alone."""
+        """Return whether the class and both its methods promise `what`; for `counted` the sparse method is enough."""
         if not super().promised(what) or (what == "recorded" and not self.dense_up_to):
             return False
         others = (self.sparse_method,) if what == "counted" else (self.sparse_method, self.dense_method)

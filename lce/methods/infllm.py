@@ -44,8 +44,8 @@ class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     attention weights, over all queries. A memory block's relevance is the sum of `q · k` over heads, representative
     tokens and the queries of the block, with the queries at `far`.
 
-    The paper's blocks have 128 tokens, of which 4 say little: 128 blocks of 16, as many tokens, find more on both
-    models tried.
+    The paper's blocks have 128 tokens, and 4 tokens represent a block poorly. The default is 128 blocks of 16 tokens,
+    the same number of tokens; they find more with both models tried.
 
     With `top_p`, the best of the `top_k` blocks are chosen until their estimated attention reaches that share of the
     attention to all memory blocks. The estimate takes the mean of a block's products `q · k` as each token's logit.

@@ -216,8 +216,8 @@ def run(
     `window` is the number of positions that the model can be trusted on. `blocks` is the size of all blocks, or a
     list of sizes; None: `Method.block`. `rope` is by default RoPE of base 10000 without scaling. `attention` names a
     backend; `note` is as in `Step`. Blocks that begin at token `prompt` or later are decode steps (`Step.decoding`),
-    which matters to `Handover` alone; None: no block is one. Raises `UsageError` for shapes that do not fit, and
-    `CapacityError` for knobs that need more memory than is free.
+    which matters to `Handover` alone; None: no block is a decode step. Raises `UsageError` for shapes that do not fit,
+    and `CapacityError` for knobs that need more memory than is free.
 
     Example: queries of zeros weigh all keys alike, so each output is the mean of the values so far.
 

@@ -94,7 +94,7 @@ class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of
     def slices(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield slices of the blocks that choose in a pass of tokens `start..stop-1`: blocks `first..last-1`.
 
-        These are the blocks of which the pass has all queries, except block 0.
+        A block chooses if the pass has all of its queries; block 0 does not choose.
         """
         first, last = max(1, -(-start // self.size)), stop // self.size
         at_once = max(1, CHOICES_AT_ONCE // max(1, last * self.size))

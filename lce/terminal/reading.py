@@ -19,7 +19,7 @@ MAX_MESSAGES_VALUES = 1 << 20
 
 
 def read_prompt(text: str | None, prompt: str | None, prompt_file: str | None) -> str:
-    """Return a command line's prompt. Raises `UsageError` if there is none, and `DataError` for an unreadable file."""
+    """Return a command line's prompt. Raises `UsageError` without a prompt, and `DataError` for an unreadable file."""
     if text is not None and prompt is not None:
         raise UsageError("the prompt is given as an argument and with --prompt; give one of them")
     prompt = text if prompt is None else prompt

@@ -160,8 +160,8 @@ class Checkpoint:
         `wanted` whose tensors are joined along dimension 0. Tensors of the names in `wide` are float32.
 
         `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These, and matrices that are
-        stored quantised, are returned as `PackedMatrix`; those to be joined as one `Stacked` if their schemes differ,
-        or if one has a number of rows that is no multiple of `ROW_BLOCK`.
+        stored quantised, are returned as `PackedMatrix`. Joined matrices become one `Stacked` if their schemes differ,
+        or if the rows of one are no multiple of `ROW_BLOCK`.
 
         Before anything is read, raises `CapacityError` for weights larger than the free memory, and ModelError for
         wrong names, shapes and dtypes. While reading, raises ModelError for NaN, infinity, and a file that was changed.

@@ -33,7 +33,7 @@ SCHEMES: Mapping[str, Scheme] = {name: Scheme("gguf", layout) for name, layout i
 
 
 def put_blocks(layout: Layout, exploded: Exploded, n_rows: int, parts: Mapping[str, Tensor]) -> None:
-    """Write the blocks of some rows to `parts`, which are those rows' parts of a matrix."""
+    """Write the blocks of `n_rows` rows of a matrix to `parts`, which hold these rows alone."""
     arrange(layout, exploded.codes.reshape(n_rows, -1), parts["codes"])
     numbers: dict[str, NDArray[Any] | None] = {"scales": exploded.d, "mins": exploded.dmin}
     if layout.nested:
@@ -48,7 +48,7 @@ def put_blocks(layout: Layout, exploded: Exploded, n_rows: int, parts: Mapping[s
 
 @dataclass(frozen=True)
 class Blocks:
-    """A tensor that is not read as it lies in its file: quantised, of another order of rows, or of some columns alone.
+    """A tensor that is converted when it is read: quantised, with another order of rows, or some columns alone.
 
     Row i of the tensor is row `order[i]` in the file. `parts` are the parts of a packed matrix, or under "" a plain
     tensor; without any, the tensor is only checked. `dtype` is the dtype in which a packed matrix is computed with.

@@ -49,10 +49,9 @@ class Row:
     """The results of one method at one length. `prefill` and `decode` are tokens per second, `first_token` seconds.
 
     A decode step reads `weight_bytes` of weights, and `cache_bytes` of keys, values and what a method scores. A prefill
-    computes `prefill_flops`. `prefill_share` is the median prefill speed divided by what the machine's highest rate of
-    matrix products in any dtype allows, `decode_share` the median decode speed divided by what its rate of reading
-    memory allows.
-    `warning` says that the text is longer than the method can read, and is None otherwise.
+    computes `prefill_flops`. `prefill_share` is the median prefill speed divided by the speed that the machine's
+    highest rate of matrix products in any dtype allows. `decode_share` is the median decode speed divided by the speed
+    that reading memory allows. `warning` says if the text is longer than the method can read, else None.
     """
 
     method: str

@@ -57,7 +57,7 @@ class Board:
     def length(self) -> int:
         """The length that most methods were asked at, or the longest of several such lengths.
 
-        Methods that were asked only where the ceiling was, as `full` always is, do not count if others were asked more.
+        A method never asked beyond the length of the ceiling, such as `full`, counts only if no method was.
         """
         top = max((table.ceiling[0] for table in self.tables if table.ceiling), default=0)
         beyond = {method for method in self.methods if any(self.asked(method, n) for n in self.lengths if n > top)}
@@ -68,7 +68,7 @@ class Board:
         return any((method, length) in table.cells for table in self.tables)
 
     def counted(self, length: int, *, telling: bool = True) -> list[Table]:
-        """Return the tasks that count at a length; with `telling`, only those that tell methods apart there."""
+        """Return the tasks that count at a length; with `telling`, only the tasks that tell methods apart there."""
         asked = {
             table.title: {method for method, own in table.cells if own == length}
             for table in self.tables

@@ -57,12 +57,12 @@ class Recommendation:
 
     @property
     def alike(self) -> Sequence[Probe]:
-        """The best method, and those that the questions do not tell apart from it."""
+        """The best method, and all methods that the questions do not tell apart from the best."""
         return [each for each in self.probes if not told_apart(self.probes[0].values, each.values)]
 
     @property
     def chosen(self) -> Probe:
-        """The method to use: of those alike, the one that reads fewest bytes a token."""
+        """The method to use: of the methods in `alike`, the one that reads the fewest bytes a token."""
         return min(self.alike, key=lambda each: each.read_bytes)
 
 
@@ -107,7 +107,7 @@ def recommend(
 
     `length` is by default what the time affords for a text of each method, by the speed of the ceiling: see `LENGTHS`.
     `task` is one of `lce eval tasks`, up to eight questions a text, and `filler` as in `MadeSuite`: `noise`, since its
-    words are in no fact. Each method reads one text; while there is time for all, they all read another. A turn that
+    words are in no fact. Each method reads one text. While there is time, every method reads another text. A turn that
     would end too late is not begun, but the ceiling and one method are always asked. `loading` are options of
     `lce.load`. Raises what `lce.load` and `MadeSuite` raise.
     """

@@ -32,7 +32,7 @@ def filling(ray: str | None, workers: int | None) -> Callable[[SuiteRun], None] 
 
 
 def fill(run: SuiteRun, address: str, workers: int | None = None) -> None:
-    """Ask what a run's record lacks, on a Ray cluster. `workers` None is one for each `threads` cores."""
+    """Ask what a run's record lacks, on a Ray cluster. By default, there is a worker for each `threads` cores."""
     try:
         from lce_serve.ray import ship_code  # before Ray, whose statistics it switches off
     except ImportError as error:
