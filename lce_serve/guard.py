@@ -163,7 +163,7 @@ async def body_of(request: Request, settings: Settings) -> Any:
 
 
 async def bytes_of(request: Request, settings: Settings) -> bytes:
-    """Return the bytes of a request's body. Refuses what is not said to be JSON, and what is too large or too slow."""
+    """Return the bytes of a request's body. Refuses a body that is not declared as JSON, is too large or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "expected Content-Type: application/json")

@@ -61,8 +61,8 @@ class PlacedPart:
     """A `Part` in one pass: the rotation of queries to `part.query_at`, and the `dense` calls for the part's spans.
 
     `turn` is `[T, D/2]`. For chosen keys with a position for each slot or band, `turn` is a table `[P, D/2]`, and
-    `slots [T, K]` are the rows of the table for each slot or band. A part of chosen keys has no calls, and is the one
-    that was declared for indices on the device.
+    `slots [T, K]` are the rows of the table for each slot or band. A part of chosen keys has no calls; its `part` is
+    declared for indices on the device.
     """
 
     part: Part

@@ -25,7 +25,7 @@ Lines = list[tuple[dict[str, Any], Any]]
 
 
 def filling(ray: str | None, workers: int | None) -> Callable[[SuiteRun], None] | None:
-    """Return what fills a run's record by a job on the cluster at an address, `local` for this machine alone."""
+    """Return a function that fills a run's record by a Ray job at the address `ray`; `local` is this machine alone."""
     if ray is None and workers is not None:
         raise UsageError("--workers is for --ray; give --ray, too")
     return None if ray is None else partial(fill, address=ray, workers=workers)
