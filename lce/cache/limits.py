@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lce.cache.file_layout import file_rows
-from lce.cache.layout import DEVICE, DISK, CacheLayout
+from lce.cache.layout import DEVICE, DISK, Budgets, CacheLayout
 from lce.cache.row_file import CHECK_BLOCK, CHECK_BYTES
 from lce.cache.tier import UNBOUNDED, Tier, kinds
 from lce.errors import CapacityError
@@ -40,6 +40,8 @@ class Limits:
     @cached_property
     def lower(self) -> dict[type[Tier], int]:
         """The tiers below the device, fastest first, each with the most pages that it may hold, or `UNBOUNDED`."""
+        if self.layout.on_cpu and self.layout.budgets == Budgets():  # then no page ever leaves the memory
+            return {}
         return {kind: limit for kind in kinds() if (limit := kind.limit(self.layout)) is not None}
 
     @property
@@ -124,5 +126,6 @@ class Limits:
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
         """Return the most bytes of memory for checksums: of a context's `n_tokens`, `n_filed` of a file's tokens."""
         spilled = self.needs(n_tokens).get(DISK, 0) // self.layout.format.row_bytes
-        filed: int = self.layout.n_layers * self.layout.n_groups * file_rows(self.layout, n_filed)
+        n_groups = self.layout.n_layers * self.layout.n_groups
+        filed: int = n_groups * file_rows(self.layout, n_filed) if n_filed else 0
         return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
