@@ -192,9 +192,7 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
             raise DataError(f"{named(path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
         small = headers.read_small(header, layout, check, row_entries(found), found.small_start)
         return Snapshot(
-            header.manifest,
-            small,
-            ContextRows(descriptor, named(path), found, header.manifest.file_id, writable=False),
+            header.manifest, small, ContextRows(descriptor, named(path), found, header.manifest.file_id, writable=False)
         )
     except BaseException:
         descriptor.close()
