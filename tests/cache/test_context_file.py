@@ -244,9 +244,10 @@ def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_l
     layout = replace(LAYOUT, budgets=Budgets(host=Limits(LAYOUT).least_budget))
     for stop in range(41, 71):
         cache, draft = into_file(tmp_path, N, layout)
+        cache.begin()
         append(cache, stop, commit=False, n_layers=n_layers)
         n = cache.length
-        cache.discard()
+        cache.settle()
         write_rows(cache, draft.rows)
         finish(draft, tmp_path / "c.lce", cache, N, read=n)
         check(again(tmp_path / "c.lce", n=n), n)

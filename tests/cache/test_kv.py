@@ -93,13 +93,14 @@ def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: 
     cache, kept = KVCache.empty(layout, capacity), [rows(0)]
     layer = cache.layers[0]
     for seed, (n, keep) in enumerate(blocks):
+        cache.begin()
         write(cache, n, seed)
         assert torch.equal(held(layer, "k"), torch.cat((*kept, rows(n, seed)), dim=1))
         if keep:
             cache.commit()
             kept.append(rows(n, seed))
         else:
-            cache.discard()
+            cache.settle()
         assert torch.equal(held(layer, "k"), torch.cat(kept, dim=1))
         assert torch.equal(held(layer, "v"), -torch.cat(kept, dim=1))
 
@@ -119,9 +120,10 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             r"fewer tokens, or give --kv-host-budget and --spill-dir\Z",
         ):
             cache.reserve(1000)
+        cache.begin()
         with pytest.raises(CapacityError):
             write(cache, 10)
-    cache.discard()
+    cache.settle()
     append(cache, 4, 70)
     assert torch.equal(held(cache.layers[1], "k"), torch.cat((rows(13, 1), rows(4, 71)), dim=1))
 
