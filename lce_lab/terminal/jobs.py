@@ -34,11 +34,11 @@ def filling(ray: str | None, workers: int | None) -> Callable[[SuiteRun], None] 
 def fill(run: SuiteRun, address: str, workers: int | None = None) -> None:
     """Ask what a run's record lacks, on a Ray cluster. By default, there is a worker for each `threads` cores."""
     try:
-        from lce_serve.ray import ship_code  # before Ray, whose statistics it switches off
+        from lce_serve.ray import ship_code  # isort: skip  # before Ray, whose statistics it switches off
+        import ray
+        import ray.data
     except ImportError as error:
         raise UsageError(f"--ray needs {error.name}; install it by pip install 'lce[ray]'") from None
-    import ray
-    import ray.data
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
