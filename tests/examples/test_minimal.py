@@ -94,10 +94,17 @@ def test_the_tour_begins_with_its_functions(minimal: ModuleType) -> None:
         assert callable(operator.attrgetter(name)(minimal)), name
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"tie_word_embeddings": True}, {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-    {"num_key_value_heads": 4, "max_position_embeddings": 128}, {"num_key_value_heads": 1, "rope_theta": 500.0},
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        {"num_key_value_heads": 4, "max_position_embeddings": 128},
+        {"num_key_value_heads": 1, "rope_theta": 500.0},
+    ],
+    ids=repr,
+)
 def test_all_logits_are_those_of_the_engine(minimal: ModuleType, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Random weights, beyond the window, each token in a block of its own."""
     folder, ids = save_tiny(tmp_path, **changes), tokens(300)
@@ -116,18 +123,25 @@ def test_logits_do_not_depend_on_the_block(minimal: ModuleType, tiny_model: Path
     assert (found - whole).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("n_chars", [
-    pytest.param(8_000, id="6 windows"),
-    pytest.param(len(HAYSTACK), id="62 windows", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "n_chars",
+    [
+        pytest.param(8_000, id="6 windows"),
+        pytest.param(len(HAYSTACK), id="62 windows", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
 def test_tokens_on_the_demo_are_those_of_the_engine(minimal: ModuleType, n_chars: int) -> None:
     """A story that is broken off in the middle, and the whole haystack with its question."""
     compare(minimal, DEMO, ids_of(DEMO, HAYSTACK[:n_chars]), 32)
 
 
-@pytest.mark.parametrize("n_tokens", [
-    300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "n_tokens",
+    [
+        300,
+        pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
 def test_tokens_on_smollm2_are_those_of_the_engine(minimal: ModuleType, smollm2_folder: Path, n_tokens: int) -> None:
     """Within and beyond the window of 8,192."""
     compare(minimal, smollm2_folder, ids_of(smollm2_folder, HAYSTACK)[:n_tokens], 32)
