@@ -152,7 +152,7 @@ def _check_same(
 
 def _rounded(weights: object, checkpoint: Checkpoint, device: torch.device) -> Scheme | None:
     """Return the weights' quantisation scheme: the user's or the checkpoint's. Raises `UsageError` if they differ."""
-    scheme, own = None if weights in (None, "auto") else scheme_of(weights), checkpoint.quantised
+    scheme, own = scheme_of(weights), checkpoint.quantised
     if scheme and own not in (None, scheme.name):
         raise UsageError(
             f"the weights of {named(checkpoint.folder)} are stored as {own}; leave weights={scheme.name!r} out, "
