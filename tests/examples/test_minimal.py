@@ -60,7 +60,7 @@ def ids_of(folder: Path, text: str) -> list[int]:
 
 
 def compare(minimal: ModuleType, folder: Path, ids: list[int], n_tokens: int, block: int = 512) -> None:
-    """The file's tokens are the engine's, and its log-probabilities of the first one are close to the engine's."""
+    """The file's tokens are the engine's, and its probabilities of the first one are close to the engine's."""
     engine = lce.load(folder, method="longheads", dtype="float32")
     truth = engine.generate(ids, max_tokens=n_tokens, logprobs=20)
     model = minimal.Llama(folder)
@@ -68,7 +68,7 @@ def compare(minimal: ModuleType, folder: Path, ids: list[int], n_tokens: int, bl
     logits = minimal.prefill(model, ids, cache, block)
     assert truth.logprobs is not None
     best, expected = (torch.tensor(column) for column in zip(*truth.logprobs[0].top, strict=True))
-    assert (logits.log_softmax(-1)[best] - expected).abs().max() < 0.01
+    assert (logits.softmax(-1)[best] - expected.exp()).abs().max() < 0.01
     found = minimal.decode(model, logits, cache, n_tokens)
     assert found == truth.token_ids
     assert len(found) > 5
