@@ -40,7 +40,7 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str, window: int
     import torch
     from safetensors.torch import save_file
 
-    from lce.models.registry import model_class, read_config
+    from lce.models.layers import model_class, read_config
     from lce.weights.source import DEMO, Source
 
     config = {

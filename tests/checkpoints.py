@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from lce.models.registry import model_class, read_config
+from lce.models.layers import model_class, read_config
 from lce.weights.source import Source
 
 VOCAB = 300

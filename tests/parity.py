@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lce
 from lce.errors import ModelError
-from lce.models.registry import read_config
+from lce.models.layers import read_config
 from lce.weights.source import Source
 from tests import oracle
 from tests.checkpoints import TINY, VOCAB, save_by_transformers

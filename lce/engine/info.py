@@ -19,8 +19,8 @@ from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig
+from lce.models.layers import families, model_class, read_config
 from lce.models.products import products_in
-from lce.models.registry import families, model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.weights.finding import source_of
 from lce.weights.tensor_groups import TensorGroup, tensor_groups

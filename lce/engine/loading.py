@@ -19,9 +19,8 @@ from lce.engine.sizing import dtype_of, facts_of, fitted, sizes_of, weights_of
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
-from lce.models.layers import Model
+from lce.models.layers import Model, model_class, read_config
 from lce.models.ranks import ALONE, Division, Ranks
-from lce.models.registry import model_class, read_config
 from lce.progress import notice
 from lce.system import keep_freed_memory, usable_cores, uses_threads
 from lce.weights.checkpoint import Checkpoint

@@ -18,7 +18,7 @@ from lce.methods.costs import Cost, PaperFigure, QueryBlock, cost, paper_figures
 from lce.methods.run import method_of
 from lce.methods.selective import ChunkMethod
 from lce.models.config import ModelConfig
-from lce.models.registry import model_class
+from lce.models.layers import model_class
 from lce.sizes import count
 
 PROJECTIONS = ("q", "k", "v", "qkv", "o")  # a layer's matrices for attention; its other matrices are the MLP's

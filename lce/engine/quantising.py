@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lce.errors import UsageError, shown
 from lce.files import named, path_of, sweep, write_whole, written_whole
-from lce.models.registry import model_class, read_config
+from lce.models.layers import model_class, read_config
 from lce.progress import Progress, check_progress, reported
 from lce.weights.finding import source_of
 from lce.weights.packed import LARGEST, scheme_of

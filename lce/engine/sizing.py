@@ -26,9 +26,8 @@ from lce.methods.registry import AUTO, as_method
 from lce.methods.run import access_of
 from lce.methods.step import ModelFacts
 from lce.models.config import LongRope, ModelConfig, RopeConfig
-from lce.models.layers import Model
+from lce.models.layers import Model, model_class, read_config
 from lce.models.ranks import Division
-from lce.models.registry import model_class, read_config
 from lce.sizes import count
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.finding import source_of

@@ -1,4 +1,4 @@
-"""The fields of config.json that all model families share, checked in full; registry.py finds the family.
+"""The fields of config.json that all model families share, checked in full; `layers.family_of` finds the family.
 
 Two published layouts are read. Configs of transformers 4 have `rope_theta`, `rope_scaling` and `torch_dtype`; configs
 of transformers 5 have `rope_parameters` and `dtype`. An optional key that is missing takes transformers' default for
@@ -17,6 +17,7 @@ from lce.errors import ModelError, shown
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+SLIDING_KEYS = ("layer_types", "rope_parameters")  # what a family implements whose layers have `sliding_kinds`
 _SCALING_NUMBERS = {  # keys of the numbers that only one kind of RoPE scaling has
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -439,3 +440,18 @@ def kind_of(scaling: Fields) -> str | None:
     if kind is not None and older is not None and kind != older:
         raise scaling.refusal("rope_type", f"the same as type, which is {shown(older)}")
     return kind or older
+
+
+def sliding_kinds(fields: Fields, config: ModelConfig, interval: int, theta: float) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer: a sliding window with its own RoPE, or full attention with the model's RoPE.
+
+    `layer_types` says which layers are which; without it, one of `interval` layers has full attention, the last one.
+    `theta` is the base of the RoPE of sliding windows, unless `rope_parameters` has one. `rope_scaling` does not apply.
+    """
+    full, sliding = LAYER_TYPES
+    types = layer_types(fields, [full if (i + 1) % interval == 0 else sliding for i in range(config.n_layers)])
+    window = fields.optional_integer("sliding_window")
+    if window is None and sliding in types:
+        raise fields.refusal("sliding_window", f"a number of tokens, as some layers have {sliding}")
+    rope = read_rope(fields, config.head_dim, fields.section("rope_parameters", sliding), theta)
+    return tuple(LayerKind(window, rope) if kind == sliding else LayerKind() for kind in types)

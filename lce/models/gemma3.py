@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lce.models.layers import family
 from lce.models.mistral3 import Mistral3
-from lce.models.registry import family
 
 
 @family("gemma3", "Gemma3ForConditionalGeneration")

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.models.config import Fields, ModelConfig
-from lce.models.kinds import KEYS, sliding_kinds
-from lce.models.layers import Attend
+from lce.models.config import SLIDING_KEYS, Fields, ModelConfig, sliding_kinds
+from lce.models.layers import Attend, family
 from lce.models.llama import Llama, LlamaLayer
 from lce.models.products import merge_heads, rms_norm
 from lce.models.qwen3 import Qwen3
-from lce.models.registry import family
 
 
 class Gemma3Layer(LlamaLayer):
@@ -67,7 +65,7 @@ class Gemma3Text(Llama):
         "tie_word_embeddings": True,
     }
     implements = (
-        *KEYS,
+        *SLIDING_KEYS,
         *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern", "norms_plus_one"),
     )
     activation = "gelu_pytorch_tanh"

@@ -7,9 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig
-from lce.models.layers import Attend, Layer, Model
+from lce.models.layers import Attend, Layer, Model, family
 from lce.models.products import merge_heads
-from lce.models.registry import family
 
 
 class LlamaLayer(Layer):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig, rope_section
-from lce.models.layers import Attend
+from lce.models.layers import Attend, family
 from lce.models.mistral import Mistral
-from lce.models.registry import family
 
 
 @family("ministral3", "Ministral3ForCausalLM")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lce.models.config import Fields, ModelConfig
+from lce.models.layers import family
 from lce.models.llama import Llama
-from lce.models.registry import family
 
 
 @family("mistral", "MistralForCausalLM")

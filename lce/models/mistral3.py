@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lce.models.config import Fields, ModelConfig
-from lce.models.layers import Model
-from lce.models.registry import family, family_of
+from lce.models.layers import Model, family, family_of
 
 # These keys of config.json, outside its `text_config`, describe the weights of the text model, too.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "compression_config")

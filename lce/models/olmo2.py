@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig
-from lce.models.layers import Attend
+from lce.models.layers import Attend, family
 from lce.models.llama import Llama, LlamaLayer
 from lce.models.products import merge_heads, rms_norm
-from lce.models.registry import family
 
 
 class Olmo2Layer(LlamaLayer):

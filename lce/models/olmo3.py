@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lce.models.config import Fields, ModelConfig
-from lce.models.kinds import KEYS, sliding_kinds
+from lce.models.config import SLIDING_KEYS, Fields, ModelConfig, sliding_kinds
+from lce.models.layers import family
 from lce.models.olmo2 import Olmo2
-from lce.models.registry import family
 
 THETA = 500000.0
 
@@ -17,7 +16,7 @@ class Olmo3(Olmo2):
     """OLMo 2 with layers of two kinds. RoPE has the same base in both; its scaling is for full attention alone."""
 
     defaults = Olmo2.defaults | {"sliding_window": 4096, "rope_theta": THETA}
-    implements = KEYS
+    implements = SLIDING_KEYS
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lce.models.config import Fields, LongRope, ModelConfig, RopeConfig, kind_of, read_rope, rope_section
-from lce.models.layers import Attend
+from lce.models.layers import Attend, family
 from lce.models.llama import Llama, LlamaLayer
-from lce.models.registry import family
 
 NAMES = ("longrope", "su", "yarn")  # LongRoPE in config.json; the last two in older ones, as in transformers
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig
-from lce.models.layers import Attend
+from lce.models.layers import Attend, family
 from lce.models.llama import Llama, LlamaLayer
 from lce.models.products import norm_heads
 from lce.models.qwen2 import Qwen2, sliding_window
-from lce.models.registry import family
 
 
 class Qwen3Layer(LlamaLayer):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lce.models.config import LAYER_TYPES, Fields, LayerKind, ModelConfig, layer_types
+from lce.models.layers import family
 from lce.models.llama import Llama
-from lce.models.registry import family
 
 
 @family("smollm3", "SmolLM3ForCausalLM")

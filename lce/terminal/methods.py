@@ -77,7 +77,7 @@ def named_methods(method: str, knobs: Mapping[str, Any], prefill_method: str | N
 
 def _n_tokens(model: str, text: str) -> int:
     """Return the number of a text's tokens. Loads no weights."""
-    from lce.models.registry import read_config
+    from lce.models.layers import read_config
     from lce.weights.finding import source_of
 
     source = source_of(model)

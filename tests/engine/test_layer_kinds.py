@@ -18,7 +18,7 @@ from lce.kernels.cuda import launching
 from lce.methods import Observed, QueryBlock
 from lce.methods.costs import cost
 from lce.models.config import LayerKind, ModelConfig, RopeConfig
-from lce.models.registry import read_config
+from lce.models.layers import read_config
 from lce.models.rope import Rope
 from lce.terminal.figures import model_lines
 from lce.weights.source import Source

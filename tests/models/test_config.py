@@ -24,7 +24,7 @@ from transformers import (
 
 from lce.errors import ModelError
 from lce.models.config import ModelConfig, RopeConfig
-from lce.models.registry import read_config
+from lce.models.layers import read_config
 from lce.weights.source import Source
 from tests.command import output
 

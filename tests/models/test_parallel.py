@@ -18,8 +18,8 @@ from torch import Tensor
 
 import lce
 from lce.errors import LceError, RankError, UsageError
+from lce.models.layers import read_config
 from lce.models.ranks import Division, Ranks
-from lce.models.registry import read_config
 from lce.weights.source import Source
 from tests.checkpoints import save_chat, save_tiny, tokens
 from tests.command import PROMPT, Process, run

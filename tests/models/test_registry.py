@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import lce
 from lce.errors import ModelError
-from lce.models.registry import families, read_config
+from lce.models.layers import families, read_config
 from lce.weights.source import Source
 from tests.checkpoints import TINY, save_tiny
 from tests.command import output
@@ -106,7 +106,7 @@ def test_no_other_module_names_a_family() -> None:
 NEW_FAMILY = '''
 from dataclasses import replace
 from lce.models.llama import Llama
-from lce.models.registry import family
+from lce.models.layers import family
 from lce.weights.source import Source
 
 @family("parrot", "ParrotForCausalLM")

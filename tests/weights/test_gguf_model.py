@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo3Config, Sm
 
 from lce.errors import ModelError
 from lce.models.config import Fields
-from lce.models.registry import family_of, read_config
+from lce.models.layers import family_of, read_config
 from lce.weights.gguf_file import GgufFile, read_gguf
 from lce.weights.gguf_model import model_in
 from lce.weights.gguf_types import BY_NAME
