@@ -52,6 +52,12 @@ def client(service: Service) -> TestClient:
     return TestClient(application(service), base_url=URL, raise_server_exceptions=False)
 
 
+@pytest.fixture
+def address(service: Service) -> Iterator[str]:
+    with serving(service) as address:
+        yield address
+
+
 @contextmanager
 def serving(service: Service) -> Iterator[str]:
     """A real server on a free port, in a thread; gives its address."""
@@ -66,6 +72,18 @@ def serving(service: Service) -> Iterator[str]:
         thread.join(10)
         sock.close()
         assert not thread.is_alive()
+
+
+def with_options(service: Service, **options: Any) -> list[Any]:
+    """Have every answer made with options for which no request can ask. Returns the streams as they begin."""
+    stream, made = service.batch.stream, list[Any]()
+
+    def begin(*given: Any, **how: Any) -> Any:
+        made.append(stream(*given, **how, **options))
+        return made[-1]
+
+    service.batch.stream = begin
+    return made
 
 
 def events(text: str) -> list[str]:

@@ -15,6 +15,10 @@ def chat(*texts: str, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text} for text in texts], **more}
 
 
+def prompt(text: object) -> Affinity:
+    return affinity_of(None, {"prompt": text})
+
+
 def first(session: str, replicas: dict[str, int]) -> str:
     return ranked(Affinity(session), replicas, Known(), SLACK)[0]
 
@@ -49,22 +53,20 @@ def test_the_next_turn_goes_where_the_first_one_went() -> None:
 
 
 def test_the_longest_known_beginning_decides() -> None:
-    known = Known()
-    known.note(affinity_of(None, {"prompt": "x" * 1000}), "a")
-    known.note(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000}), "b")
-    assert known.longest(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000 + "z"}), REPLICAS) == "b"
-    assert (
-        known.longest(affinity_of(None, {"prompt": "x" * 1000 + "z" * 2000}), REPLICAS) == "b"
-    )  # the last one that was sent it
-    assert known.longest(affinity_of(None, {"prompt": "x" * 1000 + "y" * 2000}), ["a", "c"]) is None
-    assert known.longest(affinity_of(None, {"prompt": "z" * 1000}), REPLICAS) is None
+    known, x, y = Known(), "x" * 1000, "y" * 2000
+    known.note(prompt(x), "a")
+    known.note(prompt(x + y), "b")
+    assert known.longest(prompt(x + y + "z"), REPLICAS) == "b"
+    assert known.longest(prompt(x + "z" * 2000), REPLICAS) == "b"  # the last one that was sent it
+    assert known.longest(prompt(x + y), ["a", "c"]) is None
+    assert known.longest(prompt("z" * 1000), REPLICAS) is None
 
 
 def test_a_short_common_beginning_does_not_count() -> None:
     known = Known()
-    known.note(affinity_of(None, {"prompt": "x" * 2 * BLOCK}), "a")
-    assert known.longest(affinity_of(None, {"prompt": "x" * 2 * BLOCK + "y" * 10 * BLOCK}), REPLICAS) == "a"
-    assert known.longest(affinity_of(None, {"prompt": "x" * 2 * BLOCK + "y" * 100 * BLOCK}), REPLICAS) is None
+    known.note(prompt("x" * 2 * BLOCK), "a")
+    assert known.longest(prompt("x" * 2 * BLOCK + "y" * 10 * BLOCK), REPLICAS) == "a"
+    assert known.longest(prompt("x" * 2 * BLOCK + "y" * 100 * BLOCK), REPLICAS) is None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_token_ids_and_all_endpoints_have_texts() -> None:
         assert len(affinity_of(None, body).digests) > 1
 
 
-@pytest.mark.parametrize("affinity", [Affinity("s"), affinity_of(None, {"prompt": "x" * 1000})])
+@pytest.mark.parametrize("affinity", [Affinity("s"), prompt("x" * 1000)])
 def test_a_replica_with_too_many_requests_loses_some(affinity: Affinity) -> None:
     known = Known()
     best = ranked(affinity, REPLICAS, known, SLACK)[0]
@@ -92,18 +94,16 @@ def test_a_replica_with_too_many_requests_loses_some(affinity: Affinity) -> None
     assert ranked(affinity, dict.fromkeys(REPLICAS, 100), known, SLACK)[0] == best
 
 
-def test_without_affinity_the_fewest_requests_decide() -> None:
-    assert ranked(Affinity(), {"a": 3, "b": 1, "c": 2}, Known(), SLACK) == ["b", "c", "a"]
+def test_all_replicas_are_ranked_and_without_affinity_by_the_fewest_requests() -> None:
+    for affinity in (Affinity("s"), Affinity(), prompt("x" * 1000)):
+        found = ranked(affinity, {"a": 3, "b": 1, "c": 2}, Known(), SLACK)
+        assert sorted(found) == ["a", "b", "c"]
+        assert affinity != Affinity() or found == ["b", "c", "a"]
     assert ranked(Affinity("s"), {}, Known(), SLACK) == []
 
 
-def test_all_replicas_are_ranked_once() -> None:
-    for affinity in (Affinity("s"), Affinity(), affinity_of(None, {"prompt": "x" * 1000})):
-        assert sorted(ranked(affinity, {"a": 3, "b": 1, "c": 2}, Known(), SLACK)) == ["a", "b", "c"]
-
-
 def test_the_known_beginnings_are_bounded() -> None:
-    known, texts = Known(4), [affinity_of(None, {"prompt": letter * 500}) for letter in "xyz"]
+    known, texts = Known(4), [prompt(letter * 500) for letter in "xyz"]
     for text in texts:
         known.note(text, "a")
     assert [known.longest(text, REPLICAS) for text in texts] == [None, "a", "a"]

@@ -4,41 +4,56 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lce
-from lce_serve.service import Service
 from tests.command import Process
-from tests.lce_serve.conftest import serving
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 WAIT_S = 60
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
-HI: Any = [{"role": "user", "content": "hi"}]
+HI: Any = [{"role": "user", "content": "the quick fox"}]
 
 
-@pytest.fixture
-def address(service: Service) -> Iterator[str]:
-    with serving(service) as address:
-        yield address
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_openai_async_with_schemas_and_tools(address: str) -> None:
+def test_openais_own_client(address: str) -> None:
     openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
+        assert [each.id for each in client.models.list()] == ["tiny"]
+        whole = client.chat.completions.create(model="tiny", messages=HI, max_tokens=6)
+        assert client.completions.create(model="tiny", prompt="the fox", max_tokens=3).choices[0].text
+        answer = client.responses.create(model="tiny", input="the quick fox", max_output_tokens=6)
+        assert answer.output_text == whole.choices[0].message.content
+        with client.responses.stream(model="tiny", input="the quick fox", max_output_tokens=6) as events:
+            kinds = [event.type for event in events]
+        assert kinds[-1] in ("response.completed", "response.incomplete")
+        with pytest.raises(openai.BadRequestError, match="more than the") as error:
+            client.chat.completions.create(model="tiny", messages=HI, max_tokens=9999)
+        assert error.value.code == "context_length_exceeded"
+
+
+def test_openais_client_asks_for_schemas_calls_and_streams_at_once(address: str, engine: lce.Engine) -> None:
+    openai = pytest.importorskip("openai")
+    texts = [f"the {word} fox" for word in "quick brown lazy other".split()]
+
+    async def text_of(chunks: Any) -> str:
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in await chunks if chunk.choices])
 
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", timeout=WAIT_S) as client:
-            make = client.chat.completions.create
+
+            def make(text: str, n: int, **how: Any) -> Any:
+                messages = [{"role": "user", "content": text}]
+                return client.chat.completions.create(model="tiny", messages=messages, max_tokens=n, **how)
+
             form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
-            found, called, stream = await asyncio.gather(
-                make(model="tiny", messages=HI, max_tokens=80, response_format=form, logit_bias={"5": 1}),
-                make(model="tiny", messages=HI, max_tokens=200, tools=[TOOL], tool_choice="required"),
-                make(model="tiny", messages=HI, max_tokens=8, stream=True, stream_options={"include_usage": True}),
+            found, called, *said = await asyncio.gather(
+                make("hi", 80, response_format=form, logit_bias={"5": 1}),
+                make("hi", 200, tools=[TOOL], tool_choice="required"),
+                *(text_of(make(text, 40, stream=True)) for text in texts),
             )
             if found.choices[0].finish_reason == "stop":
                 assert isinstance(json.loads(found.choices[0].message.content)["n"], int)
@@ -46,36 +61,28 @@ def test_openai_async_with_schemas_and_tools(address: str) -> None:
             for call in called.choices[0].message.tool_calls or []:
                 assert call.function.name == "add"
                 assert isinstance(json.loads(call.function.arguments)["n"], int)
-            chunks = [chunk async for chunk in stream]
-            assert chunks[-1].usage.completion_tokens == 8
-            answer = await client.responses.create(model="tiny", input="hi", max_output_tokens=8)
-            assert answer.output_text
+            assert said == [engine.chat(text, max_tokens=40).text for text in texts]  # each what it says alone
 
     asyncio.run(asyncio.wait_for(ask(), WAIT_S))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_anthropic_async(address: str) -> None:
+def test_anthropics_own_client(address: str) -> None:
     anthropic = pytest.importorskip("anthropic")
-
-    async def ask() -> None:
-        async with anthropic.AsyncAnthropic(base_url=address, api_key="none", timeout=WAIT_S) as client:
-            tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
-            how: Any = {"model": "tiny", "max_tokens": 100, "messages": HI}
-            async with client.messages.stream(**how) as stream:
-                text = "".join([piece async for piece in stream.text_stream])
-                assert text == (await stream.get_final_message()).content[0].text
-            found = await client.messages.create(**how, tools=tools, tool_choice={"type": "any"})
-            for block in found.content:
-                if block.type == "tool_use":
-                    assert isinstance(block.input["n"], int)
-            assert (await client.messages.count_tokens(model="tiny", messages=HI)).input_tokens > 0
-
-    asyncio.run(asyncio.wait_for(ask(), WAIT_S))
+    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0, timeout=WAIT_S) as client:
+        how: Any = {"model": "tiny", "max_tokens": 6, "messages": HI}
+        whole = client.messages.create(**how)
+        with client.messages.stream(**how) as stream:
+            text = "".join(stream.text_stream)
+            assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
+        assert text == whole.content[0].text
+        tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
+        found = client.messages.create(**how | {"max_tokens": 100}, tools=tools, tool_choice={"type": "any"})
+        assert all(isinstance(block.input["n"], int) for block in found.content if block.type == "tool_use")
+        assert client.messages.count_tokens(model="tiny", messages=HI).input_tokens > 3
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**how | {"model": "claude"})
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_langchain(address: str) -> None:
     chat = pytest.importorskip("langchain_openai").ChatOpenAI
     model = chat(base_url=f"{address}/v1", api_key="none", model="tiny", max_tokens=12, temperature=0, timeout=WAIT_S)
@@ -87,7 +94,6 @@ def test_langchain(address: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_the_evaluation_harness_scores_as_in_process(engine: lce.Engine, address: str, chat_model: Path) -> None:
     """Log-likelihoods by `local-completions` over HTTP are those of the engine."""
     pytest.importorskip("lm_eval")
@@ -132,22 +138,8 @@ def test_llm_with_its_own_plugin(address: str, tmp_path: Path) -> None:
 def test_schemathesis_finds_no_failure_of_the_server(address: str, tmp_path: Path) -> None:
     """Whatever the OpenAPI document allows, and what it does not, is answered below 500."""
     pytest.importorskip("schemathesis")
-    command = [
-        sys.executable,
-        "-m",
-        "schemathesis.cli",
-        "run",
-        f"{address}/openapi.json",
-        "--checks",
-        "not_a_server_error",
-        "--max-examples",
-        "25",
-        "--request-timeout",
-        "30",
-        "--seed",
-        "1",
-        "--no-color",
-    ]
+    options = "--checks not_a_server_error --max-examples 25 --request-timeout 30 --seed 1 --no-color".split()
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json", *options]
     with Process(command, cwd=tmp_path) as process:
         out, err = process.communicate(timeout=500)
     assert process.returncode == 0, out[-4000:] + err[-2000:]

@@ -14,31 +14,22 @@ import lce
 from lce_serve.service import Service, Settings
 from tests.lce_serve.conftest import serving
 
-TURNS = 20
-LETTERS = "abcdefgh .\n"
+TURNS = 8
 
 
 @dataclass
 class Talk:
     """One client's conversation: what was said, and the counts of tokens of each turn."""
 
-    model: str = "tiny"
-    bias: dict[str, int] = field(default_factory=dict)
+    model: str
+    bias: dict[str, int]
     messages: list[dict[str, str]] = field(default_factory=list)
-    usages: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # tokens of the prompt, cached ones, generated ones
+    usages: list[tuple[int, int, int]] = field(default_factory=list)  # tokens of the prompt, cached, and generated
 
     def say(self, address: str, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
-        body = {
-            "model": self.model,
-            "messages": self.messages,
-            "max_tokens": 7,
-            "temperature": 1,
-            "seed": len(self.messages),
-            "logit_bias": self.bias,
-        }
+        body = {"model": self.model, "messages": self.messages, "logit_bias": self.bias}
+        body |= {"max_tokens": 7, "temperature": 1, "seed": len(self.messages)}
         request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -54,12 +45,14 @@ class Talk:
         return [prompt + said - cached for (prompt, _, said), (_, cached, _) in pairs]
 
 
+def letters(engine: lce.Engine) -> dict[str, int]:
+    """A bias by which answers are of letters, which are the same tokens when they are read again."""
+    return {str(engine.tokenizer.encode(each, bos=False)[0]): 100 for each in "abcdefgh .\n"}
+
+
 @contextmanager
 def server(engine: lce.Engine, folder: Path) -> Iterator[tuple[str, Any]]:
-    with (
-        engine.batch(cache_dir=folder) as batch,
-        serving(Service(Settings("tiny"), batch)) as address,
-    ):
+    with engine.batch(cache_dir=folder) as batch, serving(Service(Settings("tiny"), batch)) as address:
         yield address, batch
 
 
@@ -68,8 +61,7 @@ def server(engine: lce.Engine, folder: Path) -> Iterator[tuple[str, Any]]:
 )
 def test_each_token_of_a_conversation_is_read_once(method: str, chat_model: Path, tmp_path: Path) -> None:
     engine = lce.load(chat_model, method, threads=1)
-    letters = {engine.tokenizer.encode(each, bos=False)[0] for each in LETTERS}
-    talk = Talk(bias={str(each): 100 for each in letters})
+    talk = Talk("tiny", letters(engine))
     with server(engine, tmp_path) as (address, _):
         for turn in range(TURNS):
             talk.say(address, f"turn {turn}: the quick fox")
@@ -83,8 +75,7 @@ def test_each_token_of_a_conversation_is_read_once(method: str, chat_model: Path
 
 def test_turns_on_a_document_are_read_once(chat_model: Path, tmp_path: Path) -> None:
     engine = lce.load(chat_model, threads=1)
-    letters = {engine.tokenizer.encode(each, bos=False)[0] for each in LETTERS}
-    talk = Talk("tiny@book", {str(each): 100 for each in letters})
+    talk = Talk("tiny@book", letters(engine))
     with server(engine, tmp_path) as (address, batch):
         batch.make_context("book", "It was a bright cold day in April. " * 30).finish()
         for turn in range(6):

@@ -5,18 +5,17 @@ import json
 import os
 import random
 import socket
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+import urllib.request
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from lce_serve.service import Service
-from tests.command import until
+from tests.command import begun, until
 from tests.lce_serve.conftest import serving
 
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
@@ -28,6 +27,13 @@ PATHS = [
     ("DELETE", "/contexts/..%2f.."),
     ("GET", "http://evil.example/"),
 ]
+LINES = [
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"\r\n" * 3,
+    b"PRI * HTTP/2.0\r\n\r\n",
+]
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "the quick fox"}], "temperature": 0, "max_tokens": 6}
 
 
@@ -37,26 +43,10 @@ def post(body: bytes, path: str, *headers: str, length: int | None = None) -> by
 
 
 def broken_json(chance: random.Random) -> bytes:
-    good = json.dumps(GOOD).encode()
-    cut = chance.randrange(len(good) - 1)
-    found: bytes = chance.choice(
-        [
-            good[:cut],
-            good[:cut] + b"\x00" + good[cut + 1 :],
-            good + b"}",
-            b"",
-            b"NaN",
-            b"[Infinity]",
-            b'"\\ud800"',
-            b"nul",
-            b'{"a":' * 20,
-            b"\xef\xbb\xbf{}",
-            b"1e999999",
-            b"[" + b"9" * 10_000 + b"]",
-            b"{'a': 1}",
-        ]
-    )
-    return post(found, chance.choice(POSTS))
+    good, size = json.dumps(GOOD).encode(), chance.randrange(60)
+    cut = [good[:size], good[:size] + b"\x00" + good[size + 1 :], good + b"}", b'{"a":' * 20]
+    none = [b"", b"NaN", b"[Infinity]", b'"\\ud800"', b"nul", b"\xef\xbb\xbf{}", b"1e999999", b"{'a': 1}"]
+    return post(chance.choice([*cut, *none, b"[" + b"9" * 10_000 + b"]"]), chance.choice(POSTS))
 
 
 def deep(chance: random.Random) -> bytes:
@@ -70,8 +60,7 @@ def wide(chance: random.Random) -> bytes:
 
 
 def huge(chance: random.Random) -> bytes:
-    size = chance.choice([1 << 27, 1 << 40, 1 << 62, 10**30])
-    return post(b"{", chance.choice(POSTS), length=size)
+    return post(b"{", chance.choice(POSTS), length=chance.choice([1 << 27, 1 << 40, 1 << 62, 10**30]))
 
 
 def bad_text(chance: random.Random) -> bytes:
@@ -90,30 +79,16 @@ def wrong_origin(chance: random.Random) -> bytes:
 
 
 def wrong_head(chance: random.Random) -> bytes:
-    return chance.choice(
-        [
-            b"\x16\x03\x01\x02\x00\x01\x00",
-            b"GET\r\n\r\n",
-            b"GET / HTTP/9.9\r\n\r\n",
-            b"\r\n\r\n\r\n",
-            b"PRI * HTTP/2.0\r\n\r\n",
-            post(b"{}", POSTS[0], "Content-Length: 7"),
-            post(b"{}", POSTS[0], "Transfer-Encoding: chunked"),
-            post(b"zz\r\nx\r\n0\r\n\r\n", POSTS[0], "Transfer-Encoding: chunked"),
-            post(b"{}", POSTS[0], "X: a\x00b"),
-            post(b"{}", POSTS[0], "Content-Encoding: gzip"),
-            post(b"{}", POSTS[0], "X" * 70_000 + ": 1"),
-            post(b"{}", POSTS[0], *(f"X-{i}: 1" for i in range(200))),
-            post(b"{}", POSTS[0], length=-1),
-            *((HEAD.format(verb, path) + "\r\n").encode() for verb, path in PATHS),
-        ]
-    )
+    chunked = "Transfer-Encoding: chunked"
+    headers = ["Content-Length: 7", chunked, "X: a\x00b", "Content-Encoding: gzip", "X" * 70_000 + ": 1"]
+    many = post(b"{}", POSTS[0], *(f"X-{i}: 1" for i in range(200)))
+    wrong = [post(b"{}", POSTS[0], length=-1), post(b"zz\r\nx\r\n0\r\n\r\n", POSTS[0], chunked), many]
+    wrong += [post(b"{}", POSTS[0], header) for header in headers]
+    return chance.choice([*LINES, *wrong, *((HEAD.format(*each) + "\r\n").encode() for each in PATHS)])
 
 
 def wrong_values(chance: random.Random) -> bytes:
-    field = chance.choice(
-        ["max_tokens", "temperature", "n", "stop", "seed", "tools", "response_format", "method", "model"]
-    )
+    field = chance.choice("max_tokens temperature n stop seed tools response_format method model".split())
     odd: list[Any] = [-1, 2**80, -1e308, "\x00", [[]] * 50, {"a": "b"}, ["x"] * 10_000, "é" * 100_000, True]
     value = chance.choice([{"type": "json_schema"}] if field == "response_format" else odd)
     return post(json.dumps(GOOD | {"messages": "no", field: value}).encode(), POSTS[0])
@@ -127,114 +102,67 @@ def bomb(chance: random.Random) -> bytes:
     return post(json.dumps(GOOD | {"response_format": form}).encode(), POSTS[0])
 
 
-KINDS: list[Callable[[random.Random], bytes]] = [
-    broken_json,
-    deep,
-    wide,
-    huge,
-    bad_text,
-    wrong_host,
-    wrong_origin,
-    wrong_head,
-    wrong_values,
-    bomb,
-]
+KINDS = (broken_json, deep, wide, huge, bad_text, wrong_host, wrong_origin, wrong_head, wrong_values, bomb)
 
 
-def status_of(address: tuple[str, int], raw: bytes, chance: random.Random) -> int:
+def status_of(address: str, raw: bytes, chance: random.Random) -> int:
     """Send a request in one of several hostile manners; return the status, 0 if the connection was closed."""
-    manner = chance.choice(["whole", "whole", "split", "slow", "half", "gone"])
-    with socket.create_connection(address, timeout=30) as sock, suppress(ConnectionError):
-        if manner == "split":
-            for i in range(0, min(len(raw), 300), 7):
-                sock.sendall(raw[i : i + 7])
-            sock.sendall(raw[min(len(raw) - len(raw) % 7, 301) :] if len(raw) > 300 else b"")
-        elif manner == "slow":
-            sock.sendall(raw[: len(raw) // 2])
-            time.sleep(0.05)
-            sock.sendall(raw[len(raw) // 2 :])
-        elif manner == "half":
-            sock.sendall(raw[: len(raw) // 2])  # and nothing more
-        else:
-            sock.sendall(raw)
+    host, port = address.removeprefix("http://").split(":")
+    manner, half = chance.choice(["whole", "whole", "split", "slow", "half", "gone"]), len(raw) // 2
+    pieces = {
+        "split": [*(raw[i : i + 7] for i in range(0, 301, 7)), raw[301:]],
+        "slow": [raw[:half], raw[half:]],
+        "half": [raw[:half]],  # and nothing more
+    }.get(manner, [raw])
+    with socket.create_connection((host, int(port)), timeout=30) as sock, suppress(ConnectionError):
+        for piece in pieces:
+            sock.sendall(piece)
+            time.sleep(0.05 if manner == "slow" else 0)
         if manner == "gone":
             return 0
         answer = http.client.HTTPResponse(sock)
-        try:
+        with suppress(http.client.HTTPException):
             answer.begin()
             answer.read()
             return answer.status
-        except http.client.HTTPException:
-            return 0
     return 0
 
 
-class Neighbour(threading.Thread):
-    """A client who asks the same right question again and again."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(daemon=True)
-        self.address, self.ended, self.answers = address.removeprefix("http://"), threading.Event(), list[Any]()
-
-    def ask(self) -> Any:
-        connection = http.client.HTTPConnection(self.address, timeout=60)
-        try:
-            connection.request("POST", POSTS[0], json.dumps(GOOD), {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read()).get("choices")
-        finally:
-            connection.close()
-
-    def run(self) -> None:
-        while not self.ended.is_set():
-            self.answers.append(self.ask())
-            time.sleep(0.02)
+def attack(address: str, numbers: range) -> list[tuple[str, int, bytes]]:
+    """Send requests; return the kind, the status and the beginning of each."""
+    found = []
+    for number in numbers:
+        chance, kind = random.Random(number), KINDS[number % len(KINDS)]
+        raw = kind(chance)
+        found.append((kind.__name__, status_of(address, raw, chance), raw[:300]))
+    return found
 
 
-@pytest.fixture
-def neighbour(service: Service) -> Iterator[Neighbour]:
-    service.settings = replace(service.settings, head_s=0.5, body_s=0.5)
-    with serving(service) as address:
-        made = Neighbour(address)
-        made.start()
-        yield made
-        made.ended.set()
-        made.join(60)
+def ask(address: str) -> Any:
+    """Ask the right question, as a neighbour of the attackers does again and again."""
+    head = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address + POSTS[0], json.dumps(GOOD).encode(), head)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"]
 
 
 @pytest.mark.parametrize("n", [150, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
-def test_hostile_requests_disturb_nobody(n: int, service: Service, neighbour: Neighbour) -> None:
-    truth, host, port = neighbour.ask(), *neighbour.address.split(":")
-    before, lock, statuses, left = os.listdir("/proc/self/fd"), threading.Lock(), Counter[int](), list(range(n))
-    failed: list[tuple[str, int, bytes]] = []
-
-    def attack() -> None:
-        while left:
-            with lock:
-                number = left.pop() if left else None
-            if number is None:
-                return
-            chance = random.Random(number)
-            kind = KINDS[number % len(KINDS)]
-            raw = kind(chance)
-            status = status_of((host, int(port)), raw, chance)
-            with lock:
-                statuses[status] += 1
-                is_answer = kind is bomb and status == 200  # a grammar that is large, but not too large
-                if status and not 400 <= status < 500 and not is_answer:
-                    failed.append((kind.__name__, status, raw[:300]))
-
-    threads = [threading.Thread(target=attack, daemon=True) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(580)
-        assert not thread.is_alive()
-    assert not failed, failed[:5]
-    assert statuses[400] > n // 5
-    assert neighbour.ask() == truth
-    assert neighbour.answers
-    assert all(answer == truth for answer in neighbour.answers)
-    until(lambda: service.active <= 1)  # the neighbour's
-    until(lambda: len(os.listdir("/proc/self/fd")) <= len(before) + 2)
+def test_hostile_requests_disturb_nobody(n: int, service: Service) -> None:
+    service.settings = replace(service.settings, head_s=0.5, body_s=0.5)
+    with serving(service) as address:
+        answers = [ask(address), ask(address)]  # the second one finds the prompt, by kernels of its own
+        n_open = len(os.listdir("/proc/self/fd"))
+        attacks = [begun(partial(attack, address, range(first, n, 16))) for first in range(16)]
+        while not all(each.done() for each in attacks):
+            answers.append(ask(address))
+            time.sleep(0.02)
+        found = [each for one in attacks for each in one.result()]
+        wrong = [each for each in found if each[1] and not 400 <= each[1] < 500]
+        assert [each for each in wrong if each[:2] != ("bomb", 200)] == []  # a grammar may be large, but not too large
+        assert sum(status == 400 for _, status, _ in found) > n // 5
+        answers.append(ask(address))
+        assert len(answers) > 3
+        assert all(answer == answers[0] for answer in answers)
+        until(lambda: not service.active)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= n_open + 2)

@@ -19,7 +19,7 @@ from lce_serve.app import application
 from lce_serve.service import Service
 from tests.command import until, within
 from tests.lce_lab.study.recorded import choices_of
-from tests.lce_serve.conftest import URL, serving
+from tests.lce_serve.conftest import URL, serving, with_options
 from tools.chromium import Browser, Page, chromium
 
 ROOT = Path(__file__).parent.parent.parent
@@ -231,12 +231,6 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def address(service: Service) -> Iterator[str]:
-    with serving(service) as address:
-        yield address
-
-
-@pytest.fixture
 def shown(browser: Browser, address: str) -> Iterator[Page]:
     """The page of a server, which must leave nothing on the console, and ask nobody else."""
     found = browser.open(f"{address}/")
@@ -267,12 +261,6 @@ def send(on: Page, question: str, **fields: object) -> None:
         fill(on, name, value)
     fill(on, "question", question)
     click(on, "#send")
-
-
-def with_options(service: Service, **options: Any) -> None:
-    """Have every answer made with options for which the page cannot ask."""
-    stream = service.batch.stream
-    service.batch.stream = lambda *given, **how: stream(*given, **how, **options)
 
 
 def answers(on: Page) -> list[str]:
