@@ -26,11 +26,9 @@ from lce.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lce import methods as methods
-    from lce.engine.answer import Generation as Generation
-    from lce.engine.answer import Piece as Piece
-    from lce.engine.answer import Stats as Stats
-    from lce.engine.answer import TokenLogprobs as TokenLogprobs
-    from lce.engine.arguments import GenerationOptions as GenerationOptions
+    from lce.engine.answer import Constraint as Constraint
+    from lce.engine.answer import GenerationOptions as GenerationOptions
+    from lce.engine.arguments import Sampling as Sampling
     from lce.engine.batch import Batch as Batch
     from lce.engine.chat import Conversation as Conversation
     from lce.engine.context import Context as Context
@@ -46,13 +44,15 @@ if TYPE_CHECKING:
     from lce.engine.profile import profiled_step as profiled_step
     from lce.engine.quantising import quantize as quantize
     from lce.engine.requests import BatchStream as BatchStream
-    from lce.engine.sampling import Constraint as Constraint
-    from lce.engine.sampling_options import Sampling as Sampling
     from lce.engine.scoring import TokenScores as TokenScores
     from lce.engine.setup import Setup as Setup
     from lce.engine.sizing import plan as plan
     from lce.engine.stream import AsyncStream as AsyncStream
+    from lce.engine.stream import Generation as Generation
+    from lce.engine.stream import Piece as Piece
+    from lce.engine.stream import Stats as Stats
     from lce.engine.stream import Stream as Stream
+    from lce.engine.stream import TokenLogprobs as TokenLogprobs
     from lce.engine.trace import Trace as Trace
     from lce.methods.base import Method as Method
     from lce.methods.selective import SelectiveMethod as SelectiveMethod
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from lce.progress import Progress as Progress
 
 _HOMES = {
-    "lce.engine.answer": ("Generation", "Piece", "Stats", "TokenLogprobs"),
-    "lce.engine.arguments": ("GenerationOptions",),
+    "lce.engine.answer": ("Constraint", "GenerationOptions"),
+    "lce.engine.arguments": ("Sampling",),
     "lce.engine.batch": ("Batch",),
     "lce.engine.chat": ("Conversation",),
     "lce.engine.context": ("Context",),
@@ -73,12 +73,10 @@ _HOMES = {
     "lce.engine.profile": ("profiled", "profiled_step"),
     "lce.engine.quantising": ("quantize",),
     "lce.engine.requests": ("BatchStream",),
-    "lce.engine.sampling": ("Constraint",),
-    "lce.engine.sampling_options": ("Sampling",),
     "lce.engine.scoring": ("TokenScores",),
     "lce.engine.setup": ("Setup",),
     "lce.engine.sizing": ("plan",),
-    "lce.engine.stream": ("AsyncStream", "Stream"),
+    "lce.engine.stream": ("AsyncStream", "Generation", "Piece", "Stats", "Stream", "TokenLogprobs"),
     "lce.engine.trace": ("Trace",),
     "lce.methods.base": ("Method",),
     "lce.methods.selective": ("SelectiveMethod",),

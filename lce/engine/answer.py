@@ -1,84 +1,171 @@
-"""Turns logits into the tokens and the text of an answer. Later tokens never change text that was returned."""
+"""Samples the tokens of an answer, and turns them into text. Later tokens never change text that was returned."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypedDict
 
+import torch
 from torch import Tensor
 
-from lce.cache.tier import Traffic
-from lce.engine.arguments import Options
-from lce.engine.sampling import Sampler
+from lce.engine.arguments import Sampling
+from lce.engine.context import Context
+from lce.engine.options import Counted, Record, check_names, option, options_of
+from lce.engine.stream import Generation, TokenLogprobs
+from lce.errors import UsageError, shown
+from lce.profiling import timed
+from lce.progress import Progress, check_progress
+from lce.sizes import count
 from lce.tokenizer.tokenizer import Tokenizer
 
-
-@dataclass
-class Stats:
-    """The token counts, times and memory of one call that generates or prefills.
-
-    `prompt_tokens` counts the tokens of the call's prompt, `read_before` those that the context had before the call.
-    `first_token_s` is the time from the beginning of the call to the first token, `decode_s` the time after that token,
-    `more_s` has the time of further work, by its name.
-    `memory` has the cache's bytes by tier (device, host, disk), `traffic` each tier's hits, misses and copied bytes.
-    """
-
-    prompt_tokens: int = 0
-    read_before: int = 0
-    generated_tokens: int = 0
-    prefill_s: float = 0.0
-    first_token_s: float = 0.0
-    decode_s: float = 0.0
-    more_s: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """The prompt tokens per second; 0 if nothing was prefilled."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """The generated tokens per second after the first token; 0 for fewer than two tokens."""
-        return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
+LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller positive temperatures would be 0 in float32
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """The log-probabilities of a drawn token and, in `top`, of the likeliest tokens, before temperature and filters."""
+class Constraint(Protocol):
+    """What a text must match, such as a grammar: it says which tokens may come next."""
 
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return logits `[vocab]` with -inf for tokens that may not come next. May overwrite `logits`."""
+
+    def accept(self, token_id: int) -> None:
+        """Take the token that comes next."""
 
 
-@dataclass
-class Generation:
-    """A generated `text`, its `token_ids`, and the figures in `stats`.
+class GenerationOptions(TypedDict, total=False):
+    """The options of `Engine.generate`, `stream` and `astream`."""
 
-    `finish_reason` says why the text ended: `stop` for an end token or the option `stop`, `length` for `max_tokens`,
-    `cancelled` for a stream that was ended early. It is empty until the text ends. `logprobs`, if requested, has an
-    entry for each token. `warning` says that the text became longer than the method can read.
-    """
+    max_tokens: int | str  # the most tokens to generate: 256 by default; "1k" is 1024
+    context: Context | None  # the context to continue; None: a new context
+    # None is greedy. The options `temperature` to `frequency_penalty` override fields of `sampling`.
+    sampling: Sampling | Mapping[str, Any] | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str] | Callable[[str], object] | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    constraint: Constraint | None  # what the text must match; an object for one answer alone
+    logprobs: int | None  # record log-probabilities: each token's own, and those of this many likeliest tokens
+    progress: Progress | bool | None  # prefill's progress: True for a bar, or a callback (tokens done, total)
 
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    stats: Stats = field(default_factory=Stats)
-    logprobs: list[TokenLogprobs] | None = None
-    warning: str | None = None
+
+def _sampling(value: Any, name: str) -> Sampling:
+    if isinstance(value, Mapping):
+        check_names(value, options_of(Sampling), "knob of sampling")
+        return Sampling(**value)
+    if value is not None and not isinstance(value, Sampling):
+        raise UsageError(f"{name} is {shown(value)}; expected lce.Sampling(...), or its knobs as keywords")
+    return value or Sampling()
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of a generation's text, `str(piece)` or `piece.text`. Later pieces do not change earlier ones."""
+class Options(Record):
+    """Checked `GenerationOptions`. Only `context` is not checked yet, because its check needs the engine."""
 
-    text: str
+    max_tokens: int = option(256, parse=count)
+    context: Context | None = None
+    sampling: Sampling = option(None, parse=_sampling)
+    constraint: Constraint | None = None
+    logprobs: int | None = option(None, parse=Counted(0))
+    progress: Progress | bool | None = None
 
-    def __str__(self) -> str:
-        return self.text
+
+def generation_options(given: Mapping[str, Any]) -> Options:
+    """Check the options of a generation. Raises `UsageError` for an unknown option and an unusable value."""
+    check_names(given, GenerationOptions.__annotations__, "option")
+    check_progress(given.get("progress"))
+    if given.get("constraint") is not None and not hasattr(given["constraint"], "apply"):
+        raise UsageError(f"constraint is {shown(given['constraint'])}; expected an object with `apply` and `accept`")
+    knobs = {name: given[name] for name in options_of(Sampling) if name in given}
+    options = Options(**{name: value for name, value in given.items() if name not in knobs})
+    return replace(options, sampling=replace(options.sampling, **knobs)) if knobs else options
+
+
+class Sampler:
+    """A sampler of the tokens of one answer to the tokens `prompt`, with a random generator of its own."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+        self.sampling = sampling
+        self._prompt = torch.tensor(prompt if sampling.repetition_penalty != 1 else (), dtype=torch.int64).unique()
+        self._random = torch.Generator()
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    @timed("sampling")
+    def pick(self, logits: Tensor, answer: Sequence[int] = ()) -> int:
+        """Draw the token after the tokens `answer` from logits `[vocab]`.
+
+        Time: O(vocab), or O(vocab log vocab) if `top_p` keeps thousands; with penalties also O(n log n) for n tokens.
+        """
+        logits = biased(logits, self.sampling)
+        if self.sampling.penalises:
+            logits = penalised(logits.float().cpu(), self.sampling, self._prompt, answer)
+        if self.sampling.temperature == 0:
+            return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())  # see `check_logits`
+        probabilities = probabilities_of(logits.float().cpu(), self.sampling)
+        return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+
+def biased(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return logits `[vocab]` with `logit_bias` added. Raises `UsageError` for ids that the logits do not have."""
+    if not sampling.logit_bias:
+        return logits
+    sampling.check(len(logits))
+    logits = logits.float().cpu().clone()
+    logits[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()))
+    return logits
+
+
+def penalised(logits: Tensor, sampling: Sampling, prompt: Tensor, answer: Sequence[int]) -> Tensor:
+    """Return logits `[vocab]` with the penalties of the ids in `prompt` and of the tokens `answer`."""
+    said, times = torch.tensor(answer, dtype=torch.int64).unique(return_counts=True)
+    seen, logits = torch.cat((prompt, said)), logits.clone()
+    found = logits[seen]
+    logits[seen] = torch.where(found < 0, found * sampling.repetition_penalty, found / sampling.repetition_penalty)
+    logits[said] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    return logits
+
+
+def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the distribution `[vocab]` from which a token is drawn, after all filters."""
+    scaled = (logits - logits.max()) / max(sampling.temperature, LEAST_TEMPERATURE)
+    if 0 < sampling.top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
+    probabilities = scaled.softmax(-1)
+    if sampling.top_p < 1:
+        _cut_nucleus(probabilities, sampling.top_p)
+    if sampling.min_p > 0:
+        probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
+    return probabilities / probabilities.sum()
+
+
+def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
+    """Set the `probabilities [vocab]` of the tokens that `top_p` drops to 0, in place.
+
+    `top_p` drops a token if the likelier tokens add up to `top_p`. Of equally likely tokens, lower ids count as
+    likelier. Time: O(vocab) if hundreds of tokens are kept. The cumulative sums equal those of a full sort bit by bit.
+    """
+    n_ranked = min(len(probabilities), 256)
+    while True:
+        ranked = probabilities.topk(n_ranked).values
+        beyond = ranked.cumsum(0) - ranked >= top_p
+        if beyond[-1] or n_ranked == len(probabilities):
+            break
+        n_ranked = min(len(probabilities), 8 * n_ranked)
+    n_kept = n_ranked - int(beyond.sum())
+    least = ranked[n_kept - 1]
+    equal = (probabilities == least).nonzero().squeeze(1)
+    n_equal = n_kept - int((ranked > least).sum())
+    probabilities[probabilities < least] = 0
+    probabilities[equal[n_equal:]] = 0
 
 
 class Answer:

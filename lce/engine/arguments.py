@@ -1,88 +1,155 @@
-"""Checks of users' arguments. A check returns a value of one type, or raises `UsageError` with a one-line message."""
+"""What users give: a prompt, and the rule by which the next token is drawn. Each knob is one field with its check.
+
+A check returns a value of one type, or raises `UsageError` with a one-line message. Nothing here imports torch before
+a prompt is checked: `lce --help` answers at once.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
-from lce.engine.options import Counted, Record, check_names, option
-from lce.engine.sampling import Constraint
-from lce.engine.sampling_options import Sampling
-from lce.errors import UsageError, shown
-from lce.progress import Progress, check_progress
-from lce.sizes import count
-from lce.tokenizer.tokenizer import checked_ids
+from lce.engine.options import Checked, Counted, Record, number, option
+from lce.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
-    from lce.engine.context import Context
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
-TokenIds = Sequence[int] | NDArray[np.integer[Any]] | Tensor
-Prompt = str | TokenIds
-Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]] | Sequence[Tensor]
-
-
-class GenerationOptions(TypedDict, total=False):
-    """The options of `Engine.generate`, `stream` and `astream`."""
-
-    max_tokens: int | str  # the most tokens to generate: 256 by default; "1k" is 1024
-    context: Context | None  # the context to continue; None: a new context
-    # None is greedy. The options `temperature` to `frequency_penalty` override fields of `sampling`.
-    sampling: Sampling | Mapping[str, Any] | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
-    stop: str | Sequence[str] | Callable[[str], object] | None
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    constraint: Constraint | None  # what the text must match; an object for one answer alone
-    logprobs: int | None  # record log-probabilities: each token's own, and those of this many likeliest tokens
-    progress: Progress | bool | None  # prefill's progress: True for a bar, or a callback (tokens done, total)
+TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
+Prompt: TypeAlias = "str | TokenIds"
+Prompts: TypeAlias = (
+    "list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]] | Sequence[Tensor]"
+)
 
 
-SAMPLING = tuple(each.name for each in dataclasses.fields(Sampling))
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):
+        raise TypeError
+    return None if value is None else operator.index(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    found = {operator.index(token_id): number(bias) for token_id, bias in value.items()}
+    if any(token_id < 0 or not -100 <= bias <= 100 for token_id, bias in found.items()):
+        raise ValueError
+    return found
+
+
+def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
+    if callable(value) and not isinstance(value, type):
+        return cast("Callable[[str], object]", value)
+    if isinstance(value, Mapping):
+        raise TypeError
+    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError
+    return stops
+
+
+_TO_TWO = Checked("-2 to 2; 0 is off", lambda x: -2 <= x <= 2)
 
 
 @dataclass(frozen=True)
-class Options(Record):
-    """Checked `GenerationOptions`. Only `context` is not checked yet, because its check needs the engine."""
+class Sampling(Record):
+    """The rule by which the next token is drawn. By default it is greedy: the likeliest token.
 
-    max_tokens: int = option(256, parse=count)
-    context: Context | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    constraint: Constraint | None = None
-    logprobs: int | None = option(None, parse=Counted(0))
-    progress: Progress | bool | None = None
+    `logit_bias` maps token ids to numbers that are added to their logits, -100 to 100. Penalties come next, also at
+    temperature 0. `repetition_penalty` divides the positive logits and multiplies the negative ones of all tokens in
+    context, prompt and answer so far. `presence_penalty` is subtracted from the logits of tokens in the answer so far,
+    `frequency_penalty` once for each time the token is there.
+
+    With a `temperature` above 0 the logits are divided by the temperature, and then filtered in this order: `top_k`
+    keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
+    whose probability is at least `min_p` times that of the likeliest. By default no filter drops a token.
+    The same `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the
+    strings `stop`. A function `stop` is called with the text so far after each token; True ends the text.
+    """
+
+    temperature: float = option(
+        0.0, "0 takes the likeliest token.", parse=Checked("a number, 0 or more", lambda x: 0 <= x < math.inf)
+    )
+    top_k: int = option(
+        0,
+        "Keep this many likeliest tokens; 0 is off.",
+        "N",
+        parse=Checked("a whole number, 0 (off) or more", lambda x: x >= 0, _whole, Counted(0)),
+    )
+    top_p: float = option(
+        1.0,
+        "Keep the likeliest tokens of this probability in all; 1 is off.",
+        parse=Checked("more than 0 and at most 1", lambda x: 0 < x <= 1),
+    )
+    min_p: float = option(
+        0.0,
+        "Keep tokens this likely relative to the likeliest; 0 is off.",
+        parse=Checked("0 (off) to 1", lambda x: 0 <= x <= 1),
+    )
+    seed: int | None = option(
+        None,
+        "The same seed draws the same tokens.",
+        parse=Checked("a whole number from 0 to 2**63 - 1", lambda x: x is None or 0 <= x < 2**63, _whole, int),
+    )
+    stop: str | Sequence[str] | Callable[[str], object] | None = option(
+        (),
+        "End the text before this; repeatable.",
+        "TEXT",
+        parse=Checked("strings, none of them empty, or a function of the text", lambda x: True, _stops, None),
+        multiple=True,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Above 1: tokens of the whole text so far get unlikelier; 1 is off.",
+        parse=Checked("0.01 to 100; 1 is off", lambda x: 0.01 <= x <= 100),
+    )
+    presence_penalty: float = option(
+        0.0, "Above 0: tokens of the answer so far get unlikelier; 0 is off.", parse=_TO_TWO
+    )
+    frequency_penalty: float = option(0.0, "The same, once for each time the token is there; 0 is off.", parse=_TO_TWO)
+    logit_bias: Mapping[int, float] = option(
+        factory=dict, parse=Checked("token ids with numbers from -100 to 100", lambda x: True, _bias)
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, none if `stop` is a function."""
+        return self.stop if isinstance(self.stop, tuple) else ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the next token depends on the tokens before it by more than the model's logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest by the model's logits: at temperature 0 without penalties or biases."""
+        return self.temperature == 0 and not self.penalises and not self.logit_bias
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `UsageError` if `logit_bias` has ids beyond a vocabulary."""
+        if (wrong := max(self.logit_bias, default=0)) >= vocab_size:
+            raise UsageError(f"logit_bias has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
 
 
-def generation_options(given: Mapping[str, Any]) -> Options:
-    """Check the options of a generation. Raises `UsageError` for an unknown option and an unusable value."""
-    check_names(given, GenerationOptions.__annotations__, "option")
-    check_progress(given.get("progress"))
-    if given.get("constraint") is not None and not hasattr(given["constraint"], "apply"):
-        raise UsageError(f"constraint is {shown(given['constraint'])}; expected an object with `apply` and `accept`")
-    knobs = {name: value for name, value in given.items() if name in SAMPLING}
-    others = {name: value for name, value in given.items() if name not in SAMPLING}
-    return Options(**others | {"sampling": sampling_of(given.get("sampling"), knobs)})
+def recommended(generation: Mapping[str, Any]) -> Sampling | None:
+    """Return the sampling that the fields of a generation_config.json recommend; None if no field is about sampling.
 
-
-def sampling_of(sampling: object, knobs: Mapping[str, Any]) -> Sampling:
-    """Return a `Sampling` from a user's `sampling` (a `Sampling`, a mapping, or None: greedy), changed by `knobs`."""
-    if isinstance(sampling, Mapping):
-        check_names(sampling, SAMPLING, "knob of sampling")
-        sampling = Sampling(**sampling)
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise UsageError(f"sampling is {shown(sampling)}; expected lce.Sampling(...), or its knobs as keywords")
-    return dataclasses.replace(sampling or Sampling(), **knobs)
+    If `do_sample` is false the temperature is 0. A missing temperature is 1; other missing knobs are off.
+    """
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    own = {knob: generation[knob] for knob in names if generation.get(knob) is not None}
+    if generation.get("do_sample") is False:
+        own["temperature"] = 0.0
+    elif not own and not generation.get("do_sample"):
+        return None
+    try:
+        return Sampling(**{"temperature": 1.0, **own})
+    except UsageError as error:
+        raise ModelError(f"generation_config.json: {error}; correct the file, or give a temperature of 0") from None
 
 
 def are_many(prompt: object) -> bool:
@@ -94,6 +161,11 @@ def are_many(prompt: object) -> bool:
 
 def ids_of(prompt: object, vocab_size: int) -> list[int]:
     """Convert a sequence, an array or a tensor of token ids to a list. Refuses ids that are not in the vocabulary."""
+    import numpy as np
+    from torch import Tensor
+
+    from lce.tokenizer.tokenizer import checked_ids
+
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise UsageError("the prompt is bytes; expected text or token ids: decode it, as prompt.decode() does")
     if isinstance(prompt, Tensor | np.ndarray):

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from lce.engine.answer import Generation
-from lce.engine.arguments import Options, Prompt, Prompts
+from lce.engine.answer import Options
+from lce.engine.arguments import Prompt, Prompts
 from lce.engine.context import Context, Unique, open_context, own_context
 from lce.engine.options import check_names
 from lce.engine.prefixes import PrefixCache
@@ -25,6 +25,7 @@ from lce.engine.requests import BatchStream, Request
 from lce.engine.running import checked_options, prompt_ids
 from lce.engine.scheduler import Scheduler
 from lce.engine.setup import Setup
+from lce.engine.stream import Generation
 from lce.engine.window import warn
 from lce.errors import LceError, UsageError, nearest, shown
 from lce.files import path_of

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from lce.engine.answer import Generation
-from lce.engine.arguments import GenerationOptions, generation_options
+from lce.engine.answer import GenerationOptions, generation_options
 from lce.engine.context import Context, Unique, new_context
 from lce.engine.running import Rest, prompt_ids, stream
 from lce.engine.setup import Setup
-from lce.engine.stream import CancelFlag, Stream
+from lce.engine.stream import CancelFlag, Generation, Stream
 from lce.errors import UsageError
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
-from lce.engine.answer import Generation, Stats
-from lce.engine.arguments import GenerationOptions, Prompt, Prompts, are_many
+from lce.engine.answer import GenerationOptions
+from lce.engine.arguments import Prompt, Prompts, are_many
 from lce.engine.context import Context, Unique, new_context, open_context, own_context
 from lce.engine.prefilling import prefill, prefill_file
 from lce.engine.running import checked_options, prompt_ids, stream
 from lce.engine.setup import Setup
-from lce.engine.stream import AsyncStream, CancelFlag, Stream
+from lce.engine.stream import AsyncStream, CancelFlag, Generation, Stats, Stream
 from lce.models.products import SHARED_ROWS
 from lce.progress import Progress
 

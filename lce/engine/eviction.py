@@ -29,12 +29,12 @@ from torch import Tensor
 from lce.attention import SCORES_AT_ONCE, rotate
 from lce.cache.kv import Eviction, KVCache
 from lce.cache.layer import LayerCache
-from lce.engine.answer import Stats
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, context_of, given_context, own_context, reserve
 from lce.engine.prefilling import prefill_file
 from lce.engine.running import append, blocks, read
 from lce.engine.setup import Setup
+from lce.engine.stream import Stats
 from lce.engine.window import warn
 from lce.errors import UsageError, shown
 from lce.methods.full import Full

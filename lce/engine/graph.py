@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.engine.lanes import Lane
-from lce.engine.sampling import check_logits
+from lce.engine.lanes import Lane, check_logits
 from lce.methods.run import Driver
 from lce.methods.step import OnDevice
 from lce.models.layers import Model

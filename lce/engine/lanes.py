@@ -7,6 +7,7 @@ the bits of a lane's results do not depend on other lanes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.engine.sampling import check_logits
+from lce.errors import ModelError
 from lce.methods.run import Block, Driver
 from lce.models.layers import Model
 from lce.models.products import SHARED_ROWS, Slices, put_token, seam, sliced
 from lce.models.rope import Rope
+from lce.profiling import timed
 
 
 class Recorder(Protocol):
@@ -190,3 +192,21 @@ class _LanesAttend:
                 return None
             found.append(memory)
         return [list(chain(*layer)) for layer in zip(*found, strict=True)]
+
+
+@timed("sampling")
+def check_logits(logits: Tensor, first: int) -> None:
+    """Raise `ModelError` if the logits `[T, vocab]` after the tokens `first..first+T-1` are not finite.
+
+    NumPy adds up a single row. PyTorch would divide the row among threads, and wait for any thread whose core is busy.
+    """
+    alone = logits.is_cpu and len(logits) == 1
+    if math.isfinite(logits.numpy().sum() if alone else logits.sum().item()):  # cheaper than checking each number
+        return
+    finite = logits.isfinite().all(dim=-1)
+    if not finite.all():  # otherwise only the sum overflowed
+        token = first + int(finite.int().argmin())
+        raise ModelError(
+            f"the model's logits are not finite after token {token}: its weights hold NaN or infinite numbers, or "
+            "float16 overflowed; check the checkpoint, or give dtype='float32'"
+        )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from lce.engine.answer import Stats
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, appended, context_of, own_context
 from lce.engine.planning import ALLOWANCE
@@ -17,6 +16,7 @@ from lce.engine.prefill_job import PrefillJob
 from lce.engine.running import append, blocks, prompt_ids, read
 from lce.engine.saving import Target
 from lce.engine.setup import Setup
+from lce.engine.stream import Stats
 from lce.engine.window import warn
 from lce.errors import UsageError
 from lce.files import path_of

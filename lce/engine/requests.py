@@ -11,10 +11,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from lce.engine.answer import Answer, Generation, Piece
-from lce.engine.arguments import Options
+from lce.engine.answer import Answer, Options
 from lce.engine.context import Context, Unique
 from lce.engine.setup import Setup
+from lce.engine.stream import Generation, Piece
 from lce.errors import UsageError
 from lce.progress import Progress
 from lce.tokenizer.chat import ChatText

@@ -8,12 +8,12 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from lce.engine.answer import Answer, Generation, Piece
-from lce.engine.arguments import Options, generation_options, ids_of
+from lce.engine.answer import Answer, Options, generation_options
+from lce.engine.arguments import ids_of
 from lce.engine.context import Context, new_context, own_context, reserve
 from lce.engine.lanes import Lane, forward
 from lce.engine.setup import Setup
-from lce.engine.stream import CancelFlag, Stream
+from lce.engine.stream import CancelFlag, Generation, Piece, Stream
 from lce.engine.window import warn
 from lce.errors import UsageError
 from lce.methods.run import Driver

@@ -22,13 +22,14 @@ from typing import Literal
 
 import torch
 
-from lce.engine.answer import Answer, Piece
+from lce.engine.answer import Answer
 from lce.engine.context import new_context, reserve
 from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import Request
 from lce.engine.running import append, lane_of
+from lce.engine.stream import Piece
 from lce.errors import BusyError, CapacityError, DataError, UsageError
 from lce.models.layers import Model
 from lce.models.products import Slices

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, appended, new_context, own_context
+from lce.engine.lanes import check_logits
 from lce.engine.running import append, blocks, prompt_ids, read
-from lce.engine.sampling import check_logits
 from lce.engine.setup import Setup
 from lce.engine.window import warn
 from lce.errors import UsageError

@@ -11,9 +11,8 @@ import torch
 
 from lce.attention import Attention
 from lce.cache.layout import CacheLayout
+from lce.engine.arguments import Sampling, recommended
 from lce.engine.identity import Identity
-from lce.engine.sampling import recommended
-from lce.engine.sampling_options import Sampling
 from lce.engine.saving import ContextFiles
 from lce.engine.window import beyond, readable
 from lce.errors import UsageError, shown

@@ -1,18 +1,85 @@
-"""Streams of the pieces of a generation, for a `for` loop and for an `async for` loop."""
+"""What a generation gives: a result with its figures, and streams of its pieces for `for` and for `async for`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import GEN_RUNNING, getgeneratorstate
 from threading import RLock
 from typing import Self
 
-from lce.engine.answer import Generation, Piece
+from lce.cache.tier import Traffic
 from lce.engine.context import Unique
 from lce.errors import UsageError
+
+
+@dataclass
+class Stats:
+    """The token counts, times and memory of one call that generates or prefills.
+
+    `prompt_tokens` counts the tokens of the call's prompt, `read_before` those that the context had before the call.
+    `first_token_s` is the time from the beginning of the call to the first token, `decode_s` the time after that token,
+    `more_s` has the time of further work, by its name.
+    `memory` has the cache's bytes by tier (device, host, disk), `traffic` each tier's hits, misses and copied bytes.
+    """
+
+    prompt_tokens: int = 0
+    read_before: int = 0
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+    more_s: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The prompt tokens per second; 0 if nothing was prefilled."""
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """The generated tokens per second after the first token; 0 for fewer than two tokens."""
+        return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probabilities of a drawn token and, in `top`, of the likeliest tokens, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class Generation:
+    """A generated `text`, its `token_ids`, and the figures in `stats`.
+
+    `finish_reason` says why the text ended: `stop` for an end token or the option `stop`, `length` for `max_tokens`,
+    `cancelled` for a stream that was ended early. It is empty until the text ends. `logprobs`, if requested, has an
+    entry for each token. `warning` says that the text became longer than the method can read.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stats: Stats = field(default_factory=Stats)
+    logprobs: list[TokenLogprobs] | None = None
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a generation's text, `str(piece)` or `piece.text`. Later pieces do not change earlier ones."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass

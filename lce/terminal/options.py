@@ -17,8 +17,8 @@ import click
 from click import argument, option
 
 import lce
+from lce.engine.arguments import Sampling
 from lce.engine.options import Counted, LoadOptions, Record, SizeOptions, options_of
-from lce.engine.sampling_options import Sampling
 from lce.errors import LceError, UsageError, shown
 from lce.files import check_folder, check_new, named
 from lce.sizes import count

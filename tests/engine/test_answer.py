@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.engine.answer import Answer, Generation, StopWatch, logprobs_of
-from lce.engine.arguments import Options
-from lce.engine.sampling_options import Sampling
+from lce.engine.answer import Answer, Options, StopWatch, logprobs_of
+from lce.engine.arguments import Sampling
+from lce.engine.stream import Generation
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.source import Source
 

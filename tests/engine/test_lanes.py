@@ -13,9 +13,9 @@ from torch import Tensor
 
 import lce
 from lce.engine import running
-from lce.engine.answer import Answer, Generation
-from lce.engine.arguments import Options
+from lce.engine.answer import Answer, Options
 from lce.engine.lanes import Lane, forward
+from lce.engine.stream import Generation
 from lce.methods import Full, LayerCache, Step, available
 from tests.checkpoints import save_tiny, tokens
 from tests.running import threads

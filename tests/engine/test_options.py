@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 import lce
-from lce.engine.arguments import GenerationOptions, Options
+from lce.engine.answer import GenerationOptions, Options
+from lce.engine.arguments import Sampling
 from lce.engine.options import Counted, LoadOptions, SizeOptions, option, options_of, or_none, takes
-from lce.engine.sampling_options import Sampling
 from lce.sizes import in_bytes
 from lce.terminal.options import flags_of
 

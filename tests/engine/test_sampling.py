@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import lce
-from lce.engine.sampling import Sampler, probabilities_of
-from lce.engine.sampling_options import Sampling
+from lce.engine.answer import Sampler, probabilities_of
+from lce.engine.arguments import Sampling
 from tests.checkpoints import tokens
 
 # Logits on a grid, so that no two that differ are closer than float32 can tell; ties are frequent.

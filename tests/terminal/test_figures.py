@@ -9,8 +9,8 @@ import pytest
 
 import lce
 from lce.cache.tier import Traffic
-from lce.engine.answer import Stats
 from lce.engine.planning import Need, Plan
+from lce.engine.stream import Stats
 from lce.terminal import figures
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run

@@ -9,8 +9,7 @@ from contextlib import redirect_stderr, suppress
 
 import pytest
 
-from lce.engine.answer import Generation, Piece
-from lce.engine.stream import CancelFlag, Stream
+from lce.engine.stream import CancelFlag, Generation, Piece, Stream
 from lce.errors import WindowWarning
 from lce.terminal.output import Output, ProgressLines
 
