@@ -1,6 +1,6 @@
 """Tables of a board, and the sentences that say how to read them. A grey cell does not tell methods apart.
 
-`lce_lab.board.page` writes them as HTML, `lce_lab.terminal.boards` as Markdown.
+`lce_lab.board.page` writes them as HTML, `lce_lab.terminal.leaderboard` as Markdown.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lce.sizes import size_text
 from lce_lab.board.ranking import Board, Standing
+from lce_lab.eval.naming import range_text
 from lce_lab.eval.report import HOLDS, Table
 
 UNKNOWN = "–"
@@ -80,6 +81,7 @@ def legend(board: Board) -> list[str]:
     if not ranked:
         why = "`full` fails every task within the window" if within else "`full` was not asked within the window"
         return [f"Nothing is ranked: {why}."]
+    at = range_text(within)
     most = "all" if all(board.asked(method, board.length) for method in ranked) else "most"
     sizes = [cell.score.samples for table in board.tables for cell in table.cells.values()]
     return [
@@ -87,17 +89,12 @@ def legend(board: Board) -> list[str]:
         "method is tied with the best (=) if the 95% interval of their paired difference holds 0, at the longest "
         "length that both were asked at, and at the longest of these within the best's reach.",
         f"Reach: the longest length up to which a method has {HOLDS:.0%} of the ceiling, as a mean over the tasks that "
-        f"the model can do. The ceiling is full attention within the window, at {_range(within)} tokens. A method that "
+        f"the model can do. The ceiling is full attention within the window, at {at} tokens. A method that "
         "fails at the first length asked (<) is ranked as if it held just below.",
         "Quality: the mean score over the tasks that tell methods apart at the length, with its 95% interval. If some "
         "methods were asked fewer tasks, those count that leave no gap among most answers; who lacks one has no "
-        f"quality there. A cell of a task has {_range(sizes)} answers.",
+        f"quality there. A cell of a task has {range_text(sizes)} answers.",
         f"Read a token: bytes of keys, values and summaries that a decode step reads at {board.length:,} tokens. "
         "Prefill: the median time to read so long a text, over that of `full`; only times of one "
         "machine compare.",
     ]
-
-
-def _range(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -47,6 +47,12 @@ def cut(text: str) -> str:
     return plain if len(plain) <= MOST else f"{plain[: MOST - 3]}..."
 
 
+def range_text(numbers: Sequence[int]) -> str:
+    """Return the least and the largest of some numbers as text, such as `2 to 1,024`; one number if they are equal."""
+    least, most = min(numbers), max(numbers)
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
+
+
 def way_of(sample: Mapping[str, Any]) -> str:
     """Return as text the options of a sample that differ from the defaults: task knobs, filler, mode and others."""
     parts = [f"{knob}={value}" for knob, value in sample.get("task_knobs", {}).items()]

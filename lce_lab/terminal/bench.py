@@ -48,6 +48,7 @@ def report_lines(report: Report) -> list[str]:
     """Return a report as lines of Markdown."""
     best, runs = report.ceilings, f"{report.repeats} run{'s' if report.repeats > 1 else ''}"
     setting = f"{report.model}, {report.dtype} on {report.device}, window {report.window:,}; lce {report.version}"
+    unit = {name: "GOP" if name == "int8" else "GFLOP" for name in best.products}  # no floating-point operations
     names = "method, length, prefill tok/s, of products, decode tok/s, of reading, read a token, first token s"
     lines = [
         report.machine,
@@ -58,7 +59,7 @@ def report_lines(report: Report) -> list[str]:
         "|---|---:|",
         f"| reading memory | {best.reading / 1e9:.1f} GB/s |",
         f"| copying memory, read and written | {best.copying / 1e9:.1f} GB/s |",
-        *(f"| products of {best.rows} rows, {x} | {_operations(x, rate)} |" for x, rate in best.products.items()),
+        *(f"| products of {best.rows} rows, {x} | {y / 1e9:,.0f} {unit[x]}/s |" for x, y in best.products.items()),
         "",
         f"Prefill is compared with products in {best.fastest}, the fastest, and decode with reading memory.",
         "",
@@ -71,16 +72,9 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _row(row: Row) -> list[str]:
-    return [
-        f"`{row.method}`",
-        f"{row.length:,}",
-        _spread(row.prefill),
-        f"{row.prefill_share:.2f}",
-        _spread(row.decode),
-        f"{row.decode_share:.2f}",
-        size_text(row.weight_bytes + row.cache_bytes),
-        _spread(row.first_token),
-    ]
+    speeds = _spread(row.prefill), f"{row.prefill_share:.2f}", _spread(row.decode), f"{row.decode_share:.2f}"
+    read = size_text(row.weight_bytes + row.cache_bytes)
+    return [f"`{row.method}`", f"{row.length:,}", *speeds, read, _spread(row.first_token)]
 
 
 def _spread(spread: Spread) -> str:
@@ -93,11 +87,6 @@ def _spread(spread: Spread) -> str:
 def _number(x: float) -> str:
     """Format a number to three digits, such as `40.7`, but show all digits of large ones: `1,622`."""
     return f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
-
-
-def _operations(dtype: str, rate: float) -> str:
-    """Format a rate of operations, such as `169 GFLOP/s`; those on integers are no floating-point operations."""
-    return f"{rate / 1e9:,.0f} {'GOP' if dtype == 'int8' else 'GFLOP'}/s"
 
 
 def _step(times: StepTimes) -> list[str]:

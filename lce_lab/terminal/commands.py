@@ -1,4 +1,4 @@
-"""The laboratory's commands beside `lce eval` and `lce leaderboard`, one function each: entry points of `lce.commands`.
+"""The laboratory's commands beside `lce eval` and `lce leaderboard`, entry points of `lce.commands`, and their output.
 
 Heavy modules are imported inside the functions, so that `--help` answers at once.
 """
@@ -6,18 +6,29 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument
 
+from lce.sizes import size_text
 from lce.terminal import options
 from lce.terminal.options import flag
-from lce.terminal.output import Output
+from lce.terminal.output import Output, aligned, note
 from lce.terminal.reading import read_text
 from lce_lab.terminal import inspecting
 from lce_lab.terminal.bench import show_bench
 from lce_lab.terminal.options import method_options, methods_options, named_options
+
+if TYPE_CHECKING:
+    from lce.methods.auto import Choice
+    from lce_lab.calibrate import Recall
+    from lce_lab.eval.recommend import Probe, Recommendation
+    from lce_lab.study.explain import Explanation
+
+FOUND = ("method", "tokens", "right", "95% interval", "questions", "s a text", "read a token")
 
 
 @click.command()
@@ -51,7 +62,7 @@ def bench(**what: Any) -> None:
 @flag("--seed", "The same seed makes the same texts.", type=int, default=0)
 @options.loading_options
 @options.output_options
-def recommend(**how: Any) -> None:
+def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -> None:
     """Find the method for a model: which finds most facts in texts beyond the model's window.
 
     Methods take turns, a text each, with eight questions. The first row is the ceiling: full attention, within half of
@@ -59,9 +70,48 @@ def recommend(**how: Any) -> None:
     the one that reads least a token is named. Few questions have wide intervals: give more --seconds. `lce eval run`
     measures any method on any task.
     """
-    from lce_lab.terminal.recommending import show_recommendation
+    from lce_lab.eval.recommend import recommend as ask
+    from lce_lab.eval.report import fails
 
-    show_recommendation(**how)
+    with output.noting(None), output.bar("ask", " s") as bar:
+        found = ask(model, progress=bar, **how, **loading)
+    if reason := fails(found.ceiling.score):
+        note(f"{reason}, at {found.ceiling.length:,} tokens: what methods find says little; try another --task")
+    if found.left:
+        note(f"there was no time for {', '.join(choice.spelled for choice in found.left)}; give more --seconds")
+    more = {"alike": [_named(each.choice) for each in found.alike], "not_asked": [*map(_named, found.left)]}
+    probes = {"ceiling": _probe(found.ceiling), "probes": [*map(_probe, found.probes)]}
+    output.object({**probes, **more, "recommended": _named(found.chosen.choice)})
+    length = f"{found.probes[0].length:,}"
+    left = [(choice.spelled, length, "not asked", *[""] * (len(FOUND) - 3)) for choice in found.left]
+    output.text(*(line.rstrip() for line in aligned([FOUND, *map(_row, (found.ceiling, *found.probes)), *left])))
+    output.text("", *_advice(found))
+
+
+def _advice(found: Recommendation) -> list[str]:
+    """Return the lines below the table: which method to use, and why."""
+    use = f"--method {found.chosen.choice.spelled}"
+    if len(found.alike) == 1:
+        return [f"{'best of these' if found.probes[1:] else 'only this was asked'}: {use}"]
+    names, n = ", ".join(each.choice.spelled for each in found.alike), len(found.chosen.values)
+    return [f"{n} question{'s' * (n > 1)} cannot tell these apart: {names}", f"the one that reads least a token: {use}"]
+
+
+def _named(choice: Choice) -> dict[str, Any]:
+    return {"method": choice.method, "knobs": dict(choice.knobs)}
+
+
+def _probe(probe: Probe) -> dict[str, Any]:
+    score = probe.score
+    figures = {"questions": score.samples, "mean": score.mean, "low": score.low, "high": score.high}
+    about = {**_named(probe.choice), "length": probe.length}
+    return {**about, **figures, "seconds": probe.seconds, "read_bytes": score.read_bytes}
+
+
+def _row(probe: Probe) -> tuple[str, ...]:
+    score, read = probe.score, size_text(round(probe.read_bytes))
+    right = f"{score.mean:.0%}", f"{score.low:.0%} to {score.high:.0%}", f"{score.samples}"
+    return (probe.choice.spelled, f"{probe.length:,}", *right, f"{probe.seconds:.1f}", read)
 
 
 @click.command()
@@ -90,7 +140,6 @@ def calibrate(
     """
     from lce_lab.calibrate import Calibration
     from lce_lab.calibrate import calibrate as learn
-    from lce_lab.terminal.figures import recall_lines
 
     with output.bars() as bars:
         note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
@@ -98,6 +147,14 @@ def calibrate(
         recalls = learn(model, text, str(out.path), asked, force=out.force, progress=bars, note=note, **loading)
     output.object([dataclasses.asdict(recall) for recall in recalls])
     output.text(*recall_lines(recalls))
+
+
+def recall_lines(recalls: Sequence[Recall]) -> list[str]:
+    """Return the top-k recall of low-dimensional keys as text: a line for each layer, then the mean."""
+    rows = [(str(recall.layer), recall.calibrated, recall.pca) for recall in recalls]
+    rows.append(("mean", fmean(recall.calibrated for recall in recalls), fmean(recall.pca for recall in recalls)))
+    head = f"{'layer':<8}{'calibrated':>12}{'pca':>10}  recall of the best {recalls[0].top_k} tokens"
+    return [head, *(f"{layer:<8}{calibrated:>12.1%}{pca:>10.1%}" for layer, calibrated, pca in rows)]
 
 
 @click.command()
@@ -170,17 +227,33 @@ def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Ou
     Without --window the knobs are those of a small example that shows the method's idea; -o changes single ones. With
     --window they are the method's defaults for it.
     """
-    from lce_lab.study import explain as inspection
-    from lce_lab.terminal.figures import explanation_lines, explanation_object
+    from lce.methods import knob_values
+    from lce_lab.study.explain import explain as measured
 
-    method, knobs = named
-    explanation = inspection.explain(method, knobs=knobs, **setting)
+    found = measured(named[0], knobs=named[1], **setting)
     if plot.path is not None:
         from lce_lab.study.pictures import draw_distances
 
-        draw_distances(explanation, plot.path, force=plot.force)
-    output.object(explanation_object(explanation))
-    output.text(*explanation_lines(explanation))
+        draw_distances(found, plot.path, force=plot.force)
+    about = {name: getattr(found, name) for name in ("window", "tokens", "block", "head", "seed")}
+    method = {"method": found.method.name, "knobs": knob_values(found.method)}
+    output.object({**method, **about, "distances": found.rows()})  # null: the key is not attended
+    output.text(*_matrix(found))
+
+
+def _matrix(explanation: Explanation) -> list[str]:
+    """Return an explanation as text: rows are queries, columns keys, and a dot is a key that is not attended."""
+    rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
+    heads = [str(index) for index in range(explanation.tokens)]
+    width = max(len(cell) for row in [heads, *rows] for cell in row)
+    label = max(len(heads[-1]), len("i\\j"))
+    lines = [
+        f"{name:>{label}} |" + "".join(f" {cell:>{width}}" for cell in row)
+        for name, row in zip(["i\\j", *heads], [heads, *rows], strict=True)
+    ]
+    caption = f"{explanation.setting}; the distance at which query i sees key j:"
+    rule = "".join("+" if sign == "|" else "-" for sign in lines[0])
+    return [explanation.title, caption, "", lines[0], rule, *lines[1:]]
 
 
 @click.command()

@@ -13,14 +13,8 @@ from lce.terminal import options
 from lce.terminal.options import flag
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
-from lce_lab.terminal.options import (
-    asked_options,
-    benchmark_options,
-    cluster_options,
-    methods_options,
-    selecting_options,
-    suite_options,
-)
+from lce_lab.terminal import options as own
+from lce_lab.terminal.options import cluster_options, methods_options
 
 DISTANCES = "at distances up to half of the window, or at true distances"
 STATES = "those of the method itself, or of the true attention, the same for all methods"
@@ -37,7 +31,7 @@ def evaluation() -> None:
 @options.model_option
 @methods_options
 @lengths_option
-@asked_options(n=10)
+@own.asked_options(n=10)
 @flag("--text FILE", "Read this text instead of a task's.")
 @flag("--queries N", "Queries of --text that are looked at.", type=options.COUNT, default=32)
 @flag("--judge", f"True attention: {DISTANCES}.", type=click.Choice(["constant", "true"]), default="constant")
@@ -62,9 +56,9 @@ def selection(text: str | None, **how: Any) -> None:
 
 @evaluation.command()
 @options.model_option
-@selecting_options
+@own.selecting_options
 @lengths_option
-@suite_options
+@own.suite_options
 @flag("--kind NAME", "Of a text's questions, those of this task alone: for --task medley.", default="")
 @record_option
 @flag("--each", "Every sample with its answers, too.", is_flag=True)
@@ -125,7 +119,7 @@ def perplexity(**how: Any) -> None:
 @options.model_option
 @methods_options
 @lengths_option
-@suite_options
+@own.suite_options
 @record_option
 @flag("--ceiling/--no-ceiling", "First measure `full` within the window, for each task.", default=True)
 @cluster_options
@@ -190,7 +184,7 @@ def report(files: tuple[str, ...], plots: str | None, output: Output) -> None:
 @evaluation.command()
 @options.model_option
 @methods_options
-@benchmark_options
+@own.benchmark_options
 @record_option
 @flag("--predictions DIR", "Also write the answers here, as the benchmark's own code does.")
 @cluster_options

@@ -6,7 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NoReturn
 
 import click
@@ -70,7 +72,6 @@ def write_recording(
 
 
 def _note_size(n_bytes: int) -> None:
-    """Print a note before a recording that will be large."""
     if n_bytes > NOTED:
         note(
             f"{size_text(n_bytes)} of JSON will be recorded, half of it as a page; --spread 50, larger chunks give less"
@@ -144,14 +145,9 @@ def _rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 own = head * len(found["chosen"]) // n_heads
                 lists = [found[name][own] if found["chosen"] else [] for name in ("chosen", "ranks", "scores")]
                 distances = [] if each["distances"] is None else looks[query]["distances"][each["distances"]]
-                yield {
-                    "token": query,
-                    "layer": layer,
-                    "head": head,
-                    **dict(zip(("choices", "ranks", "scores"), lists, strict=True)),
-                    "distances": distances,
-                    **{name: each[name] for name in ("mass", "best", "marked", "recall", "reachable", "why")},
-                }
+                row = {"token": query, "layer": layer, "head": head}
+                row |= dict(zip(("choices", "ranks", "scores"), lists, strict=True)) | {"distances": distances}
+                yield row | {name: each[name] for name in ("mass", "best", "marked", "recall", "reachable", "why")}
 
 
 def _hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,23 +158,14 @@ def _hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[s
     `mass` is the mean true attention to the mark.
     """
     lines = []
-    for number, mark in enumerate(recording["marks"]):
-        for layer in range(recording["model"]["layers"]):
-            some = [each for row in found if row["layer"] == layer for each in row["marked"] if each[0] == number]
-            ranks = [rank for _, _, rank, _ in some if rank >= 0]
-            if some:
-                lines.append(
-                    {
-                        "mark": number,
-                        "label": mark["label"],
-                        "layer": layer,
-                        "queries_and_heads": len(some),
-                        "attended": sum(share > 0 for *_, share in some) / len(some),
-                        "hit1": sum(rank < 1 for rank in ranks) / len(ranks) if ranks else None,
-                        "hit5": sum(rank < 5 for rank in ranks) / len(ranks) if ranks else None,
-                        "mass": sum(mass for _, mass, _, _ in some) / len(some),
-                    }
-                )
+    for (number, mark), layer in product(enumerate(recording["marks"]), range(recording["model"]["layers"])):
+        some = [each for row in found if row["layer"] == layer for each in row["marked"] if each[0] == number]
+        ranks = [rank for _, _, rank, _ in some if rank >= 0]
+        if some:
+            line = {"mark": number, "label": mark["label"], "layer": layer, "queries_and_heads": len(some)}
+            line["attended"] = fmean(share > 0 for *_, share in some)
+            line |= {f"hit{n}": fmean(rank < n for rank in ranks) if ranks else None for n in (1, 5)}
+            lines.append({**line, "mass": fmean(mass for _, mass, _, _ in some)})
     return lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,10 @@ from lce.errors import UsageError
 from lce.sizes import size_text
 from lce.terminal.output import Output, markdown
 from lce.terminal.reading import read_text
-from lce_lab.analysis.mass import Judge
-from lce_lab.eval.meter import States
 from lce_lab.eval.perplexity import Perplexity, check, ends, stream, windows
 from lce_lab.eval.record import Record
 from lce_lab.eval.selection import Selection, measure, measure_text
 from lce_lab.eval.suite import MadeSuite
-from lce_lab.eval.tasks import MadeTask
 from lce_lab.eval.why import CAUSES, Verdict, explain
 from lce_lab.terminal.methods import check_capacity
 
@@ -30,37 +27,40 @@ CAUSES_HEADER = f"{'method':<12}{'task':<16}{'length':>8}" + "".join(f"{cause:>1
 LOSS_HEADER = f"{'method':<14}{'tokens':>16}{'samples':>9}{'scored':>10}{'perplexity':>12}  95% interval"
 
 
+@dataclasses.dataclass
+class Compared:
+    """What the options say of every comparison of methods. `record` is the file of a record, or None."""
+
+    model: str
+    methods: Sequence[lce.Method]
+    lengths: Sequence[int]
+    record: str | None
+    loading: dict[str, Any]
+    output: Output
+
+    def check(self) -> None:
+        """Raise `CapacityError` if the longest text does not fit into memory with one of the methods."""
+        check_capacity(self.model, self.methods, max(self.lengths), self.loading)
+
+
 def show_selection(
-    model: str,
-    methods: Sequence[lce.Method],
-    lengths: Sequence[int],
-    asked: tuple[MadeTask, MadeSuite],
-    text: str | None,
-    queries: int,
-    judge: Judge,
-    states: States,
-    by_layer: bool,
-    record: str | None,
-    loading: dict[str, Any],
-    output: Output,
+    asked: tuple[Any, MadeSuite], text: str | None, queries: int, judge: str, states: str, by_layer: bool, **given: Any
 ) -> None:
     """Measure what each method selects at each length. Print each line of the table as soon as it is measured."""
-    check_capacity(model, methods, max(lengths), loading)
-    found: list[Selection] = []
-    task, suite = asked
-    how: dict[str, Any] = {"judge": judge, "states": states, "record": Record(record)}
-    for method in methods:
-        for length in lengths:
-            how["length"] = length
-            with output.noting(), output.bar(f"{method.name} at {length:,}:", " samples") as bar:
-                if text is None:
-                    made, setting = partial(suite.make, task=task, length=length), suite.setting(task, length)
-                    one = measure(model, method, made, setting=setting, progress=bar, **how, **loading)
-                else:
-                    one = measure_text(model, method, text, queries=queries, **how, **loading)
-            output.text(*([] if found else [SELECTION_HEADER]), row(one), *(layer_rows(one) if by_layer else ()))
-            found.append(one)
-    output.object([dataclasses.asdict(one) for one in found])
+    on, (task, suite), found = Compared(**given), asked, list[Selection]()
+    on.check()
+    how: dict[str, Any] = {"judge": judge, "states": states, "record": Record(on.record), **on.loading}
+    for method, length in itertools.product(on.methods, on.lengths):
+        how["length"] = length
+        with on.output.noting(), on.output.bar(f"{method.name} at {length:,}:", " samples") as bar:
+            if text is None:
+                made, setting = partial(suite.make, task=task, length=length), suite.setting(task, length)
+                one = measure(on.model, method, made, setting=setting, progress=bar, **how)
+            else:
+                one = measure_text(on.model, method, text, queries=queries, **how)
+        on.output.text(*([] if found else [SELECTION_HEADER]), row(one), *(layer_rows(one) if by_layer else ()))
+        found.append(one)
+    on.output.object([dataclasses.asdict(one) for one in found])
 
 
 def row(one: Selection) -> str:
@@ -83,32 +83,23 @@ def layer_rows(one: Selection) -> list[str]:
     return lines
 
 
-def show_causes(
-    model: str,
-    methods: Sequence[lce.Method],
-    lengths: Sequence[int],
-    suite: dict[str, Any],
-    kind: str,
-    each: bool,
-    record: str | None,
-    loading: dict[str, Any],
-    output: Output,
-) -> None:
+def show_causes(suite: dict[str, Any], kind: str, each: bool, **given: Any) -> None:
     """Find why each method misses answers of each task and length. Print each line of the table as soon as known."""
-    found: list[dict[str, Any]] = []
-    known, made = Record(record), suite["suite"]
-    check_capacity(model, methods, max(lengths), loading)
-    for method, task, length in itertools.product(methods, suite["tasks"], lengths):
-        with output.noting(), output.bars() as bars:
+    on, made, found = Compared(**given), suite["suite"], list[dict[str, Any]]()
+    known = Record(on.record)
+    on.check()
+    for method, task, length in itertools.product(on.methods, suite["tasks"], on.lengths):
+        with on.output.noting(), on.output.bars() as bars:
             how = {"length": length, "setting": made.setting(task, length), "asking": made.asking, "kind": kind}
             samples = partial(made.make, task=task, length=length)
-            one = explain(model, method, samples, **how, record=known, progress=bars, **loading)
+            one = explain(on.model, method, samples, **how, record=known, progress=bars, **on.loading)
         counts = "".join(f"{one.counts[cause]:>11}" for cause in CAUSES)
-        output.text(*([] if found else [CAUSES_HEADER]), f"{one.method:<12}{kind or task.name:<16}{length:>8,}{counts}")
+        line = f"{one.method:<12}{kind or task.name:<16}{length:>8,}{counts}"
+        on.output.text(*([] if found else [CAUSES_HEADER]), line)
         if each:
-            output.text(*(line for verdict in one.verdicts for line in verdict_lines(verdict)))
+            on.output.text(*(line for verdict in one.verdicts for line in verdict_lines(verdict)))
         found.append({"task": task.name, "kind": kind or None, **dataclasses.asdict(one), "counts": one.counts})
-    output.object(found)
+    on.output.object(found)
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
@@ -120,44 +111,35 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def show_perplexities(
-    model: str,
-    methods: Sequence[lce.Method],
-    lengths: Sequence[int],
-    files: Sequence[str],
-    streams: bool,
-    stride: int,
-    scored: str,
-    most: int | None,
-    longest: int | None,
-    record: str | None,
-    loading: Mapping[str, Any],
-    output: Output,
+    files: Sequence[str], streams: bool, stride: int, scored: str, most: int | None, longest: int | None, **given: Any
 ) -> None:
     """Measure each method's perplexity at each length over the texts of some files. Errors come before any output.
 
     Windows of all lengths end at the same tokens: where windows of the largest length, or of `longest` tokens, end.
     """
     check(stride, scored)
+    on = Compared(**given)
+    lengths, output = on.lengths, on.output
     if min(lengths) < 2:
         raise UsageError(f"a length is {min(lengths)}; expected 2 or more tokens")
     if list(files).count("-") > 1:
         raise UsageError("--text is stdin twice; give it once")
-    losses = Record(record)
+    losses = Record(on.record)
     contents = [read_text(name) for name in files]
-    check_capacity(model, methods, max(lengths), loading)
+    on.check()
     longest = max(*lengths, longest or 0)
     texts: list[list[int]] = []
     found: list[Perplexity] = []
     objects = []
-    for method in methods:
-        engine = lce.load(model, method, **loading)
+    for method in on.methods:
+        engine = lce.load(on.model, method, **on.loading)
         if not texts:
             texts = [engine.tokenizer.encode(content, bos=False) for content in contents]
             ends(texts, 2 if streams else longest, stride)
         for length in [max(lengths)] if streams else lengths:
             unit, noting = " tok" if streams else " windows", output.noting(engine.setup.beyond(length))
             with noting as notes, output.bar(f"{method.name} at {length:,}:", unit) as bar:
-                how: dict[str, Any] = {"stride": stride, "record": losses, "about": {"checkpoint": model}}
+                how: dict[str, Any] = {"stride": stride, "record": losses, "about": {"checkpoint": on.model}}
                 if streams:
                     got = stream(engine, texts, lengths=lengths, progress=bar, **how)
                 else:
@@ -167,7 +149,7 @@ def show_perplexities(
             found += got
             objects += [{**dataclasses.asdict(each), "warning": next(iter(notes), None)} for each in got]
     output.object(objects)
-    if len(methods) > 1 and len(lengths) > 1:
+    if len(on.methods) > 1 and len(lengths) > 1:
         output.text("", *loss_table(found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lce
@@ -14,31 +14,29 @@ ALL = "all"
 
 
 def methods_of(
-    names: Sequence[str],
-    knobs: Mapping[str, str],
-    loading: Mapping[str, Any],
-    suits: Callable[[lce.Method], bool] = lambda method: True,
+    names: Sequence[str], knobs: Mapping[str, str], loading: Mapping[str, Any], *, selecting: bool = False
 ) -> list[lce.Method]:
-    """Return the methods called `names`. `all` stands for the methods that serve the model and that `suits` accepts.
+    """Return the methods called `names`. `all` stands for the methods that serve the model.
 
-    `all` excludes methods for analysis, which can be named as well. A method of `all` that lacks something, such as
-    the learned maps of `esa`, is left out with a note, unless -o METHOD.KEY=VALUE names the method. With `all`, a knob
-    KEY=VALUE is for the methods that have KEY. `loading` are options of `lce.engine.sizing.resolved`. Raises
-    `UsageError` for wrong names or knobs.
+    With `selecting`, `all` stands for those that select keys. `all` excludes methods for analysis, which can be named
+    as well. A method of `all` that lacks something, such as the learned maps of `esa`, is left out with a note, unless
+    -o METHOD.KEY=VALUE names the method. With `all`, a knob KEY=VALUE is for the methods that have KEY. `loading` are
+    options of `lce.engine.sizing.resolved`. Raises `UsageError` for wrong names or knobs.
     """
     from lce.engine.sizing import resolved
 
     if ALL not in names:
         return [lce.methods.make(name, knobs_for(name, knobs, names)) for name in names]
-    asked = [name for name in names if name != ALL]
-    classes = _classes(lce.methods.available())
-    of_class = lce.methods.promises_of
-    others = [x for x in lce.methods.available() if x not in classes or "analysis" not in of_class(classes[x])]
+    from lce_lab.analysis.oracle import selects
+
+    asked, known = [name for name in names if name != ALL], lce.methods.available()
+    analysis = {name for name, cls in _classes(known).items() if "analysis" in lce.methods.promises_of(cls)}
+    others = [name for name in known if name not in analysis]
     listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in asked), *asked]))
     check_owned(knobs, listed)
     resolved(method="full", **loading)  # raises an error if the model cannot be read
     serving = [_serving(name, knobs, listed, loading) for name in listed if name not in asked]
-    found = [method for method in serving if method is not None and suits(method)]
+    found = [method for method in serving if method is not None and (not selecting or selects(method))]
     return found + [lce.methods.make(name, owned(name, knobs, listed)) for name in asked]
 
 
@@ -61,10 +59,7 @@ def knobs_for(name: str, knobs: Mapping[str, str], names: Sequence[str]) -> dict
 
 
 def _owner(key: str, names: Sequence[str]) -> str:
-    """Return the method in METHOD.KEY, "" for a KEY, which may have dots: `budget.sinks` is a knob of `pages`.
-
-    Raises `UsageError` for a method that is not in `names`.
-    """
+    """Return the method in METHOD.KEY, "" for a KEY, which may have dots: `budget.sinks` is a knob of `pages`."""
     owner, dot, _ = key.partition(".")
     if not dot or any(key in _knob_names(cls) for cls in _classes(names).values()):
         return ""
@@ -102,10 +97,7 @@ def check_owned(knobs: Mapping[str, str], names: Sequence[str]) -> None:
 def _serving(
     name: str, knobs: Mapping[str, str], names: Sequence[str], loading: Mapping[str, Any]
 ) -> lce.Method | None:
-    """Return the method `name` with its knobs.
-
-    If the method cannot serve the model even with its default knobs, print a note and return None.
-    """
+    """Return the method `name` with its knobs; None, with a note, if even its defaults do not serve the model."""
     from lce.engine.sizing import resolved
 
     try:

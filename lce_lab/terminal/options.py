@@ -30,29 +30,18 @@ def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False
     given = click.get_current_context().params
     decisive = ("model", "window", "rope", "rope_factor")
     loading: dict[str, Any] = {name: given[name] for name in decisive if name in given}
-    if not selecting:
-        return methods_of(names, knobs, loading)
-    from lce_lab.analysis.oracle import selects
-
-    return methods_of(names, knobs, loading, suits=selects)
+    return methods_of(names, knobs, loading, selecting=selecting)
 
 
-named_options = packed(
-    "named", lambda method, knobs: (method, knobs), argument("method", callback=parse_name), knobs_option
-)
+_NAME = argument("method", callback=parse_name)
+named_options = packed("named", lambda method, knobs: (method, knobs), _NAME, knobs_option)
 method_options = packed("method", lambda method, knobs: lce.methods.make(method, knobs), _METHOD, knobs_option)
 methods_options = packed("methods", _methods, _METHODS, knobs_option)
 selecting_options = packed("methods", partial(_methods, selecting=True), _METHODS, knobs_option)
 
 
 def _suite(
-    tasks: list[str],
-    task_knobs: dict[str, str],
-    depths: str | None,
-    mode: str,
-    shard: str,
-    contexts: str | None,
-    **how: Any,
+    tasks: list[str], task_knobs: dict[str, str], depths: str | None, mode: str, shard: str, contexts: Any, **how: Any
 ) -> dict[str, Any]:
     """Return the tasks of `lce eval run`, and their suite."""
     from lce_lab.eval.running import Asking, Shard
@@ -88,11 +77,7 @@ def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]
 
 
 _TASKS: dict[str, Any] = {"dest": "tasks", "multiple": True, "callback": parse_names}
-
-
 _SHARD = flag("--shard I/N", "Ask the I-th of N parts, counted from 0.", default="0/1")
-
-
 _SUITE = (
     flag("--task NAME", "One of `lce eval tasks`, or all; repeatable, or a list with commas.", ["passkey"], **_TASKS),
     flag("-t KEY=VALUE", "A knob of all tasks, or TASK.KEY=VALUE of one; repeatable.", dest="task_knobs", **KNOBS),
@@ -105,8 +90,6 @@ _SUITE = (
     flag("--contexts DIR", "With --mode shared or turns: save documents here, and open them again."),
     _SHARD,
 )
-
-
 _PUBLISHED = (
     flag("--data DIR", "Your copy of the benchmark's files.", required=True),
     flag("--task NAME", "Repeatable, or a list with commas.  [default: those whose files are there]", **_TASKS),
@@ -121,25 +104,14 @@ _PUBLISHED = (
     flag("--mode single|shared", "Read a document for each question, or once.", default="single"),
     _SHARD,
 )
-
-
-suite_options = packed("suite", _suite, *_SUITE)
-
-
-benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
-
-
-cluster_options = packed(
-    "cluster",
-    dict,
-    flag(
-        "--ray [ADDRESS]",
-        "Ask in a Ray job, on this machine or a cluster: lce[ray].",
-        is_flag=False,
-        flag_value="local",
-    ),
+_RAY: dict[str, Any] = {"is_flag": False, "flag_value": "local"}
+_CLUSTER = (
+    flag("--ray [ADDRESS]", "Ask in a Ray job, on this machine or a cluster: lce[ray].", **_RAY),
     flag("--workers N", "With --ray: engines.  [default: as many as --threads allows]", type=COUNT),
 )
+suite_options = packed("suite", _suite, *_SUITE)
+benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
+cluster_options = packed("cluster", dict, *_CLUSTER)
 
 
 def asked_options(n: int) -> Decorator:

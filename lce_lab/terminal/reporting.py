@@ -9,7 +9,7 @@ from typing import Any
 
 from lce.sizes import size_text
 from lce.terminal.output import markdown
-from lce_lab.eval.naming import AGAIN
+from lce_lab.eval.naming import AGAIN, range_text
 from lce_lab.eval.perplexity import LossTable
 from lce_lab.eval.report import HOLDS, Cell, Report, Table, fails, paired
 from lce_lab.eval.scores import Score
@@ -23,10 +23,10 @@ def report_lines(report: Report) -> list[str]:
     for table in report.tables:
         lines += [f"## {table.title}: {table.model}", "", *_scores(table), ""]
         lines += [*_bytes(table), *_depths(table), *(f"- {note}" for note in _notes(table)), ""]
-    for losses in report.perplexities:
-        lines += [f"## {losses.title}: {losses.model}", "", *_losses(losses), ""]
-    for selection in report.selections:
-        lines += [f"## {selection.title}: {selection.model}", "", *_selection(selection), ""]
+    others: list[tuple[LossTable | SelectionTable, list[str]]] = [(x, _losses(x)) for x in report.perplexities]
+    others += [(x, _selection(x)) for x in report.selections]
+    for other, own in others:
+        lines += [f"## {other.title}: {other.model}", "", *own, ""]
     if report.conflicts:
         lines += [f"{report.conflicts:,} samples have different scores in several files; the first file counts.", ""]
     return lines[:-1]
@@ -69,7 +69,8 @@ def _tasks(tables: Sequence[Table], length: int) -> list[str]:
         best = max(means, key=means.__getitem__)
         behind = [paired(told, name, best, length) for name in methods]
         if all(behind):
-            texts = ("" if x is None or name == best else _signed(*x) for name, x in zip(methods, behind, strict=True))
+            signed = "{:+.2f} ({:+.2f} to {:+.2f})".format
+            texts = ("" if x is None or name == best else signed(*x) for name, x in zip(methods, behind, strict=True))
             rows.append([f"minus `{best}`, paired", "", *texts])
     return markdown(["task", "`full` within the window", *(f"`{method}`" for method in methods)], rows)
 
@@ -98,7 +99,6 @@ def _scores(table: Table) -> list[str]:
 
 
 def _losses(table: LossTable) -> list[str]:
-    """Return a table of perplexities by length or position, with notes."""
     windows = " and ".join(f"{window:,}" for window in table.windows)
     notes = [f"The window has {windows} tokens."] if windows else []
     lines = loss_table(table.cells.values(), intervals=True)
@@ -113,7 +113,7 @@ def _selection(table: SelectionTable) -> list[str]:
         spans = [one.intervals.get(field) for field in SHARES.values()]
         numbers = ["" if x is None else _mean(x, span) for x, span in zip(one.shares.values(), spans, strict=True)]
         rows.append([f"`{one.method}`", f"{one.length:,}", f"{one.tokens:,.0f}", *reads, *numbers])
-    texts = _range([one.samples for one in table.rows])
+    texts = range_text([one.samples for one in table.rows])
     means = f"Means over the queries of {texts} texts, layers and heads; bytes are of all layers."
     about = ["In brackets: 95% intervals over texts."] if any(one.intervals for one in table.rows) else []
     lines = markdown(["method", "length", "tokens", "reads", "of full", *SHARES], rows)
@@ -151,18 +151,8 @@ def _notes(table: Table) -> list[str]:
         return table.notes
     kinds = " and ".join(sorted({score.interval for score in scores}))
     holds = [f"A method holds to the longest length up to which it has {HOLDS:.0%} of the ceiling's score."]
-    told, counts = holds if table.discriminates else [], _range([score.samples for score in scores])
+    told, counts = holds if table.discriminates else [], range_text([score.samples for score in scores])
     return [f"{counts} samples a cell; 95% intervals ({kinds}).", *told, *table.notes]
-
-
-def _range(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
-
-
-def _signed(mean: float, low: float, high: float) -> str:
-    """Format a difference with its interval, such as `-0.01 (-0.04 to +0.02)`."""
-    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def _score(score: Score) -> str:

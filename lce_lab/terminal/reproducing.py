@@ -22,7 +22,7 @@ import click
 import lce
 from lce.terminal.output import Output, markdown
 from lce_lab.eval.prose import sentences
-from lce_lab.papers import ENTRIES, PAPERS, Cell, Entry, Printed, Setting, find
+from lce_lab.papers import ENTRIES, PAPERS, Cell, Entry, Setting, find
 from lce_lab.papers.verdict import OPPOSITE, SAME, UNKNOWN
 from lce_lab.terminal.methods import check_capacity
 
@@ -109,21 +109,11 @@ def _prose(setting: Setting, tokens: int) -> str:
 
 def described(entry: Entry, setting: Setting) -> dict[str, Any]:
     """Return an entry (a paper's table or figure) and the setting of its measurement as a JSON object."""
-    return {
-        "id": entry.id,
-        "title": entry.title,
-        "paper": entry.paper,
-        "claim": entry.claim,
-        "note": entry.note,
-        "same_measurement": entry.is_same(setting),
-        "model": setting.model,
-        "window": setting.window,
-        "seed": setting.seed,
-        "samples": setting.samples,
-        "commands": entry.commands(setting),
-        "baseline": entry.baseline,
-        "printed": [dataclasses.asdict(table) for table in entry.printed],
-    }
+    found = {name: getattr(entry, name) for name in ("id", "title", "paper", "claim", "note")}
+    found["same_measurement"] = entry.is_same(setting)
+    found |= {name: getattr(setting, name) for name in ("model", "window", "seed", "samples")}
+    printed = [dataclasses.asdict(table) for table in entry.printed]
+    return {**found, "commands": entry.commands(setting), "baseline": entry.baseline, "printed": printed}
 
 
 def about(entry: Entry, setting: Setting) -> Iterable[str]:
@@ -135,17 +125,13 @@ def about(entry: Entry, setting: Setting) -> Iterable[str]:
     if entry.note:
         yield f"note: {entry.note}"
     for table in entry.printed:
-        yield from ("", *printed_lines(table))
+        rows = [[name, *(x if isinstance(x, str) else f"{x:g}" for x in cells)] for name, cells in table.rows.items()]
+        columns = [f"{table.label} {name}".strip() for name in table.columns]
+        yield from ("", *markdown([f"the paper: {table.of}", *columns], rows))
     if not entry.rows:
         return
     yield from ("", f"here: {setting.model}, window {setting.window:,}; {entry.difference(setting)}", "commands:")
     yield from (f"  {command}" for command in entry.commands(setting))
-
-
-def printed_lines(table: Printed) -> list[str]:
-    """Return the paper's cells for one model or data set as a Markdown table."""
-    rows = [[name, *(x if isinstance(x, str) else f"{x:g}" for x in cells)] for name, cells in table.rows.items()]
-    return markdown([f"the paper: {table.of}", *(f"{table.label} {name}".strip() for name in table.columns)], rows)
 
 
 def line(cell: Cell) -> str:

@@ -63,6 +63,9 @@ class TokensLeft:
         return advance
 
 
+Ceiling = tuple[lce.Engine, list[int]]  # an engine with full attention, and lengths within the window
+
+
 @dataclass
 class SuiteRun:
     """A run of `lce eval run` or `lce eval published`. A cell is the score of a method on a task at a length.
@@ -114,23 +117,20 @@ class SuiteRun:
     def load(self) -> list[lce.Engine]:
         """Load the model, and return an engine for each method."""
         check_capacity(self.model, self.methods, max(self.lengths, default=1), self.loading)
-        engines: list[lce.Engine] = []
+        shared, engines = self.sharing, list[lce.Engine]()
         for method in self.methods:
-            engines.append(
-                lce.load(self.model, method, sharing=engines[0] if engines else self.sharing, **self.loading)
-            )
+            shared = lce.load(self.model, method, sharing=shared, **self.loading)
+            engines.append(shared)
         return engines
 
     def ask(self, engines: Sequence[lce.Engine]) -> None:
         """Ask what the record lacks, and print all cells."""
-        ceilings = self._ceilings(engines[0]) if self.ceiling else None
+        ceilings = self._ceilings(engines[0]) if self.ceiling else [(engines[0], list[int]())] * len(self.tasks)
         left = TokensLeft(len(self.tasks))
         with self.output.bar(lambda: left.label, " tok") as left.advance:
             self._tasks(engines, ceilings, left)
 
-    def _tasks(
-        self, engines: Sequence[lce.Engine], ceilings: Sequence[tuple[lce.Engine, list[int]]] | None, left: TokensLeft
-    ) -> None:
+    def _tasks(self, engines: Sequence[lce.Engine], ceilings: Sequence[Ceiling], left: TokensLeft) -> None:
         """Make the samples of one task after the other, and measure the task's cells."""
         told: set[str | None] = {None}
         for number, task in enumerate(self.tasks):
@@ -143,9 +143,9 @@ class SuiteRun:
             if number == 0:
                 self.output.text(HEADER)
             with self.output.noting(None, *beyond):
-                self._task(task, engines, made, ceilings[number] if ceilings else None, left)
+                self._task(task, engines, made, ceilings[number], left)
 
-    def _ceilings(self, engine: lce.Engine) -> list[tuple[lce.Engine, list[int]]]:
+    def _ceilings(self, engine: lce.Engine) -> list[Ceiling]:
         """Return for each task an engine with method `full` and no RoPE scaling, and the lengths within the window."""
         assert isinstance(self.suite, MadeSuite)
         full = lce.load(self.model, "full", sharing=engine, **{**self.loading, "rope": None, "rope_factor": None})
@@ -160,16 +160,14 @@ class SuiteRun:
         task: Any,
         engines: Sequence[lce.Engine],
         made: Mapping[int, list[Sample]],
-        ceiling: tuple[lce.Engine, list[int]] | None,
+        ceiling: Ceiling,
         left: TokensLeft,
     ) -> None:
-        """Measure the cells of a task. With `ceiling`, full attention within the window is measured first."""
-        full, within = ceiling or (engines[0], [])
+        """Measure the cells of a task. If `ceiling` has lengths, full attention is measured first, at these lengths."""
+        full, within = ceiling
         tops = {length: self.suite.make(full, task, length) for length in within}
-        left.tasks.append(
-            sum(self._tokens(*each) for each in tops.items())
-            + sum(self._tokens(*each) for each in made.items()) * len(engines)
-        )
+        top_tokens, tokens = (sum(self._tokens(*each) for each in some.items()) for some in (tops, made))
+        left.tasks.append(top_tokens + tokens * len(engines))
         scores = {length: self._cell(task, full, length, samples, left, True) for length, samples in tops.items()}
         top = scores[within[-1]] if within else None
         if top and (reason := fails(top)):
@@ -195,13 +193,7 @@ class SuiteRun:
         return sum(texts.values()) / self.suite.asking.shard.count
 
     def _cell(
-        self,
-        task: Any,
-        engine: lce.Engine,
-        length: int,
-        made: Sequence[Sample],
-        left: TokensLeft,
-        ceiling: bool = False,
+        self, task: Any, engine: lce.Engine, length: int, made: Any, left: TokensLeft, ceiling: bool = False
     ) -> Score | None:
         """Measure and print one method's cell. Return its score, or None if the shard has no document of the task."""
         about = {"checkpoint": self.model} | ({"ceiling": True} if ceiling else {})
@@ -227,10 +219,8 @@ class SuiteRun:
 
     def _row(self, method: str, length: int, found: TaskScore, score: Score) -> str:
         """Return a line of the table under `HEADER`."""
-        mean, low, high = (
-            f"{x:.1%}" if self.suite.scale == 1 else f"{self.suite.scale * x:.2f}"
-            for x in (score.mean, score.low, score.high)
-        )
+        spelled = "{:.1%}".format if self.suite.scale == 1 else lambda x: f"{self.suite.scale * x:.2f}"
+        mean, low, high = map(spelled, (score.mean, score.low, score.high))
         shown = f"{mean:>8}  {f'{low} to {high}':<18}"
         read = "" if score.read_bytes is None else size_text(round(score.read_bytes))
         asked = f"{f'{length:,}' if length else '':>9}{found.samples:>9,}"
@@ -300,11 +290,6 @@ def benchmark_object(benchmark: Benchmark) -> dict[str, Any]:
 
 def benchmark_lines(benchmark: Benchmark) -> list[str]:
     """Return lines that describe a benchmark."""
-    names = ", ".join(task.name for task in benchmark.tasks)
-    lines = [
-        f"{benchmark.name}: {benchmark.title}",
-        f"  files: {benchmark.layout}",
-        f"  published at: {benchmark.data}",
-    ]
-    prompts = [f"  prompts: {', '.join(benchmark.variants)}"] if benchmark.variants != ("",) else []
-    return [*lines, f"  prompts and metrics of: {benchmark.source}", *prompts, f"  tasks: {names}"]
+    facts = {"files": benchmark.layout, "published at": benchmark.data, "prompts and metrics of": benchmark.source}
+    facts |= {"prompts": ", ".join(benchmark.variants), "tasks": ", ".join(task.name for task in benchmark.tasks)}
+    return [f"{benchmark.name}: {benchmark.title}", *(f"  {name}: {text}" for name, text in facts.items() if text)]

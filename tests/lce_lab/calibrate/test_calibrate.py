@@ -19,9 +19,10 @@ from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import ESA, LayerCache, Step, esa
 from lce.methods.lowdim import LearnedFor, LowDimMap
 from lce.methods.map_file import read_sealed, sealed
-from lce_lab.calibrate import Calibration, calibrate, learn, work_folder
+from lce_lab.calibrate import Calibration, Recall, calibrate, learn, work_folder
 from lce_lab.eval.prose import sentences
 from lce_lab.eval.selection import measure_text
+from lce_lab.terminal.commands import recall_lines
 from tests.command import assert_error, run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then over the moon. " * 120
@@ -184,6 +185,16 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     assert_error(run(*esa, *knobs, "local=8"), 2, "far=32, and here far=8", "--far 8 --window 64")
     used = run(*esa, *knobs, "sinks=2", "--json")
     assert json.loads(used.stdout)["method"]["knobs"]["maps"].startswith("LowDimMaps('maps.safetensors', ")
+
+
+def test_recalls_are_printed_with_their_mean() -> None:
+    head, *rows = recall_lines([Recall(0, 32, 0.5, 0.25), Recall(1, 32, 1.0, 0.75)])
+    assert head.endswith("recall of the best 32 tokens")
+    assert [row.split() for row in rows] == [
+        ["0", "50.0%", "25.0%"],
+        ["1", "100.0%", "75.0%"],
+        ["mean", "75.0%", "50.0%"],
+    ]
 
 
 def test_broken_numbers_are_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import lce
 from lce.engine.options import SizeOptions
 from lce.errors import UsageError
 from lce.methods import registry
-from lce_lab.analysis.oracle import selects
 from lce_lab.terminal.methods import check_capacity, knobs_for, methods_of
 from tests.command import assert_error, run
 
@@ -40,7 +39,7 @@ def test_all_are_those_that_serve_the_model(tiny_model: Path, capsys: pytest.Cap
     assert set(SERVING) - set(names_of(without_maps)) == {"esa"}
     assert capsys.readouterr().err.startswith("lce: note: --method all leaves esa out: esa: this model has no calibrat")
     assert names_of(methods_of(["all", "oracle"], {}, {"model": "demo"})) == [*names_of(demo), "oracle"]
-    selecting = methods_of(["all"], {}, {"model": "demo"}, suits=selects)
+    selecting = methods_of(["all"], {}, {"model": "demo"}, selecting=True)
     assert set(names_of(selecting)) == {"esa", "infllm", "longheads", "pages", "quest", "reattention"}
 
 
