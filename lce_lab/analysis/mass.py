@@ -96,13 +96,11 @@ class TrueMass:
         return scores.masked_fill_(positions[:, None] < index, -torch.inf) if least < 0 else scores
 
     def _far(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the logits of unrotated queries and keys at the distance `cap`."""
         assert self.cap is not None, "there is a far distance"
         distance = torch.full((1,), self.cap, device=q.device)
         return _products(rotate(q, self.step.far_turn(distance, q)), k)
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """Return the logits `[H, T, n]` of rotated queries `q [H, T, D]` and keys `k [G, n, D]`."""
     grouped = (q / math.sqrt(q.shape[-1])).reshape(len(k), -1, q.shape[-1]) @ k.mT
     return grouped.view(len(q), -1, k.shape[1])

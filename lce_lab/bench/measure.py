@@ -106,15 +106,9 @@ class Report:
 
 @dataclass
 class Measured:
-    """The measurements of one method at one length.
+    """The measurements of one method at one length: what a `Row` counts, and the speeds of each timed run."""
 
-    The first three fields are counts. The lists have an entry per timed run: `prefill` and `decode` in tokens per
-    second, `first_token` in seconds.
-    """
-
-    weight_bytes: int
-    cache_bytes: int
-    prefill_flops: float
+    counts: tuple[int, int, float]
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)
@@ -178,16 +172,15 @@ class Bench:
         self.model, self.seed, self.profile = str(model), count(seed, "seed", least=0), bool(profile)
         self.lengths = [count(length, "a length") for length in _several(lengths)]
         self.repeats, self.new_tokens = count(repeats, "repeats"), count(new_tokens, "new_tokens")
-        wanted = _several(methods)
-        if not wanted or not self.lengths:
-            raise UsageError("nothing to measure; give one method and one length, or more")
         self.subjects: dict[str, Subject] = {}
         shared: lce.Engine | None = None
-        for method in wanted:
+        for method in _several(methods):
             shared = self.engine = lce.load(model, method, sharing=shared, **loading)
             used = self.engine.method
             name = repr(used) if used.label in self.subjects else used.label
             self.subjects[name] = Subject(self.engine, random_text(self.engine, seed))
+        if not self.subjects or not self.lengths:
+            raise UsageError("nothing to measure; give one method and one length, or more")
         for length, (name, subject) in product(self.lengths, self.subjects.items()):
             try:
                 subject.engine.new_context(self._most(length)).close()
@@ -239,7 +232,7 @@ class Bench:
         work = lce.operations(self.model, subject.engine.method, tokens=length, **self._planning)
         products = 2.0 * (work.prefill.projections + work.prefill.mlp + work.prefill.head)
         weights = work.decode.weight_bytes // work.decode.tokens  # bytes of weights that one step reads
-        return Measured(weights, step.read_bytes, products + prefill.attention_flops)
+        return Measured((weights, step.read_bytes, products + prefill.attention_flops))
 
     def _time(self, name: str, subject: Subject, length: int, *, profile: bool) -> None:
         context, first = subject.prefill(length, self._most(length) - length)
@@ -252,7 +245,6 @@ class Bench:
                 self._profile += self._steps(name, subject, length, context)
 
     def _steps(self, name: str, subject: Subject, length: int, context: lce.Context) -> list[StepTimes]:
-        """Return the times of the parts of a decode step and of a block of prefill."""
         engine = subject.engine
         engine.prefill(subject.ids(1), context=context)
         with lce.profiled(engine) as steps:
@@ -276,38 +268,22 @@ class Bench:
             if not runs.decode:
                 continue
             prefill, decode, first = map(Spread.of, (runs.prefill, runs.decode, runs.first_token))
-            weights, cache, flops = runs.weight_bytes, runs.cache_bytes, runs.prefill_flops
+            weights, cache, flops = runs.counts
             shares = flops / length * prefill.median / best.product, (weights + cache) * decode.median / best.reading
-            counts, warning = (weights, cache, flops), self.subjects[name].engine.setup.beyond(length)
-            rows.append(Row(name, length, prefill, decode, first, *counts, *shares, warning))
-        return Report(
-            self.model,
-            machine(),
-            lce.__version__,
-            str(engine.setup.dtype).removeprefix("torch."),
-            ",".join(str(part.device) for part in engine.setup.layout.by_device),
-            engine.window,
-            self.repeats,
-            self.new_tokens,
-            self.seed,
-            {name: repr(subject.engine.method) for name, subject in self.subjects.items()},
-            best,
-            rows,
-            list(self._profile),
-        )
+            warning = self.subjects[name].engine.setup.beyond(length)
+            rows.append(Row(name, length, prefill, decode, first, *runs.counts, *shares, warning))
+        dtype = str(engine.setup.dtype).removeprefix("torch.")
+        device = ",".join(str(part.device) for part in engine.setup.layout.by_device)
+        about = self.model, machine(), lce.__version__, dtype, device, engine.window
+        methods = {name: repr(subject.engine.method) for name, subject in self.subjects.items()}
+        asked = self.repeats, self.new_tokens, self.seed
+        return Report(*about, *asked, methods, best, rows, list(self._profile))
 
 
-def bench(
-    model: str | Path,
-    methods: str | lce.Method | Sequence[str | lce.Method] = "full",
-    *,
-    progress: Progress | bool | None = None,
-    **options: Any,
-) -> Report:
-    """Measure a model with some methods at some lengths, and return the report. Takes the options of `Bench`."""
-    return Bench(model, methods, **options).run(progress)
+def bench(model: str | Path, *methods: Any, progress: Progress | bool | None = None, **options: Any) -> Report:
+    """Measure a model with some methods at some lengths, and return the report. Takes the arguments of `Bench`."""
+    return Bench(model, *methods, **options).run(progress)
 
 
 def _several(things: Any) -> list[Any]:
-    """Return a list or tuple as a list, and anything else as a list of one."""
     return list(things) if isinstance(things, list | tuple) else [things]

@@ -43,7 +43,6 @@ def draw(boards: Sequence[Board]) -> bytes | None:
 
 
 def _points(board: Board) -> list[Point]:
-    """Return the methods with a quality at the board's length, the best quality first."""
     known = [(each, each.quality.get(board.length), each.read_bytes) for each in board.standings]
     points = [(each, read / 2**20, span[0]) for each, span, read in known if span and read]
     return sorted(points, key=lambda point: -point[2])

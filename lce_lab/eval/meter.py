@@ -28,8 +28,6 @@ States = Literal["own", "judge"]
 
 @dataclass
 class _Tally:
-    """Sums over the watched queries of one layer, by head."""
-
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     facts: int = 0  # the number of (query, fact) pairs where the query could choose the fact's chunk

@@ -209,7 +209,6 @@ def _hash(ids: Text) -> str:
 
 
 def _asked(engine: lce.Engine, setting: str) -> dict[str, Any]:
-    """Return the fields that identify a loss in a record, except the fields that identify the text."""
     return {"task": "perplexity", "setting": setting, **described(engine)}
 
 

@@ -86,7 +86,6 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
 
 
 def _drawings(report: Report) -> Iterator[tuple[Any, ...]]:
-    """Yield for each picture: the function that draws it, the table or tables to draw, and the parts of its name."""
     for table in report.tables:
         for kind, draw in (("length", by_length), ("bytes", by_bytes), ("depth", by_depth)):
             yield draw, table, table.model, table.title, kind
@@ -305,5 +304,4 @@ def _wrapped(method: str, most: int = 22) -> str:
 
 
 def _short(length: int) -> str:
-    """Format a length in tokens, such as `8k` for 8,192."""
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"

@@ -79,8 +79,6 @@ def told_apart(some: Sequence[float], others: Sequence[float]) -> bool:
 
 @dataclass
 class _Turns:
-    """The turns of a method: its answers, and the seconds of each text with its questions."""
-
     choice: Choice
     engine: lce.Engine | None = None
     answers: list[Answer] = field(default_factory=list)

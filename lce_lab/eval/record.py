@@ -199,7 +199,6 @@ def renewed_engine(text: str) -> str:
 
 
 def _fits(kind: str, value: Any) -> bool:
-    """Return whether a value of JSON fits a field whose type is spelled `kind`."""
     if kind.startswith(("int", "float", "bool")):
         return isinstance(value, int | float) and -LARGEST < value < LARGEST  # NaN is not
     return isinstance(value, str) or kind != "str | None"
@@ -243,7 +242,6 @@ def text_hash(text: str) -> str:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Lock a record's file. Wait briefly if another process is writing."""
     for _ in range(LOCK_TRIES):
         try:
             return lock(descriptor, path)
@@ -253,7 +251,6 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _end_of_lines(descriptor: int) -> int:
-    """Return the byte offset after the last complete line of a file."""
     size = os.fstat(descriptor).st_size
     return mmap(descriptor, size, access=ACCESS_READ).rfind(b"\n") + 1 if size else 0
 

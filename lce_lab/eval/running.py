@@ -143,8 +143,6 @@ def _chances(numbered: Sequence[Numbered]) -> list[float | None]:
 
 @dataclass
 class _Run:
-    """The state of one call of the function `answers`."""
-
     engine: lce.Engine
     asking: Asking
     setting: dict[str, Any]
@@ -212,7 +210,6 @@ class _Run:
                 yield self._ended(*lanes.popleft())
 
     def _ended(self, index: int, sample: Sample, n_prompt: int, stream: lce.BatchStream) -> tuple[int, Answer]:
-        """Wait for the end of a stream; return its answer."""
         said = stream.finish()
         assert stream.context is not None
         with stream.context as context:
@@ -264,7 +261,6 @@ class _Run:
         return Path(self.asking.contexts) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.lce"
 
     def _options(self, sample: Sample) -> dict[str, Any]:
-        """Return the options with which a sample is asked."""
         stop = partial(is_decided, sample) if self.asking.brief else ()
         return {"max_tokens": answer_tokens(self.engine, sample), "stop": stop}
 

@@ -165,7 +165,6 @@ def measure(
 
 
 def _about(engine: lce.Engine, model: str, method: lce.Method) -> dict[str, Any]:
-    """Return facts about the engine for a record's line."""
     return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
 
 
@@ -274,6 +273,5 @@ def _setting(sample: Mapping[str, Any]) -> str:
 
 
 def _text(line: AttendedLine) -> str:
-    """Return a key that tells a measured text from other texts of the same setting and length."""
     sample, attended = line
     return json.dumps([sample.get(name) for name in ("seed", "samples", "index", "text")] + [attended.prompt])

@@ -234,11 +234,9 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
 
 
 def _placement(method: Method) -> str | None:
-    """Return the placement of chosen chunks under a method with a knob for it."""
     return method.selection.placement.name if isinstance(method, ChunkMethod) else None
 
 
 def _attended(method: Method) -> int:
-    """Return the largest number of tokens that a query attends under a method whose knobs are set."""
     knob, size, beside = _budget(method)
     return beside + (0 if knob is None else size * int(settings(method)[knob]))

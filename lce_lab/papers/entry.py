@@ -120,7 +120,6 @@ class Entry:
             yield Cell(row, self.average, length, mean, mean - below, mean + above, len(own))
 
     def _beside_paper(self, cell: Cell, setting: Setting) -> Cell:
-        """Return a measured cell with the paper's numbers."""
         if cell.row == WITHIN:
             return cell
         numbers = {x.of: x.number(cell.row, cell.label, cell.length / setting.window) for x in self.printed}
@@ -142,7 +141,6 @@ class Entry:
         return judged
 
     def _measured(self, setting: Setting, run: Run) -> Iterator[Cell]:
-        """Yield the cells that lce measures."""
         lengths, measured = self.lengths(setting), set[Measure]()
         for row, measure in product(self.rows, self.chosen(setting)):
             for command in measure.commands(row, lengths, setting):

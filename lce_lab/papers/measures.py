@@ -132,7 +132,6 @@ class Choices(Measure):
         return tuple(self._names())
 
     def _names(self) -> dict[str, str]:
-        """Return the statistics' names in JSON, by label."""
         if self.called:
             return {f"cover, {self.called}": "cover", f"Gini, {self.called}": "gini"}
         return {"hit@1": "hit1", "hit@5": "hit5", "cover": "cover", "Gini": "gini"}

@@ -131,8 +131,6 @@ class Live:
         return number
 
     def _run(self, request: RecordingRequest, method: Method, number: int) -> None:
-        """Record a request, in the run's thread, and set the state to done, failed or cancelled."""
-
         def tell(stage: str, done: int, total: int) -> None:
             self._state = {"state": "running", "id": number, "stage": stage, "done": done, "total": total}
 

@@ -89,8 +89,6 @@ class _Refused(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The handler of one HTTP request. The connection closes after the answer."""
-
     server: LiveServer
     timeout = SILENT_S
     server_version, sys_version = "lce", ""
@@ -121,7 +119,6 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def _header(self, name: str) -> str:
-        """Return the value of a header; "" if the request has none or several of this name."""
         values = self.headers.get_all(name) or []
         return values[0].strip() if len(values) == 1 else ""
 

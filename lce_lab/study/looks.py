@@ -126,7 +126,6 @@ class _Row:
         self._count_bytes(look["bytes"])
 
     def _heads(self, look: Look, *, compares: bool) -> list[Look]:
-        """Return the results for each head of this layer."""
         recalls, bests, mass = self._recalls(), self._bests(), rounded(self.mass)
         given, moved = self._own() if compares and self.taken.any() else (None, None)
         marks = [self._mark(n, *mark) for n, mark in enumerate(self.marks) if mark[0] < self.weights.shape[1]]
@@ -262,12 +261,10 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
 
 
 def _with_choice(values: list[Any], taken: Tensor) -> list[Any]:
-    """Return the `values` at indices where `taken` is True."""
     return [x for x, there in zip(values, taken.tolist(), strict=True) if there]
 
 
 def _number_of(patterns: list[Any], pattern: Any) -> int:
-    """Return the index of `pattern` in `patterns`; append the pattern first if it is new."""
     if pattern not in patterns:
         patterns.append(pattern)
     return patterns.index(pattern)

@@ -38,7 +38,6 @@ def drawable(path: str | Path) -> Path:
 
 
 def _save(figure: Figure, path: Path, force: bool) -> None:
-    """Write a figure in the format of the file's suffix. An existing file is replaced only with `force`."""
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150)
     write_whole(path, picture.getvalue(), force=force)
@@ -105,7 +104,6 @@ def draw_choices(recording: dict[str, Any], path: str | Path, *, force: bool = F
 
 
 def _panel(axes: Axes, recording: dict[str, Any], query: int, look: dict[str, Any]) -> None:
-    """Draw the chunks that each head chose for one query into `axes`."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 

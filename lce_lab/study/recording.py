@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lce
-from lce.errors import CapacityError, UsageError, shown
-from lce.methods import Observed, QueryBlock, make
-from lce.sizes import count, size_text
+from lce.errors import UsageError, shown
+from lce.methods import Observed, make
+from lce.sizes import count
 from lce_lab.analysis.mass import Judge
 from lce_lab.study.looks import looks_of
 from lce_lab.study.run_observer import RunObserver
@@ -34,6 +34,8 @@ MOST_MARKS = 32  # The largest number of marked places in a text.
 UNITS = 32  # For a method that chooses no chunks, full attention's weights are summed over pieces of 1/32 window.
 
 Recording = dict[str, Any]
+Progress = Callable[[str, int, int], None]  # called with the stage, the units done and their total
+Check = Callable[[], None]  # called often; an error that it raises ends the run
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,22 @@ class RecordingRequest:
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt's tokens: their ids, their texts, and the marked places."""
-
     ids: list[int]
     texts: list[str]
     marks: list[tuple[int, int, str]]
 
     @classmethod
-    def of(cls, engine: Engine, ids: list[int], marks: Sequence[str]) -> _Text:
+    def of(cls, engine: Engine, ids: list[int], request: RecordingRequest) -> _Text:
         texts = token_texts(engine, ids)
-        return cls(ids, texts, spans_of_marks(texts, marks))
+        return cls(ids, texts, spans_of_marks(texts, request.marks))
+
+    def observer(self, request: RecordingRequest, check: Check, most_bytes: int = MOST_BYTES) -> RunObserver:
+        return RunObserver(len(self.ids), request.looked(len(self.ids)), request.off, check, most_bytes)
+
+    def recording(self, engine: Engine, name: str, request: RecordingRequest, runs: list[dict[str, Any]]) -> Recording:
+        marks = [{"start": a, "stop": b, "label": label} for a, b, label in self.marks]
+        about = {"format": FORMAT, "lce": lce.__version__, "model": facts(engine, name), "judge": request.judge}
+        return {**about, "tokens": self.texts, "marks": marks, "runs": runs}
 
 
 class Recorder:
@@ -98,8 +106,8 @@ class Recorder:
         request: RecordingRequest,
         methods: Sequence[Method | str],
         *,
-        progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-        check: Callable[[], None] = lambda: None,
+        progress: Progress = lambda stage, done, total: None,
+        check: Check = lambda: None,
         expect: Callable[[int], None] = lambda n_bytes: None,
     ) -> Recording:
         """Record the request's prompt under each method. `check` is called often and can end the call by an error.
@@ -111,16 +119,15 @@ class Recorder:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
         ids = prompt_ids(self.engine, request.prompt)
         check_heads(request.off, self.engine)
-        text = _Text.of(self.engine, ids, request.marks)
-        prepared = []
+        text, prepared = _Text.of(self.engine, ids, request), []
         for method in methods:
-            observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, self.most_bytes)
+            observer = text.observer(request, check, self.most_bytes)
             observed = Observed(make(method) if isinstance(method, str) else method, observer)
             prepared.append((self.engine_of(observed), observer))
-        n_bytes = [_checked_bytes(engine, request, len(ids), self.most_bytes) for engine, _ in prepared]
-        expect(sum(n_bytes))
-        runs = [_run(*each, request, text, progress) for each in prepared]
-        return _recording(self.engine, str(self.model), request, text, runs)
+        expect(sum(observer.expected_bytes(engine, request.max_tokens) for engine, observer in prepared))
+        return text.recording(
+            self.engine, str(self.model), request, [_run(*each, request, text, progress) for each in prepared]
+        )
 
 
 def record(
@@ -142,71 +149,20 @@ def record_after(
     request: RecordingRequest,
     name: str,
     *,
-    most_bytes: int = MOST_BYTES,
-    check: Callable[[], None] = lambda: None,
+    check: Check = lambda: None,
+    **how: int,
 ) -> Recording:
     """Record a prompt that continues a context, under the method of its engine; `name` is the model's.
 
     The recording has the text of the context, and no query of it. `context` gets the prompt and the answer. See
-    `Recorder` for `most_bytes` and `check`.
+    `Recorder` for `check`, and for `most_bytes`, which `how` may have.
     """
     before = [] if context is None else context.token_ids
-    ids = [*before, *prompt_ids(engine, request.prompt)]
-    text = _Text.of(engine, ids, request.marks)
-    observer = RunObserver(len(ids), request.looked(len(ids)), request.off, check, most_bytes)
+    text = _Text.of(engine, [*before, *prompt_ids(engine, request.prompt)], request)
+    observer = text.observer(request, check, **how)
     observed = lce.Engine(engine.setup.observed(observer))
-    _checked_bytes(observed, request, len(ids), most_bytes, len(before))
-    run = _run(observed, observer, request, text, lambda *_: None, context)
-    return _recording(engine, name, request, text, [run])
-
-
-def _recording(
-    engine: Engine, name: str, request: RecordingRequest, text: _Text, runs: list[dict[str, Any]]
-) -> Recording:
-    """Return the recording of runs over a text."""
-    return {
-        "format": FORMAT,
-        "lce": lce.__version__,
-        "model": facts(engine, name),
-        "judge": request.judge,
-        "tokens": text.texts,
-        "marks": [{"start": a, "stop": b, "label": label} for a, b, label in text.marks],
-        "runs": runs,
-    }
-
-
-def _checked_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, most: int, n_before: int = 0) -> int:
-    """Return the estimated bytes of a run's JSON. Raises `CapacityError` if they are by far more than `most`."""
-    n_bytes = _estimated_bytes(engine, request, n_tokens, n_before)
-    if n_bytes > 2 * most:
-        raise CapacityError(
-            f"a recording would have about {size_text(n_bytes)}; expected {size_text(most)} or "
-            "less: give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
-        )
-    return n_bytes
-
-
-def _estimated_bytes(engine: Engine, request: RecordingRequest, n_tokens: int, n_before: int) -> int:
-    """Estimate the bytes of a run's JSON, as if every query chose as many chunks as the last query does.
-
-    A look has about 200 bytes for each head and 8 for each of its choices, and 17 for each choice of a chooser. Choices
-    that the queries of a block share are left out.
-    """
-    assert isinstance(engine.method, Observed)
-    method, c, n = engine.method.inner, engine.setup.model.config, n_tokens + request.max_tokens
-    n_acting = len(c.acting_layers)
-    block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, n_acting, c.n_layers - 1)
-    n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
-    k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
-    if isinstance(method, lce.methods.ChunkMethod):
-        choosers = method.selection.n_choosers(c.n_heads, c.n_kv_heads)
-    if k >= (n - 1) // method.choices[1]:  # all chunks fit, so all heads choose alike
-        choosers = min(choosers, 1)
-    look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
-    n_looks = sum(query >= n_before for query in request.looked(n_tokens)) + request.max_tokens
-    sliding = (c.n_layers - n_acting) * n_looks * c.n_heads * 200  # layers that choose nothing
-    chosen = (n - n_before) * choosers * k * 2 * 4 // 3  # 4 / 3: base64
-    return n_acting * (n_looks * look + chosen) + sliding
+    observer.expected_bytes(observed, request.max_tokens, len(before))
+    return text.recording(engine, name, request, [_run(observed, observer, request, text, lambda *_: None, context)])
 
 
 def _run(
@@ -214,8 +170,8 @@ def _run(
     observer: RunObserver,
     request: RecordingRequest,
     text: _Text,
-    progress: Callable[[str, int, int], None],
-    context: Context | None = None,
+    progress: Progress,
+    context: Any = None,
 ) -> dict[str, Any]:
     """Run the tokens of a text that `context` does not have, and return the recorded data of the run."""
     assert isinstance(engine.method, Observed)
@@ -231,10 +187,17 @@ def _run(
     first, size = unit = method.choices if choices.layers else (0, max(1, engine.window // UNITS))
     places = [(start, stop) for start, stop, _ in text.marks]
     looks = looks_of(observer, unit, places, request.judge, partial(progress, "true attention"))
+    segments = []
+    for start, stop, rows in choices.segments():
+        data = base64.b64encode(rows.tobytes()).decode("ascii")
+        own = {str(query): looks[query] for query in range(start, stop) if query in looks}
+        segments.append({"start": start, "stop": stop, "rows": len(rows), "data": data, "looks": own})
+    seconds = {"prefill_s": result.stats.prefill_s, "decode_s": result.stats.decode_s}
+    seconds["recorded_s"] = time.perf_counter() - started
     return {
         "label": label_of(method),
         "method": method.label,
-        "knobs": {name: _plain(value) for name, value in lce.methods.settings(method).items()},
+        "knobs": _plain(lce.methods.settings(method)),
         "window": engine.window,
         "chunk_size": size,
         "first": first,
@@ -248,28 +211,12 @@ def _run(
         "off": [list(pair) for pair in request.off],
         "looked": sorted(looks),
         "always": choices.always(),
-        "segments": [
-            {
-                "start": start,
-                "stop": stop,
-                "rows": len(rows),
-                "data": base64.b64encode(rows.tobytes()).decode("ascii"),
-                "looks": {str(query): looks[query] for query in range(start, stop) if query in looks},
-            }
-            for start, stop, rows in choices.segments()
-        ],
-        "stats": {
-            "prompt_tokens": len(text.ids),
-            "prefill_s": round(result.stats.prefill_s, 4),
-            "decode_s": round(result.stats.decode_s, 4),
-            "recorded_s": round(time.perf_counter() - started, 4),
-        },
+        "segments": segments,
+        "stats": {"prompt_tokens": len(text.ids)} | {name: round(x, 4) for name, x in seconds.items()},
     }
 
 
 def _generated(engine: Engine, ids: list[int], result: Generation) -> list[dict[str, Any]]:
-    """Return each generated token's text and log-probability, and the texts of the likeliest tokens."""
-
     def text_of(token_id: int) -> str:
         stream = engine.tokenizer.stream(skip_special=False)
         return stream.push(token_id) + stream.finish() or str(token_id)
@@ -289,15 +236,15 @@ def facts(engine: Engine, name: str) -> dict[str, Any]:
 
 def label_of(method: Method) -> str:
     """Return a method's label with the knobs that differ from their defaults, such as `longheads(chunk_size=16)`."""
-    usual = {each.name: each.default for each in lce.methods.knobs_of(type(method))}
-    values = {name: _plain(value) for name, value in lce.methods.settings(method).items()}
-    knobs = ", ".join(f"{name}={value}" for name, value in values.items() if value != _plain(usual[name]))
+    usual = _plain({each.name: each.default for each in lce.methods.knobs_of(type(method))})
+    values = _plain(lce.methods.settings(method))
+    knobs = ", ".join(f"{name}={value}" for name, value in values.items() if value != usual[name])
     return f"{method.label}({knobs})" if knobs else method.label
 
 
-def _plain(knob: Any) -> Any:
-    """Return a knob's value for JSON: the value if it is a bool, a number or text, else None."""
-    return knob if isinstance(knob, bool | int | float | str) else None
+def _plain(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return knobs for JSON: None for values that are no bool, number or text."""
+    return {name: x if isinstance(x, bool | int | float | str) else None for name, x in knobs.items()}
 
 
 def prompt_ids(engine: Engine, prompt: str | Sequence[int]) -> list[int]:

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.methods import LayerCache, Method, Observation, Step
+import lce
+from lce.errors import CapacityError
+from lce.methods import ChunkMethod, LayerCache, Method, Observation, Observed, QueryBlock, Step
+from lce.sizes import size_text
 from lce_lab.analysis.distances import distance, observed_distances, spans_by_query
 from lce_lab.study.segments import MOST_BYTES, RunChoices, Spans
 
@@ -63,6 +66,35 @@ class RunObserver:
         self.layers: dict[int, SeenLayer] = {}
         self._pieces: dict[Any, list[Piece]] = {}  # by query and its spans; layers with the same spans share an entry
 
+    def expected_bytes(self, engine: lce.Engine, n_new: int, n_before: int = 0) -> int:
+        """Estimate the bytes of a run's JSON, as if every query chose as many chunks as the last query does.
+
+        The run generates `n_new` tokens, and continues `n_before`. A look has about 200 bytes for each head and 8 for
+        each of its choices, and 17 for each choice of a chooser. Choices that the queries of a block share are left
+        out. Raises `CapacityError` if the bytes are by far more than `most_bytes`.
+        """
+        assert isinstance(engine.method, Observed)
+        method, c, n = engine.method.inner, engine.setup.model.config, self.n_prompt + n_new
+        n_acting = len(c.acting_layers)
+        block = QueryBlock(n - 1, n, c.n_heads, c.n_kv_heads, c.head_dim, n_acting, c.n_layers - 1)
+        n_keys = (method.choice_cost(block).attention or 0) // (2 * c.n_heads * c.head_dim)
+        k, choosers = n_keys // method.choices[1], c.n_heads if method.access.per_head else 0
+        if isinstance(method, ChunkMethod):
+            choosers = method.selection.n_choosers(c.n_heads, c.n_kv_heads)
+        if k >= (n - 1) // method.choices[1]:  # all chunks fit, so all heads choose alike
+            choosers = min(choosers, 1)
+        look = c.n_heads * (200 + 8 * k) + max(1, choosers) * 17 * k
+        n_looks = sum(query >= n_before for query in self.looked) + n_new
+        sliding = (c.n_layers - n_acting) * n_looks * c.n_heads * 200  # layers that choose nothing
+        chosen = (n - n_before) * choosers * k * 2 * 4 // 3  # 4 / 3: base64
+        n_bytes, most = n_acting * (n_looks * look + chosen) + sliding, self.choices.most_bytes
+        if n_bytes > 2 * most:
+            raise CapacityError(
+                f"a recording would have about {size_text(n_bytes)}; expected {size_text(most)} or "
+                "less: give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
+            )
+        return n_bytes
+
     def rows(self, step: Step) -> Tensor:
         """Return the numbers of the queries to analyse in the step's block, whose first query is number 0."""
         self.check()
@@ -85,7 +117,6 @@ class RunObserver:
         return out.index_fill(0, torch.tensor(off, device=out.device), 0.0) if off else out
 
     def _queries(self, seen: Observation, spans: list[Spans] | None) -> dict[int, SeenQuery]:
-        """Return the block's queries to analyse, by their index in the text."""
         q, rows, scores, picked, distances = seen.q, seen.rows, seen.scores, seen.picked, observed_distances(seen)
         if picked is None:
             picked = q.new_empty(len(q), len(rows), 0, dtype=torch.int64)

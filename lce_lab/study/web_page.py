@@ -66,7 +66,6 @@ def assembled(path: Path, nonce: str | None = None, data: str = "") -> str:
 
 @cache
 def _part(path: Path) -> str:
-    """Return the text of a file of pages."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

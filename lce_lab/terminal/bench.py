@@ -90,7 +90,6 @@ def _number(x: float) -> str:
 
 
 def _step(times: StepTimes) -> list[str]:
-    """Return a table row on a prefill or decode step: its time in milliseconds, and the share of each part."""
     what = f"{times.step}, {times.tokens:,} token{'s' if times.tokens > 1 else ''}"
     shares = [f"{s / times.total_s:.0%}" for s in times.seconds.values()]
     return [f"`{times.method}`", f"{times.length:,}", what, _number(1000 * times.total_s), *shares]

@@ -89,7 +89,6 @@ def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -
 
 
 def _advice(found: Recommendation) -> list[str]:
-    """Return the lines below the table: which method to use, and why."""
     use = f"--method {found.chosen.choice.spelled}"
     if len(found.alike) == 1:
         return [f"{'best of these' if found.probes[1:] else 'only this was asked'}: {use}"]
@@ -242,7 +241,6 @@ def explain(named: tuple[str, dict[str, str]], plot: options.NewFile, output: Ou
 
 
 def _matrix(explanation: Explanation) -> list[str]:
-    """Return an explanation as text: rows are queries, columns keys, and a dot is a key that is not attended."""
     rows = [["." if d is None else str(d) for d in row] for row in explanation.rows()]
     heads = [str(index) for index in range(explanation.tokens)]
     width = max(len(cell) for row in [heads, *rows] for cell in row)

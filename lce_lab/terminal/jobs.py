@@ -57,7 +57,6 @@ def fill(run: SuiteRun, address: str, workers: int | None = None) -> None:
 
 
 def _job(run: SuiteRun, ray: Any, workers: int | None) -> None:
-    """Run the job, and record the answers of each shard when they come."""
     cores, gpus = (int(ray.cluster_resources().get(name, 0)) for name in ("CPU", "GPU"))
     threads = min(run.loading.get("threads") or cores, max(1, cores // (workers or 1)))
     workers = workers or max(1, cores // threads)
@@ -95,7 +94,6 @@ class Worker:
         return {"lines": [b"".join(line_of(*line) for line in lines) for lines in asked]}
 
     def _asked(self, task: int, number: int) -> Lines:
-        """Ask a shard of the run's own shard."""
         suite, answers = self._run.suite, Record()
         answers.add_all(self._known)
         before = {key for key, _, _ in answers.items()}

@@ -107,7 +107,6 @@ def show(folder: str, page: str | None, picture: str | None, force: bool, output
 
 
 def _lines(boards: Sequence[Board]) -> list[str]:
-    """Return boards as Markdown. Cells that do not count are in parentheses."""
     from lce_lab.board import grids
 
     lines: list[str] = []

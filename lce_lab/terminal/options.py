@@ -43,7 +43,6 @@ selecting_options = packed("methods", partial(_methods, selecting=True), _METHOD
 def _suite(
     tasks: list[str], task_knobs: dict[str, str], depths: str | None, mode: str, shard: str, contexts: Any, **how: Any
 ) -> dict[str, Any]:
-    """Return the tasks of `lce eval run`, and their suite."""
     from lce_lab.eval.running import Asking, Shard
     from lce_lab.eval.suite import MadeSuite, make_tasks
 
@@ -58,7 +57,6 @@ def _suite(
 def _benchmark(
     suite: str, data: str, tasks: list[str], samples: int | None, prompts: str | None, mode: str, shard: str, **how: Any
 ) -> dict[str, Any]:
-    """Return the tasks of a published benchmark, and their suite."""
     from lce_lab.eval.published import find
     from lce_lab.eval.published.suite import PublishedSuite
     from lce_lab.eval.running import Asking, Shard
@@ -70,7 +68,6 @@ def _benchmark(
 
 
 def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]:
-    """Return a task of `lce eval selection` or `why` and the suite that makes its samples."""
     from lce_lab.eval.suite import MadeSuite, make_tasks
 
     return make_tasks([task], task_knobs)[0], MadeSuite(**how)

@@ -76,7 +76,6 @@ def _tasks(tables: Sequence[Table], length: int) -> list[str]:
 
 
 def _by_length(table: Table, name: str, rows: Sequence[Sequence[str]], *more: str) -> list[str]:
-    """Return a table with a column for each length."""
     return markdown([name, *(f"{length:,}" for length in table.lengths), *more], rows)
 
 
@@ -106,7 +105,6 @@ def _losses(table: LossTable) -> list[str]:
 
 
 def _selection(table: SelectionTable) -> list[str]:
-    """Return a table of what methods selected, with a row for each length and method, and notes."""
     rows = []
     for one in table.rows:
         reads = [size_text(round(one.all_bytes)), f"{one.all_bytes / one.full_bytes:.0%}"]
@@ -121,8 +119,6 @@ def _selection(table: SelectionTable) -> list[str]:
 
 
 def _bytes(table: Table) -> list[str]:
-    """Return a table of the bytes that a decode step reads; an empty list if no bytes are known."""
-
     def read(cell: Cell) -> str:
         return "" if cell.score.read_bytes is None else size_text(round(cell.score.read_bytes))
 
@@ -145,7 +141,6 @@ def _depths(table: Table) -> list[str]:
 
 
 def _notes(table: Table) -> list[str]:
-    """Return notes on a table: sample counts, kinds of intervals, and where scores do not tell methods apart."""
     scores = [cell.score for cell in table.cells.values()]
     if not scores:
         return table.notes

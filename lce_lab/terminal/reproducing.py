@@ -98,7 +98,6 @@ class Commands(contextlib.ExitStack):
 
 
 def _prose(setting: Setting, tokens: int) -> str:
-    """Return generated prose of `tokens` tokens, as counted by the model's tokenizer."""
     tokenizer = lce.load(setting.model).tokenizer
     prose, text, ids = sentences(Random(setting.seed)), "", list[int]()
     while len(ids) < tokens:  # the text grows by a tenth per step, so a token is encoded about ten times

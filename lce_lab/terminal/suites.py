@@ -131,7 +131,6 @@ class SuiteRun:
             self._tasks(engines, ceilings, left)
 
     def _tasks(self, engines: Sequence[lce.Engine], ceilings: Sequence[Ceiling], left: TokensLeft) -> None:
-        """Make the samples of one task after the other, and measure the task's cells."""
         told: set[str | None] = {None}
         for number, task in enumerate(self.tasks):
             made = {length: self.suite.make(engines[0], task, length) for length in self.lengths or [0]}
@@ -195,7 +194,6 @@ class SuiteRun:
     def _cell(
         self, task: Any, engine: lce.Engine, length: int, made: Any, left: TokensLeft, ceiling: bool = False
     ) -> Score | None:
-        """Measure and print one method's cell. Return its score, or None if the shard has no document of the task."""
         about = {"checkpoint": self.model} | ({"ceiling": True} if ceiling else {})
         label, where = engine.method.label, f" at {length:,}" if length else ""
         bar = left.cell(f"{task.name}, {label}{where}", self._tokens(length, made))
@@ -218,7 +216,6 @@ class SuiteRun:
         return score
 
     def _row(self, method: str, length: int, found: TaskScore, score: Score) -> str:
-        """Return a line of the table under `HEADER`."""
         spelled = "{:.1%}".format if self.suite.scale == 1 else lambda x: f"{self.suite.scale * x:.2f}"
         mean, low, high = map(spelled, (score.mean, score.low, score.high))
         shown = f"{mean:>8}  {f'{low} to {high}':<18}"

@@ -125,7 +125,6 @@ class Needles(Haystack):
         return found
 
     def _joined(self, chosen: Sequence[Row]) -> str:
-        """Return one text with the questions of all chosen needles and the expected form of the answers."""
         mark, stop = self.language.question_mark, self.language.stop
         asked = [row.text("retrieval_question") for row in chosen]
         questions = "、".join(text.split(mark)[0] + mark for text in asked)

@@ -44,7 +44,6 @@ class InfiniteBench(Benchmark):
 
 
 def _values(row: Row, task: PublishedTask) -> dict[str, str]:
-    """Return the values to fill into the template of a prompt, by name."""
     asked = row.text("input")
     values = {"context": row.text("context", "content"), "input": asked, "question": asked}
     if task.name in WITH_OPTIONS:

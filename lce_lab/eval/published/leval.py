@@ -69,7 +69,6 @@ class LEval(Benchmark):
 def _asked(
     document: str, question: str, answer: str, task: PublishedTask, number: int, source: dict[str, Any]
 ) -> Iterator[Sample]:
-    """Yield the samples of one question, with the published prompts for Llama 2."""
     data = prompts("leval")
     closed = task.category == "closed-ended"
     style = task.name if task.name in data["prompts"] else "closed" if closed else "open"

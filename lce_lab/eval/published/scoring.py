@@ -45,7 +45,6 @@ def scored(task: Task, answers: Iterable[Answered], metric: str | None = None) -
 
 
 def _percent(metric: str, answers: list[Answered]) -> tuple[float, list[float]]:
-    """Return the mean of a metric in percent, and the metric's value for each answer, 0 to 1."""
     values = [METRICS[metric](answer.prediction, answer.answers) for answer in answers]
     return 100 * fsum(values) / len(values), values
 

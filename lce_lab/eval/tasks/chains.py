@@ -139,6 +139,3 @@ class Whereabouts(MadeTask):
             answer = f"{name} in the {place}"
             questions.append(Question(text, answer, (name, place), tuple(sorted(set(facts)))))
         return Puzzle(tuple(statements), tuple(questions))
-
-
-TASKS: tuple[type[MadeTask], ...] = (Variables, Walk, Whereabouts)

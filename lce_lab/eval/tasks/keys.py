@@ -62,6 +62,33 @@ class PassKey(OneNeedle):
     question, answer = "What is the pass key? The pass key is", "{n5}"
 
 
+class PublishedPassKey(PassKey):
+    """The pass key with the published opening (Mohtashami and Jaggi, 2023). The published filler is `noise`."""
+
+    name = "passkey_published"
+    opening = (
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+        "I will quiz you about the important information there."
+    )
+
+
+@dataclass(frozen=True)
+class SplitPassKey(MadeTask):
+    """A key in parts of three digits at different places. The question asks for all parts in order."""
+
+    name = "split_passkey"
+    metrics = ("recall",)
+    parts: int = 2
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        check_ordinals("parts", self.parts)
+        parts = distinct(rng, self.parts, lambda rng: digits(rng, 3))
+        order = rng.sample(range(self.parts), self.parts)
+        statements = tuple(f"The {ORDINALS[i]} part of the split key is {parts[i]}." for i in order)
+        text, facts = "What is the split key? The split key is", tuple(range(self.parts))
+        return Puzzle(statements, (Question(text, " ".join(parts), tuple(parts), facts),))
+
+
 class Code(OneNeedle):
     """The four-digit code of a coloured thing."""
 
@@ -96,33 +123,6 @@ class Favourite(OneNeedle):
 
 
 NEEDLES = (PassKey, Code, Secret, HidingPlace, Favourite)
-
-
-class PublishedPassKey(PassKey):
-    """The pass key with the published opening (Mohtashami and Jaggi, 2023). The published filler is `noise`."""
-
-    name = "passkey_published"
-    opening = (
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-        "I will quiz you about the important information there."
-    )
-
-
-@dataclass(frozen=True)
-class SplitPassKey(MadeTask):
-    """A key in parts of three digits at different places. The question asks for all parts in order."""
-
-    name = "split_passkey"
-    metrics = ("recall",)
-    parts: int = 2
-
-    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
-        check_ordinals("parts", self.parts)
-        parts = distinct(rng, self.parts, lambda rng: digits(rng, 3))
-        order = rng.sample(range(self.parts), self.parts)
-        statements = tuple(f"The {ORDINALS[i]} part of the split key is {parts[i]}." for i in order)
-        text, facts = "What is the split key? The split key is", tuple(range(self.parts))
-        return Puzzle(statements, (Question(text, " ".join(parts), tuple(parts), facts),))
 
 
 def _things(rng: Random, n: int) -> list[str]:
@@ -243,19 +243,3 @@ class CountingStars(MadeTask):
         statements = tuple(f"The little penguin counted {count} stars." for count in counts)
         text = "How many stars did the little penguin count? The little penguin counted"
         return Puzzle(statements, (Question(text, ", ".join(counts), tuple(counts), tuple(range(self.times))),))
-
-
-TASKS: tuple[type[MadeTask], ...] = (
-    PassKey,
-    PublishedPassKey,
-    SplitPassKey,
-    Code,
-    Secret,
-    HidingPlace,
-    Favourite,
-    SeveralKeys,
-    SeveralFacts,
-    SeveralQueries,
-    SeveralValues,
-    CountingStars,
-)

@@ -115,6 +115,3 @@ class NthRequest(MadeTask):
         )
         statements = tuple(f"Asked for {a}. Reply: {b}." for a, b in zip(requests, replies, strict=True))
         return Puzzle(statements, questions)
-
-
-TASKS: tuple[type[MadeTask], ...] = (Pairs, CommonWords, FrequentWords, NthRequest)

@@ -70,6 +70,3 @@ def _interleaved(rng: Random, groups: list[list[str]], questions: list[Question]
     place = {index: at for at, index in enumerate(listed)}
     moved = [replace(question, facts=tuple(sorted(place[i] for i in question.facts))) for question in questions]
     return Puzzle(tuple(flat[index] for index in listed), tuple(moved))
-
-
-TASKS: tuple[type[MadeTask], ...] = (TwoHops, Medley)

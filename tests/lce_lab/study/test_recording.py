@@ -19,6 +19,7 @@ from lce_lab.study.recording import (
     spans_of_marks,
     token_texts,
 )
+from lce_lab.study.run_observer import RunObserver
 from tests.lce_lab.study.recorded import always_of, choices_of
 
 METHOD = LongHeads(chunk_size=4, chunks=6)
@@ -121,7 +122,7 @@ def test_what_cannot_be_recorded(tiny_model: Path, monkeypatch: pytest.MonkeyPat
         recorder.record(RecordingRequest("text", off=[(2, 0)]), ["full"])
     with pytest.raises(UsageError, match=r"max_tokens is 5000; expected 4096 or less"):
         RecordingRequest("text", max_tokens=5000)
-    monkeypatch.setattr("lce_lab.study.recording._estimated_bytes", lambda *_: 0)  # of a method that tells no cost
+    monkeypatch.setattr(RunObserver, "expected_bytes", lambda *_: 0)  # of a method that tells no cost
     with pytest.raises(CapacityError, match="the choices of"):
         Recorder(tiny_model, most_bytes=100).record(RecordingRequest(TEXT, max_tokens=0), [METHOD])
 
