@@ -1,7 +1,7 @@
 """`Attention`: the functions from which methods are composed. Each backend is a subclass in a file of its own.
 
 With `dense` all queries of a head see the same keys. With `routed` each query of each head has its own list of chunks.
-`lce.attention.merging.merge` merges several results into one softmax over all keys, by the results' log-sum-exps.
+`merge` merges several results into one softmax over all keys, by the results' log-sum-exps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from lce.attention import int8_rows
-from lce.attention.merging import Attended
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
-from lce.attention.turn import SlotTurns, Turn, Turns, rotate
+from lce.attention.turn import SlotTurns, Turn, Turns
 from lce.errors import UsageError, nearest, shown
+from lce.kernels.cpu.kernel import DTYPES
+from lce.kernels.cpu.merging import merged
+from lce.kernels.cuda import launching
 from lce.profiling import count_dense, count_routed, timed
 
+Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., T] (float32, natural logarithm)
 Memory = Callable[[], Tensor]  # returns memory to write to
 
 
@@ -120,30 +123,15 @@ class Attention(ABC):
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return whether a kernel can `decode` keys like `k`; without a kernel, keys are copied for each query head."""
-        return type(self).decode is not Attention.decode
+        """Return whether a kernel can `decode` keys of this dtype and size; only then may a step be recorded."""
+        return False
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         """Compute the attention of one token's query to runs of cached tokens, whose bounds are tensors on the device.
 
-        `q [H, 1, D]` is unrotated. Runs are rows of `k v [G, N, D]`. Returns `out [H, 1, D]`, `lse [H, 1]`. This
-        default uses plain operators of fixed shapes, which copy the keys of all n runs for every query head: time and
-        memory are O(H · n · most · D).
+        `q [H, 1, D]` is unrotated. Runs are rows of `k v [G, N, D]`. Returns `out [H, 1, D]`, `lse [H, 1]`.
         """
-        (n_heads, _, dim), n_kv_heads, n_runs = q.shape, len(k), runs.first.shape[-1]
-        offset = torch.arange(runs.most, device=q.device)
-        rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, n, most]
-        seen = offset < runs.count[..., None]
-        rows, seen = (x.repeat_interleave(n_heads // len(x), 0) for x in (rows, seen))
-        heads = torch.arange(n_heads, device=q.device) // (n_heads // n_kv_heads)
-        keys, values = (x[heads[:, None, None], rows].float() for x in (k, v))  # [H, n, most, D]
-        turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, n, D]
-        scores = (keys @ turned[..., None]).squeeze(-1) / math.sqrt(dim)
-        scores = scores.masked_fill(~seen, -math.inf).view(n_heads, n_runs * runs.most)
-        lse = scores.logsumexp(-1, keepdim=True)
-        weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)).exp()
-        values = values.masked_fill(~seen[..., None], 0.0).view(n_heads, -1, dim)
-        return (weights[:, None] @ values).to(q.dtype), lse
+        raise NotImplementedError
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         """Merge the results of K slots, `out [H, T, K, D]` and `lse [H, T, K]`; where lse is -inf, out is ignored."""
@@ -208,3 +196,47 @@ def backends() -> dict[str, type[Attention]]:
     named = [x for file in files for x in vars(importlib.import_module(f"lce.attention.{file.name}")).values()]
     found = {x for x in named if isinstance(x, type) and issubclass(x, Attention) and x is not Attention}
     return {cls.name: cls for cls in sorted(found, key=lambda cls: cls.name)}
+
+
+@timed("attention")
+def merge(parts: Sequence[Attended]) -> Tensor:
+    """Return the outputs `[H, T, D]` of one softmax over the keys of all parts. Every query must see some key."""
+    return combine(parts)[0]
+
+
+@timed("attention")
+def combine(parts: Sequence[Attended]) -> Attended:
+    """Return the result of one softmax over the keys of all parts, exactly; no key may be in two parts.
+
+    Each part is `out [..., T, D]`, `lse [..., T]`; a query that saw no key has lse -inf. Time: O(parts · T · D).
+    """
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = parts[0]
+    if out.device.type == "cpu" and out.dtype in DTYPES and lse.dtype == torch.float32:
+        return merged(parts)
+    if launching.runs_on(out) and lse.dtype == torch.float32:
+        from lce.kernels.cuda.merging import combined
+
+        return combined(parts)
+    lses = torch.stack([lse for _, lse in parts])
+    total = lses.logsumexp(0)
+    weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()
+    out = parts[0][0].float() * weights[0, ..., None]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        out.addcmul_(part.float(), weight[..., None])
+    return out.to(parts[0][0].dtype), total
+
+
+def join(parts: Sequence[Attended], dim: int) -> Attended:
+    """Join the results of different queries, or of different heads, along a dimension."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], dim=dim), torch.cat([lse for _, lse in parts], dim=dim)
+
+
+def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return `[T, N]`, true where a query sees a key, less than `window` back; the last query sees the last key."""
+    distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)

@@ -8,8 +8,7 @@ from types import ModuleType
 from torch import Tensor
 
 from lce.attention import int8_rows
-from lce.attention.attention import Memory
-from lce.attention.merging import Attended
+from lce.attention.attention import Attended, Memory
 from lce.attention.tiles import SlotQueries, Tiles
 from lce.attention.torch import Torch
 from lce.attention.turn import SlotTurns, Turn, Turns

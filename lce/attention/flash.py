@@ -6,8 +6,8 @@ import importlib.util
 
 from torch import Tensor
 
+from lce.attention.attention import Attended
 from lce.attention.compiled import Compiled
-from lce.attention.merging import Attended
 
 
 class Flash(Compiled):

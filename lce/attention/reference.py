@@ -6,8 +6,7 @@ import math
 
 from torch import Tensor
 
-from lce.attention.attention import Attention
-from lce.attention.merging import Attended, causal_mask
+from lce.attention.attention import Attended, Attention, causal_mask
 from lce.attention.turn import Turn, rotate
 
 

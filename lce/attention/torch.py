@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attention
-from lce.attention.merging import Attended, causal_mask, combine, join
+from lce.attention.attention import Attended, Attention, causal_mask, combine, join
 from lce.attention.reference import Reference
 from lce.attention.scores import SCORES_AT_ONCE
 from lce.attention.tiles import SlotQueries
@@ -59,11 +58,7 @@ class Torch(Attention):
 
         All heads form one problem, so that for few queries the kernel splits the keys among more thread blocks.
         """
-        n_queries, n_sharing = q.shape[1], len(q) // len(k)
-        at_once = MOST_BLOCKS // n_sharing
-        if len(k) > at_once:
-            parts = zip(q.split(at_once * n_sharing), k.split(at_once), v.split(at_once), strict=True)
-            return join([self._attend_flash(*part, causal, window) for part in parts], 0)
+        n_queries = q.shape[1]
         if causal and window is not None and (unseen := k.shape[1] - n_queries - window + 1) > 0:
             k, v = k[:, unseen:], v[:, unseen:]
         causal = causal and n_queries > 1  # one query sees all keys
@@ -118,12 +113,15 @@ class Torch(Attention):
         sizes = torch.full_like(ends, size)
         q, rows = queries.take(order), torch.arange(n_rows, device=k.device)
         out, lse = into[0].index_select(0, order), into[1].index_select(0, order)
+        flat, most_rows = [_dense_last(x).flatten(0, 1)[:, None] for x in (k, v)], min(queries.most_rows, n_rows)
         for start in range(0, n_busy, MOST_BLOCKS):
             stop = min(start + MOST_BLOCKS, n_busy)
-            cuts = bounds[start : stop + 1], first_keys[start : stop + 1], sizes[start:stop]
-            part = flash_ragged(q, k, v, *cuts, min(queries.most_rows, n_rows))
+            cuts = bounds[start : stop + 1], first_keys[start : stop + 1], most_rows, size
+            run = torch.ops.aten._flash_attention_forward  # tile b: rows `bounds[b]` on of q, `sizes[b]` rows of keys
+            part, part_lse, *_ = run(q[:, None], *flat, *cuts, 0.0, False, False, seqused_k=sizes[start:stop])
             here = (rows >= bounds[start]) & (rows < bounds[stop])  # the kernel leaves other rows undefined
-            out, lse = torch.where(here[:, None], part[0], out), torch.where(here, part[1], lse)
+            out = torch.where(here[:, None], part.squeeze(1), out)
+            lse = torch.where(here, part_lse.view(-1), lse)
         into[0].index_copy_(0, order, out)
         into[1].index_copy_(0, order, lse)
 
@@ -131,22 +129,6 @@ class Torch(Attention):
 def flash_takes(x: Tensor) -> bool:
     """Return whether PyTorch's CUDA flash kernels accept queries or keys such as `x`."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
-
-
-def flash_ragged(
-    q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, first_keys: Tensor, n_keys: Tensor, most_queries: int
-) -> Attended:
-    """Compute B attention problems of different sizes, by one kernel call.
-
-    Problem b has the queries `q_bounds[b] .. q_bounds[b + 1] - 1` of `q [A, D]`, at most `most_queries`. Its keys are
-    `n_keys[b]` rows, at most L, from row `first_keys[b]` on, of the E·L rows of `k v [E, L, D]`. The numbers are int32
-    on the device: `q_bounds first_keys [B + 1]`, `n_keys [B]`. The results of queries in no problem are undefined.
-    """
-    flat = (_dense_last(x).flatten(0, 1)[:, None] for x in (k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q[:, None], *flat, q_bounds, first_keys, most_queries, k.shape[1], 0.0, False, False, seqused_k=n_keys
-    )
-    return out.squeeze(1), lse.view(-1)  # lse [1, A]
 
 
 def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:

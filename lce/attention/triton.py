@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lce.attention.attention import Attended
 from lce.attention.compiled import Compiled
-from lce.attention.merging import Attended
 from lce.attention.tiles import Runs, SlotQueries
 from lce.kernels.cuda import launching
 
@@ -39,8 +39,6 @@ class Triton(Compiled):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         """Compute the attention to `runs` by a kernel that rotates the query and reads bounds of runs on the device."""
-        if not _fits(q, k, v):
-            return super().decode(q, k, v, runs)
         from lce.kernels.cuda import decoding
 
         out, lse = decoding.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +64,8 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
         return on_gpu.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
-    sizes = zip_longest(reversed(first.shape[:-1]), reversed(cos.shape[:-1]), fillvalue=1)  # x and turn broadcast
-    shape = [a if b == 1 else b for a, b in sizes][::-1]
-    out = torch.empty(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=right).addcmul_(first, sin)
-    return out
+    left, right = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat((left, right), dim=-1).to(x.dtype)
 
 
 def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None) -> None:
@@ -79,18 +73,15 @@ def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tenso
 
     `at` may be one int64 on the device, so that one CUDA graph of a step serves all positions.
     """
-    dtype = into_k.dtype
-    alike = k.dtype is dtype is v.dtype
-    if not isinstance(at, Tensor) and elementwise.runs_on(k) and alike and (turn is None or turn.cos.dtype is dtype):
+    alike = k.dtype is into_k.dtype is v.dtype
+    alike_turned = alike and (turn is None or turn.cos.dtype is k.dtype)
+    if alike_turned and not isinstance(at, Tensor) and elementwise.runs_on(k):
         elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
     elif alike and launching.runs_on(k):
         from lce.kernels.cuda import elementwise as on_gpu
 
         on_gpu.append(k, v, into_k, into_v, at, *(turn or (None, None)))
-    elif isinstance(at, Tensor):
-        rows = at + torch.arange(k.shape[1], device=at.device)
-        into_k.index_copy_(1, rows, (k if turn is None else rotate(k, turn)).to(dtype))
-        into_v.index_copy_(1, rows, v.to(dtype))
     else:
-        into_k[:, at : at + k.shape[1]].copy_(k if turn is None else rotate(k, turn))
-        into_v[:, at : at + v.shape[1]].copy_(v)
+        rows = at + torch.arange(k.shape[1], device=k.device)
+        for x, into in ((k if turn is None else rotate(k, turn), into_k), (v, into_v)):
+            into.index_copy_(1, rows, x.to(into.dtype))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.attention import Attention, Runs, Tiles, Turn, combine, merge, rotate
-from lce.attention.merging import causal_mask
+from lce.attention import Attention, Tiles, Turn, combine, merge, rotate
+from lce.attention.attention import causal_mask
 from tests.attention.truth import (
     AS_IT_IS,
     BACKENDS,
@@ -241,34 +241,6 @@ def test_float64_works_and_its_log_sum_exp_is_float32() -> None:
     turns, chosen = turns_of(20, 3, torch.float64), choices("some none", 8, 20, 3, 6)
     part = Attention.choose("torch").routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("choosers", ["all alike", "KV heads", "heads"])
-def test_decode_over_runs(name: str, heads: tuple[int, int], choosers: str) -> None:
-    """As one softmax over the keys of all runs, the query turned for each run; some runs are empty."""
-    n_heads, n_kv_heads = heads
-    q, k, v = vectors(n_heads, n_kv_heads, 1, 60)
-    n = {"all alike": 1, "KV heads": n_kv_heads, "heads": n_heads}[choosers]
-    turn = torch.tensor([2, 0, 1, 2])
-    first, count = torch.randint(0, 50, (n, 4)), torch.randint(0, 11, (n, 4))
-    first[0, 1], count[0, 1] = 1_000_000, 0  # an empty run may begin anywhere
-    turns = Turn(*(x.squeeze(0) for x in turns_of(1, 3)))
-    out, lse = Attention.choose(name).decode(q, k, v, Runs(first, count, turn, turns, 10))
-    assert out.shape == q.shape
-    assert lse.shape == q.shape[:2]
-    for head in range(n_heads):
-        chooser, kv_head = head * n // n_heads, head * n_kv_heads // n_heads
-        logits, values = [], []
-        for run in range(4):
-            rows = torch.arange(int(count[chooser, run])) + first[chooser, run]
-            placed = rotate(q[head], turns.at(turn[run : run + 1]))[0]
-            logits.append(k[kv_head, rows].double() @ placed.double() / q.shape[-1] ** 0.5)
-            values.append(v[kv_head, rows].double())
-        weights = torch.cat(logits).softmax(0)
-        assert (out[head, 0] - weights @ torch.cat(values)).abs().max() < 1e-5
-        assert abs(lse[head, 0] - torch.cat(logits).logsumexp(0)) < 1e-5
 
 
 # Parts of one attention are one softmax again when they are merged

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Attention, Tiles, Turn
+from lce.attention import Attended, Attention, Tiles, Turn
 from lce.attention import torch as backend
-from lce.attention.merging import Attended
 from lce.attention.reference import Reference
 from tests.attention.test_attention import CHOICES, choices
 from tests.attention.truth import (
@@ -57,15 +56,6 @@ def test_dense_reads_the_keys_where_they_lie(calls: Calls, heads: tuple[int, int
         assert all(0 <= call[name].data_ptr() - x.data_ptr() < x.nbytes for name, x in (("k", gpu_k), ("v", gpu_v)))
         bounds = [call.get(f"window_size_{side}") for side in ("left", "right")]
         assert n_queries > 1 or set(bounds) <= {None, -1}, "heads share keys only without bounds"
-
-
-def test_dense_over_more_heads_than_a_grid_has(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (x.half() for x in vectors(10, 5, 3, 9))
-    for each in (flash, backend):
-        monkeypatch.setattr(each, "MOST_BLOCKS", 5)
-    part = TORCH.dense(q.cuda(), k.cuda(), v.cuda(), causal=True)
-    assert_same(part, dense_truth(q, k, v, causal=True), 4e-3)
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.attention import Attended, Attention, Runs
-from lce.attention.torch import Torch
+from lce.attention import Attended, Attention, Runs, Turn, rotate
+from lce.attention.compiled import Compiled
 from lce.engine.graph import Work, one_by_one
 from lce.engine.running import read
 from lce.kernels.cuda import launching
@@ -51,11 +51,24 @@ MORE: dict[str, Method] = {
 PROMPT = [(7 * i * i + 3) % 250 + 10 for i in range(50)]
 
 
-class PlainRuns(Torch):
-    """PyTorch's operators, which a recording may take."""
+class PlainRuns(Compiled):
+    """A decode step over runs by PyTorch's operators, which a recording may take."""
+
+    def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return True
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        return Attention.decode(self, q, k, v, runs)
+        offset, rep = torch.arange(runs.most, device=q.device), len(q) // len(k)
+        rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, n, most]
+        rows, seen = (x.repeat_interleave(len(q) // len(x), 0) for x in (rows, offset < runs.count[..., None]))
+        heads = (torch.arange(len(q), device=q.device) // rep)[:, None, None]
+        turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, n, D]
+        scores = (k[heads, rows].float() @ turned[..., None]).squeeze(-1) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~seen, -torch.inf).flatten(1)
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+        values = v[heads, rows].float().masked_fill(~seen[..., None], 0.0).flatten(1, 2)
+        return (weights[:, None] @ values).to(q.dtype), lse
 
 
 class Again:
@@ -82,7 +95,12 @@ class Unable(Again):
 
 def loaded(folder: Path, method: Method, tape: type[Again] | None = Again, **options: object) -> lce.Engine:
     engine = lce.load(folder, method, block=32, **options)
-    engine.setup = replace(engine.setup, tape=tape)
+    return engine if tape is None else taped(engine, tape)
+
+
+def taped(engine: lce.Engine, tape: type[Again] = Again) -> lce.Engine:
+    driver = replace(engine.setup.driver, attention=PlainRuns())
+    engine.setup = replace(engine.setup, tape=tape, driver=driver)
     return engine
 
 

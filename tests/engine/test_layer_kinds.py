@@ -25,7 +25,7 @@ from lce.weights.source import Source
 from lce_lab.eval.meter import AttentionMeter
 from lce_lab.study.recording import record
 from tests.checkpoints import tokens
-from tests.engine.test_graph import Again, PlainRuns
+from tests.engine.test_graph import PlainRuns, taped
 from tests.kinds import ACTING, KINDS, METHODS, SLIDING, attended, load, of_kinds, save_made, true_logits
 from tests.pretended import pretended_gpus
 
@@ -152,8 +152,7 @@ def test_recorded_steps_turn_by_each_layers_rope(made: Path, name: str, monkeypa
     """On a CPU, where the work is done again, and on a pretended GPU, whose graph holds operators alone."""
     engine = load(made, name, block=32)
     expected = engine.generate(TEXT, max_tokens=14).token_ids
-    engine.setup = replace(engine.setup, tape=Again)
-    context = engine.prefill(TEXT)
+    context = taped(engine).prefill(TEXT)
     assert engine.generate("", max_tokens=14, context=context).token_ids == expected
     assert context.graph.n_replayed >= 6, context.graph.refused
     if name == "dca":
