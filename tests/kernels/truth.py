@@ -7,10 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lce.kernels.code.shared import INT4, INT8, Layout
+from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU, Triton's interpreter runs the kernels
 ON_GPU = [pytest.mark.cuda] if DEVICE == "cuda" else []
 MOST = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # the largest error of attention on a GPU
 EPS = 1e-5
+LAYOUTS = {"int8": INT8, "int4": INT4}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
@@ -48,3 +52,10 @@ def assert_close(got: Tensor, expected: Tensor, most: float | Tensor) -> None:
     """Check against float64: within the rounding of the result's dtype, relative, or `most`."""
     bound = torch.finfo(got.dtype).eps * expected.abs() + most
     assert ((got.double() - expected).abs() <= bound).all()
+
+
+def packed(weight: Tensor, layout: Layout) -> QuantisedMatrix:
+    parts = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in parts_of(layout, *weight.shape).items()}
+    matrix = QuantisedMatrix(layout, weight.shape, parts)
+    matrix.pack(weight)
+    return matrix

@@ -14,7 +14,7 @@ from lce.kernels.cpu import library
 from tests.kernels.arm64.emulator import RAN, qemu
 
 ROOT = Path(__file__).parents[3]
-NAMES = "attention choices int8_rows numbers panels products quantised scores threads"
+NAMES = "attention choices int8_rows numbers panels products scores threads"
 TESTS = [
     *(f"tests/kernels/cpu/test_{name}.py" for name in NAMES.split()),
     *(f"tests/kernels/test_{name}.py" for name in ("elementwise", "merging")),

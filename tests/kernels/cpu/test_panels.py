@@ -9,22 +9,12 @@ import torch.nn.functional as F
 
 import lce
 from lce.kernels import levels
-from lce.kernels.code.shared import INT4, INT8, Gate, Layout
+from lce.kernels.code.shared import INT8, Gate
 from lce.kernels.cpu import panels
-from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
 from lce.models.products import linear
 from lce.terminal.figures import model_lines
 from lce.weights.packed import Stacked
-
-LAYOUTS = {"int8": INT8, "int4": INT4}
-
-
-def packed(weight: torch.Tensor, layout: Layout) -> QuantisedMatrix:
-    parts = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in parts_of(layout, *weight.shape).items()}
-    matrix = QuantisedMatrix(layout, weight.shape, parts)
-    matrix.pack(weight)
-    return matrix
-
+from tests.kernels.truth import EPS, LAYOUTS, gated, normed, packed
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # and the rounding of a result
 
@@ -44,21 +34,20 @@ def test_equals_the_product_in_float64(dtype: torch.dtype, kind: str, rows: int,
     weight: Any = plain if kind == "plain" else packed(plain, LAYOUTS[kind])
     computed = panels.arithmetic(dtype)
     dense = plain if kind == "plain" else weight.unpacked(0, torch.empty(n_out, n_in, dtype=computed))
-    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
-    truth = normed @ dense.double().T + bias.double()
+    rows_in = normed(x, norm)
+    truth = rows_in @ dense.double().T + bias.double()
     half = n_out // 2
-    gated = F.silu(truth[:, :half]) * truth[:, half:]
     eps = 1e-5 if computed is torch.float32 else 2**-7  # where x is rounded, too
-    out = linear(x, weight, bias, norm=norm, eps=1e-5)
+    out = linear(x, weight, bias, norm=norm, eps=EPS)
     assert out.dtype is dtype
     torch.testing.assert_close(out.double(), truth, rtol=max(eps, DTYPES[dtype]), atol=max(eps, DTYPES[dtype]))
-    wide = linear(x, weight, bias, norm=norm, eps=1e-5, out_dtype=torch.float32)
-    exact = normed @ (dense if kind == "plain" else weight.unpacked(0, torch.empty(n_out, n_in))).double().T + bias
+    wide = linear(x, weight, bias, norm=norm, eps=EPS, out_dtype=torch.float32)
+    exact = rows_in @ (dense if kind == "plain" else weight.unpacked(0, torch.empty(n_out, n_in))).double().T + bias
     torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-5)
     factors = (truth[:, :half] * truth[:, half:]).abs() if computed is None else torch.zeros(())
-    for gate, expected, size in ((None, truth, torch.zeros(())), ("silu", gated, factors)):
+    for gate, expected, size in ((None, truth, torch.zeros(())), ("silu", gated(truth), factors)):
         onto = torch.ones(rows, expected.shape[1])
-        added = linear(x, weight, bias, norm=norm, eps=1e-5, gate=gate, onto=onto)
+        added = linear(x, weight, bias, norm=norm, eps=EPS, gate=gate, onto=onto)
         error = (added.double() - (expected + 1)).abs()
         assert (error <= eps * (1 + (expected + 1).abs() + size)).all()
 

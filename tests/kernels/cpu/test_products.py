@@ -1,4 +1,6 @@
-"""Products of few rows: the definition in float64, what is done on the way, and the same bits with any threads."""
+"""Products of few rows with plain and packed matrices: beside float64, and the same bits with any threads."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from lce.kernels.cpu.kernel import recording
 from lce.kernels.cpu.products import product
 from lce.kernels.cpu.threads import Jobs
 from tests.kernels import truth
-from tests.kernels.truth import EPS, random
+from tests.kernels.truth import EPS, LAYOUTS, packed, random
 
+ERRORS = {"int8": 0.008, "int4": 0.075}  # of Gaussian weights, relative
+each_packed = pytest.mark.parametrize("kind", LAYOUTS)
 each_gate = pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 
 
@@ -20,11 +24,41 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     truth.assert_close(got, expected, 3e-6 * float(expected.abs().max()))
 
 
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def made(kind: str, weight: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
+    """How a matrix of this kind is multiplied, and the numbers that it stands for."""
+    if kind == "plain":
+        return (lambda x, bias=None, **around: product(x, weight, bias, **around)), weight
+    matrix = packed(weight, LAYOUTS[kind])
+    return matrix.product, matrix.unpacked(0, torch.empty(weight.shape))
+
+
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
 @pytest.mark.parametrize(("size", "n_out"), [(7, 3), (96, 130), (512, 64)])
 def test_equals_the_product_in_float64(rows: int, size: int, n_out: int, dtype: torch.dtype) -> None:
     x, weight = random(rows, size, dtype=dtype), random(n_out, size, dtype=dtype, seed=2)
     assert_close(product(x, weight), truth.product(x, weight))
+
+
+@each_packed
+@pytest.mark.parametrize("shape", [(33, 100), (64, 256)])
+def test_products_and_rows_are_those_of_the_unpacked_weights(
+    kind: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=2)
+    matrix = packed(weight, LAYOUTS[kind])
+    exact = matrix.unpacked(0, torch.empty(shape))
+    assert error(exact, weight) < ERRORS[kind]
+    for n in (1, 2, 3, 8):
+        x = random(n, shape[1], dtype=dtype, seed=3)
+        assert error(matrix.product(x, bias), truth.product(x, exact, bias)) < 4 * torch.finfo(dtype).eps
+    later = matrix.unpacked(16, torch.empty(shape[0] - 16, shape[1], dtype=dtype))
+    assert torch.equal(later, exact[16:].to(dtype))
+    ids = torch.tensor([3, 0, 32])
+    assert torch.equal(matrix.rows(ids, dtype), exact[ids].to(dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -42,32 +76,46 @@ def test_norm_bias_gate_and_sum_come_on_the_way(
     assert_close(got, truth.product(x, weight, bias, norm=norm, gate=gate, onto=onto))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize(("kind", "rows"), [("plain", 1), ("plain", 2), ("plain", 8), ("int8", 2), ("int4", 2)])
 @each_gate
-def test_float32_goes_in_and_comes_out_unrounded(rows: int, gate: Gate | None, dtype: torch.dtype) -> None:
-    x, weight, norm = random(rows, 80), random(140, 80, dtype=dtype, seed=2), random(80, dtype=dtype, seed=3)
-    onto, around = random(rows, 70 if gate else 140, seed=5), {"norm": norm, "gate": gate}
-    out = product(x, weight, eps=EPS, out_dtype=torch.float32, **around)
-    assert_close(out, truth.product(x, weight, **around))
-    assert_close(
-        product(x, weight, eps=EPS, onto=onto.clone(), **around), truth.product(x, weight, onto=onto, **around)
+def test_float32_goes_in_and_comes_out_unrounded(kind: str, rows: int, gate: Gate | None, dtype: torch.dtype) -> None:
+    x, weight, norm = random(rows, 100), random(128, 100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
+    onto, around = random(rows, 64 if gate else 128, seed=5), {"norm": norm, "gate": gate}
+    multiply, weight = made(kind, weight)
+    out, added = (
+        multiply(x, eps=EPS, out_dtype=torch.float32, **around),
+        multiply(x, eps=EPS, onto=onto.clone(), **around),
     )
-    assert torch.equal(product(x[:1], weight, eps=EPS, out_dtype=torch.float32, **around), out[:1])
+    for got, expected in (
+        (out, truth.product(x, weight, **around)),
+        (added, truth.product(x, weight, onto=onto, **around)),
+    ):
+        if kind == "plain":
+            assert_close(got, expected)
+        assert error(got, expected) < (1e-5 if dtype is torch.float32 else 2e-4)
+    assert torch.equal(multiply(x[:1], eps=EPS, out_dtype=torch.float32, **around), out[:1])
 
 
-@pytest.mark.parametrize(("size", "n_out"), [(20, 6), (300, 134), (3072, 70), (8192, 18)])
+ALONE = [(20, 6), (300, 134), (3072, 70), (8192, 18)]
+PACKED_ALONE = [(100, 320), (3072, 64), (8192, 32)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "n_out"),
+    [("plain", *each) for each in ALONE] + [(kind, *each) for kind in LAYOUTS for each in PACKED_ALONE],
+)
 @each_gate
 def test_a_row_has_the_bits_that_it_has_alone(
-    any_threads: None, size: int, n_out: int, gate: Gate | None, dtype: torch.dtype
+    any_threads: None, kind: str, size: int, n_out: int, gate: Gate | None, dtype: torch.dtype
 ) -> None:
-    x, weight = random(MOST_ROWS, size, dtype=dtype), random(n_out, size, dtype=dtype, seed=2)
+    x, multiply = random(MOST_ROWS, size, dtype=dtype), made(kind, random(n_out, size, dtype=dtype, seed=2))[0]
     around = {"norm": random(size, dtype=dtype, seed=3), "eps": EPS, "gate": gate}
     bias = random(n_out, dtype=dtype, seed=4)
-    alone = torch.cat([product(row[None], weight, bias, **around) for row in x])
+    alone = torch.cat([multiply(row[None], bias, **around) for row in x])
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
         for n in range(1, MOST_ROWS + 1):
-            assert torch.equal(product(x[:n], weight, bias, **around), alone[:n]), n
+            assert torch.equal(multiply(x[:n], bias, **around), alone[:n]), n
 
 
 def test_calls_that_are_replayed_read_x_again(any_threads: None) -> None:
@@ -119,3 +167,31 @@ def test_rows_are_alike_where_pieces_of_the_inputs_end(
         assert_close(together, truth.product(x, weight))
         for n in range(1, MOST_ROWS + 1):
             assert torch.equal(product(x[:n], weight), together[:n]), (n_pieces, n)
+
+
+@each_packed
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5])
+def test_constant_weights(kind: str, value: float) -> None:
+    out = packed(torch.full((16, 64), value), LAYOUTS[kind]).unpacked(0, torch.empty(16, 64))
+    assert (out - value).abs().max() <= abs(value) * 0.005
+
+
+@each_packed
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_stay_visible(kind: str, value: float) -> None:
+    x, matrix = torch.randn(2, 256), packed(torch.randn(32, 256), LAYOUTS[kind])
+    x[1, 200] = value
+    out = matrix.product(x)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+
+
+@each_packed
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, -1)])
+def test_the_largest_codes_and_inputs_do_not_overflow(kind: str, signs: tuple[int, int]) -> None:
+    largest = 255 / 128 * torch.ones(MOST_ROWS, 1024).bfloat16()  # 32640 as an integer
+    matrix = packed(signs[0] * torch.ones(32, 1024), LAYOUTS[kind])
+    exact = matrix.unpacked(0, torch.empty(32, 1024))
+    for n in (1, MOST_ROWS):
+        got = matrix.product(signs[1] * largest[:n], norm=None, out_dtype=torch.float32)
+        assert error(got, truth.product(signs[1] * largest[:n], exact)) < 1e-6
