@@ -9,29 +9,19 @@ from lce.kernels.cuda import launching
 from tests.pretended import pretended_gpus
 
 
-class Kernel:
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.calls.append((grid, args, options))
-
-
 def test_a_launch_runs_the_kernel_on_its_grid() -> None:
-    kernel, x = Kernel(), torch.zeros(2)
-    launching.launch(kernel, (3, 2), x, 7, BLOCK=16)
-    assert kernel.calls == [((3, 2), (x, 7), {"BLOCK": 16})]
+    """An empty grid starts nothing; one that CUDA would refuse is refused here."""
+    calls, x = list[Any](), torch.zeros(2)
 
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: calls.append((grid, args, options))
 
-def test_an_empty_grid_starts_nothing() -> None:
-    kernel = Kernel()
-    launching.launch(kernel, (0, 2), torch.zeros(2))
-    assert not kernel.calls
-
-
-def test_a_grid_that_cuda_would_refuse() -> None:
+    launching.launch(Kernel(), (3, 2), x, 7, BLOCK=16)
+    launching.launch(Kernel(), (0, 2), x)
     with pytest.raises(AssertionError, match="65536"):
-        launching.launch(Kernel(), (1, 65_536), torch.zeros(2))
+        launching.launch(Kernel(), (1, 65_536), x)
+    assert calls == [((3, 2), (x, 7), {"BLOCK": 16})]
 
 
 def test_kernels_take_cpu_tensors_only_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
