@@ -11,12 +11,11 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from lce.engine.answer import Options
 from lce.engine.arguments import Prompt, Prompts
 from lce.engine.context import Context, Unique, open_context, own_context
 from lce.engine.options import check_names
@@ -82,7 +81,7 @@ class Batch(Unique):
         memory = (free_host_memory() or 8 << 30) // 2
         if cache_memory is not None:
             memory = in_bytes(cache_memory, "cache_memory")
-        self._prefixes = PrefixCache(folder, memory, budget, self._wake, reuse)
+        self._prefixes = PrefixCache(folder, memory, budget, self._changed, reuse)
         self._choosing = threading.Lock()  # for `_setups`
         self._setups: dict[Method, Setup] = {setup.method: setup}
         self._named: dict[str, tuple[Setup, Context]] = {}
@@ -132,9 +131,7 @@ class Batch(Unique):
         answer when the stream has ended; it is the caller's, and is not kept for other requests. Options are those of
         `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError` if the queue is full.
         """
-        setup, start = self._started(method, method_options, context)
-        checked = checked_options(setup, options)
-        return self._submit(setup, prompt, checked, start, hand_over=Request.hold if keep_context else None)
+        return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
 
     def read(
         self,
@@ -148,30 +145,12 @@ class Batch(Unique):
 
         The context belongs to the engine of the stream's `setup`. Arguments and errors are those of `stream`.
         """
-        setup, start = self._started(method, method_options, context)
-        return self._submit(
-            setup, prompt, checked_options(setup, {"max_tokens": 1}), start, reads_only=True, hand_over=self._give_fork
-        )
 
-    def _give_fork(self, request: Request, context: Context) -> None:
-        """Give the caller of a request a fork, and keep the context for later requests."""
-        request.hold(context.fork())
-        self._prefixes.keep(request, context)
+        def give_fork(request: Request, held: Context) -> None:
+            request.hold(held.fork())
+            self._prefixes.keep(request, held)
 
-    def _started(
-        self, method: str | Method | None, options: Mapping[str, Any] | None, context: str | Context | None
-    ) -> tuple[Setup, Context | None]:
-        """Return the setup of a request, and the context that its prompt continues, if any."""
-        setup = self.setup_of(method, options)
-        if not isinstance(context, str):
-            return setup, own_context(setup, context)
-        with self._changed:
-            if context not in self._named:
-                raise self._unknown(context)
-            own, start = self._named[context]
-        if method is not None and own.method != setup.method:
-            raise UsageError(f"the context {context} has a method of its own; leave `method` out")
-        return own, start
+        return self._ask(prompt, method, method_options, context, None, give_fork)
 
     def make_context(self, name: str, prompt: Prompt | ChatText, **how: Any) -> BatchStream:
         """Read a text, and keep it as the context `name`. The stream ends, without pieces, when it is read.
@@ -180,16 +159,11 @@ class Batch(Unique):
         """
         self._check_name(name)
         check_names(how, ("method", "method_options"), "option")
-        setup = self.setup_of(how.get("method"), how.get("method_options"))
-        options = checked_options(setup, {"max_tokens": 1})
-        return self._submit(
-            setup,
-            prompt,
-            options,
-            None,
-            reads_only=True,
-            hand_over=lambda _, context: self._add(name, setup, context),
-        )
+
+        def add(request: Request, context: Context) -> None:
+            self._add(name, request.setup, context)
+
+        return self._ask(prompt, how.get("method"), how.get("method_options"), None, None, add)
 
     def add_context(self, name: str, path: str | Path) -> None:
         """Keep a context file of the batch's engine under a name. Raises `DataError` for any other file."""
@@ -217,18 +191,37 @@ class Batch(Unique):
     def drop_context(self, name: str) -> None:
         """Give up a named context. Requests that began with it go on. Raises `UsageError` for an unknown name."""
         with self._changed:
-            if self._named.pop(name, None) is None:
-                raise self._unknown(name)
+            self._found(name)
+            del self._named[name]
 
-    def _unknown(self, name: object) -> UsageError:
-        remedy = nearest(str(name), self._named) if self._named else "make one by make_context or add_context"
-        return UsageError(f"there is no context {shown(name)}; {remedy}")
+    def _found(self, name: str) -> tuple[Setup, Context]:
+        with self._changed:
+            if name in self._named:
+                return self._named[name]
+            remedy = nearest(str(name), self._named) if self._named else "make one by make_context or add_context"
+            raise UsageError(f"there is no context {shown(name)}; {remedy}")
 
-    def _submit(
-        self, setup: Setup, prompt: Prompt | ChatText, options: Options, start: Context | None, **how: Any
+    def _ask(
+        self,
+        prompt: Prompt | ChatText,
+        method: str | Method | None,
+        knobs: Mapping[str, Any] | None,
+        context: str | Context | None,
+        given: Mapping[str, Any] | None,
+        hand_over: Callable[[Request, Context], None] | None,
     ) -> BatchStream:
-        ids = setup.tokenizer.encode_parts(prompt) if isinstance(prompt, ChatText) else prompt_ids(setup, prompt, start)
-        request = Request(setup, prompt if isinstance(prompt, ChatText) else ids, ids, options, start, **how)
+        """Submit a request: see `stream`. Without options in `given`, the prompt is only read."""
+        setup = self.setup_of(method, knobs)
+        if not isinstance(context, str):
+            start = own_context(setup, context)
+        else:
+            wanted, (setup, start) = setup, self._found(context)
+            if method is not None and setup.method != wanted.method:
+                raise UsageError(f"the context {context} has a method of its own; leave `method` out")
+        options = checked_options(setup, {"max_tokens": 1} if given is None else given)
+        chat = prompt if isinstance(prompt, ChatText) else None
+        ids = prompt_ids(setup, prompt, start) if chat is None else setup.tokenizer.encode_parts(chat)
+        request = Request(setup, chat, ids, options, start, given is None, hand_over)
         if not ids and start is None:
             raise UsageError("the prompt is empty; expected some text")
         request.asked = time.perf_counter()
@@ -237,10 +230,6 @@ class Batch(Unique):
         request.result.warning = warn(setup.beyond(len(ids) + (0 if start is None else len(start))))
         self._scheduler.submit(request)
         return BatchStream(request)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def gauges(self) -> dict[str, float]:
         """Return figures about the batch: requests now, tokens so far, and the share of memory that contexts use."""

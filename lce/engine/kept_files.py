@@ -17,18 +17,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lce.cache.file_layout import FileLayout
 from lce.engine.context import Context, open_context
-from lce.engine.prefix_index import Entry, Ids, PrefixIndex
 from lce.engine.setup import Setup
 from lce.errors import CapacityError, LceError
 from lce.files import open_regular, remove_leftover, write_whole
 from lce.progress import notice
 
+LEAST_SAVED = 16  # tokens: shorter contexts are not saved
 LEAST_IDLE_S = 0.5  # before a context is saved
 SAVED_BYTES_PER_S = 500 << 20  # an estimate, by which the time that a context must have been idle follows from its size
 ABANDONED_S = 3600  # a file of tokens without its context is removed after so many seconds
@@ -36,15 +38,99 @@ MOST_IDS_BYTES = 1 << 30  # of a file of tokens
 SETTLED_NS = 100_000_000  # two changes of a folder within so many nanoseconds may have the same time
 GROUP = re.compile("[0-9a-f]{16}")  # the name of a group's folder
 
+Ids = NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A kept context: `context` in memory, its file at `path`, or both.
+
+    `busy` while it is being saved, `urgent` if memory is short, `unsavable` if it is to stay in memory alone. If memory
+    or a budget is too small to open the file, the file is `unopenable` here, and stays for others.
+    """
+
+    ids: Ids
+    group: str
+    context: Context | None = None
+    path: Path | None = None
+    n_bytes: int = 0  # of its files
+    used: float = 0.0
+    busy: bool = False
+    urgent: bool = False
+    unsavable: bool = False
+    unopenable: bool = False
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether the context is to be saved."""
+        alone = self.context is not None and self.path is None
+        return alone and not self.unsavable and len(self.ids) >= LEAST_SAVED
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes that the context takes in memory, shared ones included."""
+        return 0 if self.context is None else sum(self.context.cache.bytes_by_tier.values())
+
+    def unlink(self) -> None:
+        """Remove the files, if there are any."""
+        for path in () if self.path is None else (self.path, self.path.with_suffix(".ids")):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        self.path = None
+
+    def free(self) -> None:
+        """Free the context in memory, if there is one."""
+        if self.context is not None:
+            self.context.close()
+            self.context = None
+
+
+def common(one: Ids, other: Ids) -> int:
+    """Return the length of the longest common prefix."""
+    n = min(len(one), len(other))
+    for stop in (min(n, 64), n):  # most texts differ at once
+        differing = np.flatnonzero(one[:stop] != other[:stop])
+        if len(differing):
+            return int(differing[0])
+    return n
+
+
+class Entries(set[Entry]):
+    """The entries of a cache, found by their tokens. The caller guards them by a lock."""
+
+    def of(self, group: str) -> list[Entry]:
+        """Return the entries of a group."""
+        return [each for each in self if each.group == group]
+
+    def drop(self, entry: Entry) -> None:
+        """Take an entry out, and remove its files and its context in memory, if any."""
+        self.discard(entry)
+        entry.unlink()
+        entry.free()
+
+    def best(self, group: str, wanted: Ids) -> tuple[Entry | None, int]:
+        """Return the entry with the longest common prefix, one in memory first, and the prefix' length.
+
+        Time: a comparison of the common tokens with each entry's, about 0.05 ms for 100,000 tokens.
+        """
+        found = [(common(each.ids, wanted), each) for each in self.of(group) if not each.unopenable]
+        n, best = max(found, default=(0, None), key=lambda each: (each[0], each[1].context is not None))
+        return (best, n) if n else (None, 0)
+
+    def prefixes(self, entry: Entry) -> list[Entry]:
+        """Return the other entries, if idle, whose tokens are the first ones of an entry."""
+        others = [each for each in self.of(entry.group) if each is not entry and not each.busy]
+        return [each for each in others if common(each.ids, entry.ids) == len(each.ids)]
+
 
 class KeptFiles:
-    """The files of kept contexts. `lock` guards the index of the entries. `saved` is called after each saved file."""
+    """The files of kept contexts. `lock` guards the entries. `saved` is called after each saved file."""
 
     def __init__(
-        self, folder: Path, budget: int, index: PrefixIndex, lock: threading.RLock, saved: Callable[[], None]
+        self, folder: Path, budget: int, entries: Entries, lock: threading.RLock, saved: Callable[[], None]
     ) -> None:
         self.folder, self.budget, self.saved = folder, budget, saved
-        self._index, self._lock = index, lock
+        self._entries, self._lock = entries, lock
         self._wake = threading.Condition(lock)
         self._scanned: dict[str, int] = {}  # of each group's folder: its time of change when it was read
         self._writing = ""  # the stem of the names that the saver writes to; no other entry is made of these files
@@ -84,7 +170,7 @@ class KeptFiles:
         except LceError as error:
             if entry.path.exists():
                 notice(f"a kept context cannot be opened and is removed: {error}")
-        self._index.remove(entry)
+        self._entries.drop(entry)
         return None
 
     def scan(self, group: str) -> None:
@@ -97,7 +183,7 @@ class KeptFiles:
         if self._scanned.get(group) == changed:
             return
         self._scanned[group] = changed if time.time_ns() - changed > SETTLED_NS else 0
-        known = {each.path.stem for each in self._index.of(group) if each.path is not None}
+        known = {each.path.stem for each in self._entries.of(group) if each.path is not None}
         for path in folder.glob("*.ids"):
             file = path.with_suffix(".lce")
             if path.stem in known or path.stem == self._writing:
@@ -105,16 +191,16 @@ class KeptFiles:
             try:
                 if file.exists():
                     ids, stat = _read_ids(path), file.stat()
-                    self._index.add(Entry(ids, group, None, file, stat.st_size + ids.nbytes, stat.st_mtime))
+                    self._entries.add(Entry(ids, group, None, file, stat.st_size + ids.nbytes, stat.st_mtime))
                 elif time.time() - path.stat().st_mtime > ABANDONED_S:
                     path.unlink(missing_ok=True)
             except (OSError, ValueError, LceError) as error:
                 if path.name not in self._refused:
                     self._refused.add(path.name)
                     notice(f"a kept context is not used: {error}")
-        for entry in self._index.of(group):
+        for entry in self._entries.of(group):
             if entry.path is not None and not entry.path.exists() and entry.context is None and not entry.busy:
-                self._index.remove(entry)
+                self._entries.drop(entry)
         for path in (*folder.glob(".*.lce.*.tmp"), *folder.glob(".*.ids.*.tmp")):
             remove_leftover(path)
 
@@ -122,7 +208,8 @@ class KeptFiles:
         """Save contexts that have been idle, until the cache is closed: the saver's thread."""
         while True:
             with self._lock:
-                waits = {each: _idle_s(each) + each.used - time.time() for each in self._unsaved()}
+                unsaved = (each for each in self._entries if each.is_unsaved and not each.busy)
+                waits = {each: _idle_s(each) + each.used - time.time() for each in unsaved}
                 due = min(waits, key=lambda each: waits[each], default=None)
                 if due is None and self._closing:
                     return
@@ -132,11 +219,6 @@ class KeptFiles:
                 due.busy = True
             self._save(due)
             self.saved()
-
-    def _unsaved(self) -> list[Entry]:
-        """Return the entries that are to be saved."""
-        held = (each for each in self._index if each.context is not None and each.path is None)
-        return [each for each in held if each.is_savable and not each.busy]
 
     def _save(self, entry: Entry) -> None:
         """Write a busy entry's files. If they cannot be written, the entry stays in memory alone."""
@@ -158,17 +240,17 @@ class KeptFiles:
             entry.path, entry.n_bytes, entry.unsavable = path if n_bytes else None, n_bytes, not n_bytes
             entry.busy, self._writing = False, ""
             if n_bytes:
-                for other in self._index.prefixes(entry):
+                for other in self._entries.prefixes(entry):
                     if other.context is None:
-                        self._index.remove(other)
+                        self._entries.drop(other)
                 self._make_space(0)  # the file may be larger than the estimate
 
     def _make_space(self, n_bytes: int) -> bool:
         """Remove files, the least recently used first, until `n_bytes` more fit the budget; return whether they do."""
         with self._lock:
-            for group in filter(GROUP.fullmatch, _names(self.folder)):
+            for group in filter(GROUP.fullmatch, next(os.walk(self.folder), ("", [], []))[1]):
                 self.scan(group)
-            files = sorted((each for each in self._index if each.path is not None), key=lambda each: each.used)
+            files = sorted((each for each in self._entries if each.path is not None), key=lambda each: each.used)
             total = sum(each.n_bytes for each in files)
             for entry in files:
                 if total + n_bytes <= self.budget:
@@ -176,27 +258,17 @@ class KeptFiles:
                 total -= entry.n_bytes
                 entry.unlink()
                 if entry.context is None:
-                    self._index.remove(entry)
+                    self._entries.drop(entry)
                 entry.unsavable = True
         return total + n_bytes <= self.budget
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names in a folder; none if it cannot be read, for example because it was removed."""
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _file_bytes(entry: Entry) -> int:
     """Return the bytes of the files that an entry with a context will have."""
     assert entry.context is not None
-    data = entry.context.data
-    tensors = data.tensors().values()
-    layout = FileLayout(data.cache.layout, data.cache.length)
-    n_bytes: int = layout.small_start + sum(each.nbytes for each in tensors) + entry.ids.nbytes
-    return n_bytes
+    data, cache = entry.context.data, entry.context.cache
+    n_small = sum(each.nbytes for each in data.tensors().values())
+    return int(FileLayout(cache.layout, cache.length).small_start + n_small + entry.ids.nbytes)
 
 
 def _read_ids(path: Path) -> Ids:

@@ -11,20 +11,18 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from lce.engine.context import Context, Unique
-from lce.engine.kept_files import KeptFiles
-from lce.engine.prefix_index import Entry, PrefixIndex, common
+from lce.engine.kept_files import Entries, Entry, KeptFiles, common
 from lce.engine.requests import Request
 from lce.engine.setup import Setup
 from lce.models.rope import Rope
 from lce.progress import notice
-from lce.tokenizer.chat import ChatText
 
 # A context of more than `ALWAYS_SAVED` tokens is saved if less than 15/16 of it is in another context's file.
 ALWAYS_SAVED, SAVED_SHARE = 4096, 16
@@ -35,39 +33,45 @@ FORKED_TOKENS = 128  # copying so many tokens' keys and values for a first fork 
 class PrefixCache(Unique):
     """The contexts that a batch keeps; any thread may use it. `memory` and `disk` are budgets in bytes.
 
-    Without a `folder` nothing is written. `changed` is called when a context has been saved. Without `reuse`, every
+    Without a `folder` nothing is written. `changed` is notified when a context has been saved. Without `reuse`, every
     prompt is read whole, and no context is kept.
     """
 
     _instead = "make another batch"
 
     def __init__(
-        self, folder: Path | None, memory: int, disk: int, changed: Callable[[], None], reuse: bool = True
+        self, folder: Path | None, memory: int, disk: int, changed: threading.Condition, reuse: bool = True
     ) -> None:
         self.memory, self.changed, self.reuse = memory, changed, reuse
         self._lock = threading.RLock()
-        self._index = PrefixIndex()
-        self._files = None if folder is None else KeptFiles(folder, disk, self._index, self._lock, self._saved)
+        self._entries = Entries()
+        self._files = None if folder is None else KeptFiles(folder, disk, self._entries, self._lock, self._saved)
 
     def learn(self, setup: Setup) -> None:
         """Learn which contexts of an engine have files, so that no request has to.
 
         Time: 7 ms for each file of 100,000 tokens.
         """
+        self._scan(group_of(setup, setup.rope_of(1)))
+
+    def _scan(self, group: str) -> None:
         if self._files is not None:
             with self._lock:
-                self._files.scan(group_of(setup, setup.rope_of(1)))
+                self._files.scan(group)
 
     def beginning(self, request: Request, running: Sequence[Request]) -> tuple[Context | None, bool]:
-        """Return the context with which a request's prompt begins, if any, and whether the best one is being saved."""
+        """Return the context with which a request's prompt begins, if any, and whether the best one is being saved.
+
+        A context of another request in `running` counts, too.
+        """
         setup, start = request.setup, request.start
         before = [] if start is None else start.token_ids
         request.n_before = len(before)
         if self.reuse and (start is None or not start.cache.fixed):
-            whole = len(before) + len(request.ids) + request.options.max_tokens
-            rope = setup.rope_of(whole) if start is None else start.rope
-            if isinstance(request.prompt, ChatText):
-                request.ids = self.spelled(setup, rope, request.prompt, request.ids, before)
+            n_new = len(request.ids) + request.options.max_tokens
+            rope = setup.rope_of(n_new) if start is None else start.rope
+            if request.chat is not None:
+                request.ids = self._spelled(request, rope, before)
                 request.result.stats.prompt_tokens = len(request.ids)
             others = [each.context for each in running if each.setup is setup and each.state == "decode"]
             also = [each for each in others if each is not None and not each.cache.fixed]
@@ -83,21 +87,21 @@ class PrefixCache(Unique):
 
         Keys are rotated by `rope`. `also` are contexts in use, from which a fork may be made. The prefix has more than
         `known` tokens. The second result is True if the best context is being saved just now: ask again when `changed`
-        was called.
+        was notified.
         """
-        wanted = np.asarray(ids, dtype=np.int32)
-        group = group_of(setup, rope)
-        also = [each for each in also if group_of(setup, each.rope) == group]
+        wanted, group = np.asarray(ids, dtype=np.int32), group_of(setup, rope)
+        in_use = [
+            (common(np.asarray(each.token_ids, np.int32), wanted), each)
+            for each in also
+            if group_of(setup, each.rope) == group
+        ]
+        n_used, used = max(in_use, key=lambda each: each[0], default=(0, None))
         with self._lock:
-            if self._files is not None:
-                self._files.scan(group)
+            self._scan(group)
             while True:  # until no damaged file is found
-                entry, n = self._index.best(group, wanted)
-                in_use = max(also, key=lambda each: common(np.asarray(each.token_ids, np.int32), wanted), default=None)
-                if in_use is not None:
-                    n_used = common(np.asarray(in_use.token_ids, np.int32), wanted)
-                    if n_used > max(n, known) and _is_worth(n_used, len(in_use)):
-                        return _cut(in_use.fork(), n_used), False
+                entry, n = self._entries.best(group, wanted)
+                if used is not None and n_used > max(n, known) and _is_worth(n_used, len(used)):
+                    return _cut(used.fork(), n_used), False
                 if entry is None or n <= known or not (n == len(entry.ids) or _is_worth(n, len(entry.ids))):
                     return None, False
                 if entry.busy:
@@ -119,18 +123,18 @@ class PrefixCache(Unique):
             return context.fork()
         entry.context = None  # the request appends to it
         if entry.path is None:
-            self._index.remove(entry)
+            self._entries.discard(entry)
         return context
 
     def forget(self, context: Context, error: BaseException) -> bool:
         """Remove the file from which a context was opened, if this cache has the file; return whether it had."""
         with self._lock:
-            found = [each for each in self._index if each.path is not None and str(each.path) == context.source]
+            found = [each for each in self._entries if each.path is not None and str(each.path) == context.source]
             for entry in found:
                 notice(f"a kept context cannot be read and is removed: {error}")
                 entry.unlink()
                 if not entry.busy:
-                    self._index.remove(entry)
+                    self._entries.drop(entry)
         return bool(found)
 
     def keep(self, request: Request, context: Context) -> None:
@@ -141,21 +145,21 @@ class PrefixCache(Unique):
         """
         if not self.reuse or len(context) <= request.n_before or context.cache.fixed or not context.cache.length:
             return
-        setup, savable = request.setup, request.start is None
-        entry = Entry(np.asarray(context.token_ids, np.int32), group_of(setup, context.rope), context, used=time.time())
+        ids = np.asarray(context.token_ids, np.int32)
+        entry = Entry(ids, group_of(request.setup, context.rope), context, used=time.time())
         with self._lock:
-            for other in self._index.prefixes(entry):
+            for other in self._entries.prefixes(entry):
                 if other.path is not None and not other.path.exists():  # another process has removed the file
                     other.path = None
-                if len(other.ids) == len(entry.ids):
+                if len(other.ids) == len(ids):
                     entry.path, entry.n_bytes, other.path = other.path, other.n_bytes, None
                 if other.path is None:  # the others' files are given up when this context has one
-                    self._index.remove(other)
-            filed = (each for each in self._index.of(entry.group) if each.path is not None)
-            n_filed = max((common(each.ids, entry.ids) for each in filed), default=0)
-            n = len(entry.ids)  # a question about a long document does not make another copy of the document
-            entry.unsavable = not savable or (n > ALWAYS_SAVED and (n - n_filed) * SAVED_SHARE < n)
-            self._index.add(entry)
+                    self._entries.drop(other)
+            filed = (each for each in self._entries.of(entry.group) if each.path is not None)
+            n_new = len(ids) - max((common(each.ids, ids) for each in filed), default=0)
+            # A question about a long document does not make another copy of the document.
+            entry.unsavable = request.start is not None or len(ids) > max(ALWAYS_SAVED, n_new * SAVED_SHARE)
+            self._entries.add(entry)
             self.shrink()
             if self._files is not None:
                 self._files.wake()
@@ -167,74 +171,66 @@ class PrefixCache(Unique):
         whether memory was freed, or will be.
         """
         with self._lock:
-            held = sorted((each for each in self._index if each.context), key=lambda each: each.used)
-            excess = max(n_bytes, sum(each.memory_bytes for each in held) - self.memory)
-            dropped = False
+            held = sorted((each for each in self._entries if each.context), key=lambda each: each.used)
+            excess = before = max(n_bytes, self.memory_bytes - self.memory)
             for entry in held:
                 if excess <= 0:
                     break
                 excess -= entry.memory_bytes
-                dropped = True
-                assert entry.context is not None
-                if entry.busy or (self._files is not None and entry.path is None and entry.is_savable):
+                if self._files is not None and (entry.busy or entry.is_unsaved):
                     entry.urgent = True
-                    if self._files is not None:
-                        self._files.wake()
+                    self._files.wake()
                     continue
                 entry.free()
                 if entry.path is None:
-                    self._index.remove(entry)
-            return dropped
+                    self._entries.discard(entry)
+            return bool(held) and before > 0
 
     def close(self, *, save: bool = True) -> None:
         """Free the contexts in memory. With `save`, contexts without a file are saved first."""
         with self._lock:
-            for entry in self._index:
+            for entry in self._entries:
                 entry.unsavable |= not save
         if self._files is not None:
             self._files.close()
         with self._lock:
-            for entry in self._index:
+            for entry in self._entries:
                 entry.free()
 
     def _saved(self) -> None:
         self.shrink()
-        self.changed()
+        with self.changed:
+            self.changed.notify_all()
 
-    def spelled(
-        self, setup: Setup, rope: Rope, chat: ChatText, ids: list[int], before: Sequence[int] = ()
-    ) -> list[int]:
+    def _spelled(self, request: Request, rope: Rope, before: Sequence[int]) -> list[int]:
         """Return a chat's ids. If a kept context has the beginning of the chat's text, its tokens begin the ids.
 
-        `ids` are the ids of the whole text, which continues the tokens `before`. A model may have written an answer in
-        other tokens than its text has: then the context's tokens are read on, as in a `Conversation`.
+        The text continues the tokens `before`. A model may have written an answer in other tokens than its text has:
+        then the context's tokens are read on, as in a `Conversation`.
         """
-        wanted, group = np.asarray([*before, *ids], dtype=np.int32), group_of(setup, rope)
+        chat, ids, tokenizer = request.chat, request.ids, request.setup.tokenizer
+        group, wanted = group_of(request.setup, rope), np.asarray([*before, *ids], dtype=np.int32)
         with self._lock:
-            if self._files is not None:
-                self._files.scan(group)
-            entry, n = self._index.best(group, wanted)
-        if entry is None or n == len(entry.ids) or n <= len(before):
+            self._scan(group)
+            entry, n = self._entries.best(group, wanted)
+        if chat is None or entry is None or n == len(entry.ids) or n <= len(before):
             return ids
-        tokenizer, own = setup.tokenizer, entry.ids[len(before) :].tolist()
-        n -= len(before)
-        beginning = tokenizer.decode(ids[:n], skip_special=False)
-        text = beginning + tokenizer.decode(own[n:], skip_special=False)
-        n_chars = len(text)
-        if chat.text[:n_chars] != text or any(cut < n_chars for cut in chat.cuts):
+        n, own = n - len(before), entry.ids[len(before) :].tolist()
+        text = tokenizer.decode(ids[:n], skip_special=False) + tokenizer.decode(own[n:], skip_special=False)
+        if not chat.text.startswith(text) or any(cut < len(text) for cut in chat.cuts):
             return ids
-        return [*own, *tokenizer.encode_parts(chat, n_chars)]
+        return [*own, *tokenizer.encode_parts(chat, len(text))]
 
     @property
     def memory_bytes(self) -> int:
         """The bytes of the contexts in memory."""
         with self._lock:
-            return sum(each.memory_bytes for each in self._index)
+            return sum(each.memory_bytes for each in self._entries)
 
     @property
     def n_contexts(self) -> int:
         """The number of contexts, in memory and as files."""
-        return len(self._index)
+        return len(self._entries)
 
 
 def group_of(setup: Setup, rope: Rope) -> str:

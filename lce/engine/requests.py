@@ -6,15 +6,15 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal
 
 from lce.engine.answer import Answer, Options
-from lce.engine.context import Context, Unique
+from lce.engine.context import Context
 from lce.engine.setup import Setup
-from lce.engine.stream import Generation, Piece
+from lce.engine.stream import Generation, Piece, Stream
 from lce.errors import UsageError
 from lce.progress import Progress
 from lce.tokenizer.chat import ChatText
@@ -24,39 +24,36 @@ Item = Piece | BaseException | None  # None ends the stream
 
 
 class Channel:
-    """A queue of a stream's items from the engine's thread to readers, in threads or in event loops."""
+    """A queue of a stream's items from the engine's thread to readers, in threads or in event loops.
+
+    The last item is not removed, so that later calls return it too.
+    """
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
+        self.items: deque[Item] = deque()
         self._changed = threading.Condition()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def put(self, item: Item) -> None:
         """Add an item; any thread may call this."""
         with self._changed:
-            self._items.append(item)
+            self.items.append(item)
             self._changed.notify_all()
             for loop, event in self._waiting:
                 with suppress(RuntimeError):  # the reader's loop was closed
                     loop.call_soon_threadsafe(event.set)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `get` would return at once."""
-        return bool(self._items)
-
     def get(self) -> Item:
-        """Wait for an item and return it. The last item is not removed, so later calls return it too."""
+        """Wait for an item and return it."""
         with self._changed:
-            while not self._items:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self.items)
             return self._next()
 
     async def receive(self) -> Item:
         """Wait for an item like `get`, in an event loop. A task that is cancelled while it waits loses no item."""
         while True:
             with self._changed:
-                if self._items:
+                if self.items:
                     return self._next()
                 waiting = asyncio.get_running_loop(), asyncio.Event()
                 self._waiting.append(waiting)
@@ -67,7 +64,7 @@ class Channel:
                     self._waiting.remove(waiting)
 
     def _next(self) -> Item:
-        return self._items.popleft() if isinstance(self._items[0], Piece) else self._items[0]
+        return self.items.popleft() if isinstance(self.items[0], Piece) else self.items[0]
 
 
 @dataclass(eq=False)
@@ -81,13 +78,13 @@ class Request:
     """
 
     setup: Setup
-    prompt: Sequence[int] | ChatText
+    chat: ChatText | None  # the prompt, if it is a rendered chat
     ids: list[int]
     options: Options
     start: Context | None = None
     reads_only: bool = False
     hand_over: Callable[[Request, Context], None] | None = None
-    held: Context | None = None
+    held: Context | None = None  # the caller's own
     threads: Set[int] = frozenset()
     result: Generation = field(default_factory=Generation)
     channel: Channel = field(default_factory=Channel)
@@ -108,37 +105,24 @@ class Request:
         self.held = context
 
 
-def _cancel(request: Request) -> None:
-    request.cancelled = True
-
-
-class BatchStream(Unique):
+class BatchStream(Stream):
     """The answer to a request of a batch: an iterator over its pieces, for `for` and for `async for`.
 
-    `result` has the text so far, and is complete at the end. A stream that nobody holds any more is cancelled.
+    `result` has the text so far, and is complete at the end; its `stats.read_before` counts the tokens of the prompt
+    that were cached. `setup` is that of the engine that answers: of the request's method, or of its context. A stream
+    that nobody holds any more is cancelled.
     """
 
-    _instead = "its result can be"
-
     def __init__(self, request: Request) -> None:
+        self.result, self.setup = request.result, request.setup
         self._request = request
-        self._end = weakref.finalize(self, _cancel, request)
+        self._end = weakref.finalize(self, setattr, request, "cancelled", True)
         self._end.atexit = False
-
-    @property
-    def result(self) -> Generation:
-        """The generation so far. `stats.read_before` counts the tokens of the prompt that were cached."""
-        return self._request.result
 
     @property
     def state(self) -> State:
         """What the batch does with the request: it is waiting, in prefill, in decode, or done."""
         return self._request.state
-
-    @property
-    def setup(self) -> Setup:
-        """The setup of the engine that answers: that of the request's method, or of its context."""
-        return self._request.setup
 
     @property
     def context(self) -> Context | None:
@@ -161,15 +145,12 @@ class BatchStream(Unique):
 
     close = cancel
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
     def __next__(self) -> Piece:
-        if threading.get_ident() in self._request.threads and not self._request.channel.is_ready:
+        if threading.get_ident() in self._request.threads and not self._request.channel.items:
             raise UsageError("a request's callback cannot wait for its own batch; return from the callback first")
         if (item := self._request.channel.get()) is None:
             raise StopIteration
-        return self._raised(item)
+        return _raised(item)
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -177,26 +158,7 @@ class BatchStream(Unique):
     async def __anext__(self) -> Piece:
         if (item := await self._request.channel.receive()) is None:
             raise StopAsyncIteration
-        return self._raised(item)
-
-    @staticmethod
-    def _raised(item: Item) -> Piece:
-        if isinstance(item, StopIteration | StopAsyncIteration):  # the stream would seem to end
-            raise RuntimeError(f"a callback raised {type(item).__name__}") from item
-        if isinstance(item, BaseException):
-            raise item
-        assert item is not None
-        return item
-
-    def finish(self) -> Generation:
-        """Wait for the end of the answer, and return the result. Raises the request's error."""
-        try:
-            for _ in self:
-                pass
-        except BaseException:
-            self.cancel()
-            raise
-        return self.result
+        return _raised(item)
 
     async def afinish(self) -> Generation:
         """Wait like `finish`, in an event loop."""
@@ -208,8 +170,11 @@ class BatchStream(Unique):
             raise
         return self.result
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.cancel()
+def _raised(item: Piece | BaseException) -> Piece:
+    """Return a piece, or raise an error. An error that ends loops would seem to be the end of the stream."""
+    if isinstance(item, StopIteration | StopAsyncIteration):
+        raise RuntimeError(f"a callback raised {type(item).__name__}") from item
+    if isinstance(item, BaseException):
+        raise item
+    return item

@@ -17,7 +17,7 @@ import pytest
 
 import lce
 from lce.engine import kept_files, prefixes
-from lce.engine.prefix_index import Entry, common
+from lce.engine.kept_files import Entry, common
 from lce.engine.prefixes import PrefixCache
 from lce.errors import DataError
 from tests.checkpoints import save_tiny, tokens
@@ -317,7 +317,7 @@ def test_a_conversation_leaves_one_file(full: lce.Engine, tmp_path: Path) -> Non
         ids = tokens(60)
         for turn in range(4):
             result = within(batch.stream(ids, max_tokens=6).finish)
-            until(lambda: all(each.path for each in batch._prefixes._index))
+            until(lambda: all(each.path for each in batch._prefixes._entries))
             ids = [*ids, *result.token_ids, *tokens(9, seed=turn)]
     assert len(listed(tmp_path)) == len(listed(tmp_path, "ids")) == 1
     assert len(listed(tmp_path)[0].with_suffix(".ids").read_bytes()) == 4 * (len(ids) - 9)
@@ -451,7 +451,7 @@ def test_the_budget_is_kept_and_the_least_recently_used_file_goes(full: lce.Engi
     with full.batch(cache_dir=tmp_path, cache_budget=budget) as batch:
         for i, text in enumerate(texts[1:]):
             within(batch.stream(text, max_tokens=6).finish)
-            until(lambda: not batch._prefixes._files._unsaved() and not any(e.busy for e in batch._prefixes._index))
+            until(lambda: not any(each.is_unsaved or each.busy for each in batch._prefixes._entries))
             assert taken(tmp_path) <= budget
             if i < 4:
                 within(batch.stream([*texts[0], 9], max_tokens=1).finish)  # the oldest is used again and again
@@ -463,7 +463,7 @@ def test_the_budget_is_kept_and_the_least_recently_used_file_goes(full: lce.Engi
 def test_a_context_larger_than_the_budget_is_not_saved(full: lce.Engine, tmp_path: Path) -> None:
     with full.batch(cache_dir=tmp_path, cache_budget=1000) as batch:
         within(batch.stream(TEXT, max_tokens=6).finish)
-        until(lambda: any(each.unsavable for each in batch._prefixes._index))
+        until(lambda: any(each.unsavable for each in batch._prefixes._entries))
         assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).stats.read_before >= 199
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -474,11 +474,7 @@ def test_two_caches_use_one_folder(full: lce.Engine, tmp_path: Path) -> None:
         for i, text in enumerate(texts):
             first, second = (one, two) if i % 2 else (two, one)
             within(first.stream(text, max_tokens=2).finish)
-            until(
-                lambda first=first: (
-                    not first._prefixes._files._unsaved() and all(not e.busy for e in first._prefixes._index)
-                )
-            )
+            until(lambda first=first: not any(each.is_unsaved or each.busy for each in first._prefixes._entries))
             found = within(second.stream([*text, 5], max_tokens=4).finish)
             assert found.stats.read_before >= 79
             assert found.token_ids == full.generate([*text, 5], max_tokens=4).token_ids
@@ -503,7 +499,7 @@ def test_a_save_that_fails_leaves_the_context_in_memory(
     with full.batch(cache_dir=tmp_path) as batch:
         monkeypatch.setattr(call, failing)
         within(batch.stream(TEXT, max_tokens=6).finish)
-        until(lambda: any(each.unsavable or each.path for each in batch._prefixes._index))
+        until(lambda: any(each.unsavable or each.path for each in batch._prefixes._entries))
         monkeypatch.undo()
         assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).stats.read_before >= 199
         within(batch.stream(tokens(99, seed=1), max_tokens=6).finish)
@@ -516,21 +512,21 @@ def test_a_save_that_fails_leaves_the_context_in_memory(
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[PrefixCache]:
-    made = PrefixCache(tmp_path, 1 << 30, 1 << 30, lambda: None)
+    made = PrefixCache(tmp_path, 1 << 30, 1 << 30, threading.Condition())
     yield made
     within(lambda: made.close(save=False))
 
 
 def test_prefixes_are_found_by_their_pieces(full: lce.Engine, cache: PrefixCache) -> None:
     for n in (10, 63, 64, 65, 128, 200):
-        cache._index.add(Entry(np.array(tokens(n), np.int32), "g"))
-    cache._index.add(Entry(np.array([*tokens(100), *tokens(100, seed=1)], np.int32), "g"))
+        cache._entries.add(Entry(np.array(tokens(n), np.int32), "g"))
+    cache._entries.add(Entry(np.array([*tokens(100), *tokens(100, seed=1)], np.int32), "g"))
     for n_asked in range(1, 260, 7):
         asked = np.array(tokens(n_asked) if n_asked <= 200 else [*TEXT, *tokens(n_asked - 200, seed=3)], np.int32)
-        entry, n = cache._index.best("g", asked)
+        entry, n = cache._entries.best("g", asked)
         assert entry is not None
-        assert n == max(common(each.ids, asked) for each in cache._index)
-    assert cache._index.best("h", np.array(TEXT, np.int32)) == (None, 0)
+        assert n == max(common(each.ids, asked) for each in cache._entries)
+    assert cache._entries.best("h", np.array(TEXT, np.int32)) == (None, 0)
 
 
 def test_a_new_batch_knows_the_files_at_once(full: lce.Engine, tmp_path: Path) -> None:
@@ -594,7 +590,7 @@ def test_a_file_that_has_just_appeared_belongs_to_its_entry_alone(
 
         monkeypatch.setattr(lce.Context, "save", looked_for)
         within(batch.stream(TEXT, max_tokens=6).finish)
-        until(lambda: all(each.path for each in batch._prefixes._index))
+        until(lambda: all(each.path for each in batch._prefixes._entries))
         assert len(listed(tmp_path)) == batch._prefixes.n_contexts == 1
 
 
