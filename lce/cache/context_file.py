@@ -35,10 +35,9 @@ from torch import Tensor
 
 from lce.cache import manifest as headers
 from lce.cache.disk import Disk
-from lce.cache.file_layout import FileLayout, file_rows
 from lce.cache.kv import UNROUNDED, KVCache
 from lce.cache.layer import KVBuffer, LayerCache
-from lce.cache.layout import CacheLayout, state_of
+from lce.cache.layout import CacheLayout, FileLayout, file_rows, state_of
 from lce.cache.limits import Limits
 from lce.cache.manifest import REMEDY, Check, Manifest, contradiction
 from lce.cache.method_state import MethodState

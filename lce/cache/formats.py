@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lce.attention import ROW, row_bytes, row_scales
-from lce.errors import DataError, UsageError, shown
+from lce.attention import row_scales
+from lce.errors import DataError
 
 # The tensors of n pages: `(k, v)` on the device, both `[n, P, L, stored_dim]`; elsewhere one tensor of packed pages.
 Parts = tuple[Tensor, ...]
@@ -24,36 +24,20 @@ FLOAT = torch.float32.itemsize
 class KVFormat:
     """The format "auto", which does not quantise, and the base class of the other formats.
 
-    A page has the keys and values of `heads` KV heads (P) and `size` tokens (L), with head dimension D, in the model's
-    `dtype`. A packed page is a tensor of `page_rows` rows, the same in host memory and in a file: one row for each
-    token, then `extra_rows`. In this format a token's row is its keys and values, `[2, P, D]`.
-
-    The device has a vector of D numbers as `stored_dim` elements of `stored_dtype`: here, and in the format "int8",
-    as D numbers of the model's dtype.
+    A page has the keys and values of `heads` KV heads (P) and `size` tokens (L). The device has a vector, a token's key
+    or value in one KV head, as `stored_dim` elements of `stored_dtype`: D numbers of the model's dtype, unless the
+    format is `on_device`. A packed page is a tensor of `page_rows` rows, the same in host memory and in a file: one row
+    for each token, then `extra_rows`. In this format a token's row is its keys and values, `[2, P, D]`.
     """
 
     heads: int
     size: int
-    head_dim: int
-    dtype: torch.dtype
+    stored_dim: int
+    stored_dtype: torch.dtype
 
+    on_device: ClassVar[bool] = False  # whether the device's memory, too, has rows of `lce.attention.int8_rows`
     rounds: ClassVar[bool] = False  # whether the format is lossy; then old chunks are rounded before they are packed
     extra_rows: ClassVar[int] = 0
-
-    @property
-    def stored_dim(self) -> int:
-        """The number of elements that a vector takes on the device."""
-        return self.head_dim
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """The dtype of the elements on the device."""
-        return self.dtype
-
-    @property
-    def vector_bytes(self) -> int:
-        """The bytes of one vector, a token's key or value in one KV head, as the device stores it."""
-        return self.stored_dim * self.stored_dtype.itemsize
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -131,7 +115,7 @@ class Int8(KVFormat):
     @property
     def _number_bytes(self) -> int:
         """The bytes that a token's keys and values take in int8, without the scales."""
-        return 2 * self.heads * self.head_dim
+        return 2 * self.heads * self.stored_dim
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -158,7 +142,7 @@ class Int8(KVFormat):
             half.unflatten(-1, (self.heads, -1)).copy_(x.transpose(1, 2))
         scales = rest[..., : self.heads * FLOAT]
         scales.copy_(v_scale.transpose(1, 2).flatten().view(torch.uint8).view(scales.shape))
-        key_scales = k_scale.flatten().view(torch.uint8).view(n * m, self.heads * self.head_dim * FLOAT)
+        key_scales = k_scale.flatten().view(torch.uint8).view(n * m, self.heads * self.stored_dim * FLOAT)
         rows.flatten(1)[:, self.size * self.row_bytes :][:, : key_scales.shape[1]] = key_scales
         return rows.view(n, m * self.page_rows, self.row_bytes)
 
@@ -181,37 +165,32 @@ class Int8(KVFormat):
 
     def _numbers(self, rows: Tensor, extra: Tensor) -> Parts:
         """Dequantise tokens' rows to keys and values, `[n, …, P, D]` each; `extra` are their pages' extra rows."""
-        halves = rows[..., : self._number_bytes].view(torch.int8).unflatten(-1, (2, self.heads, self.head_dim))
+        halves = rows[..., : self._number_bytes].view(torch.int8).unflatten(-1, (2, self.heads, self.stored_dim))
         k_scale, v_scale = self._scales(rows, extra)
-        return (halves.select(-3, 0) * k_scale).to(self.dtype), (halves.select(-3, 1) * v_scale).to(self.dtype)
+        k, v = halves.select(-3, 0) * k_scale, halves.select(-3, 1) * v_scale
+        return k.to(self.stored_dtype), v.to(self.stored_dtype)
 
     def _scales(self, rows: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scales of tokens' keys, `[n, …, P, D]` from `extra`, and values, `[n, …, P, 1]` from `rows`."""
-        k_scale = extra.flatten(1)[:, : self.heads * self.head_dim * FLOAT].contiguous().view(torch.float32)
+        k_scale = extra.flatten(1)[:, : self.heads * self.stored_dim * FLOAT].contiguous().view(torch.float32)
         v_scale = rows[..., self._number_bytes :][..., : self.heads * FLOAT].contiguous().view(torch.float32)
-        shape = len(rows), *[1] * (rows.ndim - 2), self.heads, self.head_dim
+        shape = len(rows), *[1] * (rows.ndim - 2), self.heads, self.stored_dim
         return k_scale.view(shape), v_scale[..., None]
 
     def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
         for scale in self._scales(rows, extra):
-            if not bool(((scale >= 0) & (scale * self.most).to(self.dtype).isfinite()).all()):
+            if not bool(((scale >= 0) & (scale * self.most).to(self.stored_dtype).isfinite()).all()):
                 raise DataError(f"{name} was altered since it was written; prefill the text again")
 
 
 @dataclass(frozen=True)
 class Int8Device(KVFormat):
-    """Keys and values in 8 bits as soon as they are written, on the device, too: rows of `lce.attention.int8_rows`.
+    """Keys and values in 8 bits as soon as they are written, on the device, too.
 
     Each vector has a scale of its own, so pages are packed, moved and saved as they are, and nothing is rounded later.
     """
 
-    @property
-    def stored_dim(self) -> int:
-        return row_bytes(self.head_dim)
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        return ROW
+    on_device: ClassVar[bool] = True
 
     def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
         scales = row_scales(rows)
@@ -221,11 +200,3 @@ class Int8Device(KVFormat):
 
 # By the value of the option `kv_dtype`.
 FORMATS: dict[str, type[KVFormat]] = {"auto": KVFormat, "int8": Int8, "int8-device": Int8Device}
-
-
-def kv_dtype_of(option: object) -> str:
-    """Return the format's name for the option `kv_dtype`: a name, a dtype, or None for "auto". Raises `UsageError`."""
-    name = "auto" if option is None else str(option).removeprefix("torch.")
-    if name not in FORMATS or not isinstance(option, str | torch.dtype | None):
-        raise UsageError(f"unknown kv_dtype {shown(option)}; expected {', '.join(FORMATS)}")
-    return name

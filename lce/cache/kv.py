@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal, NamedTuple
@@ -17,14 +18,13 @@ import torch
 from torch import Tensor
 
 from lce.cache.disk import Disk
-from lce.cache.file_layout import FileLayout
 from lce.cache.layer import KVBuffer, LayerCache, Unrounded
-from lce.cache.layout import CacheLayout, state_of
+from lce.cache.layout import DISK, HOST, CacheLayout, FileLayout, state_of
 from lce.cache.limits import Limits
 from lce.cache.method_state import Held
 from lce.cache.row_file import RowFile
 from lce.cache.shared import MemoryFile, share
-from lce.cache.tier import Tier, Traffic, kinds
+from lce.cache.tier import Tier, Traffic
 from lce.cache.tiers import TierStack
 from lce.errors import UsageError
 from lce.profiling import timed
@@ -197,18 +197,14 @@ class KVCache:
             layer.commit()
         self._pass = "none"
 
-    def _discard(self) -> None:
-        """Drop the tokens written since the last commit, in every layer."""
-        for layer in self.layers:
-            layer.discard()
-        self._pass = "none"
-
     def settle(self) -> None:
         """Complete an interrupted commit; drop a pass that was interrupted before its commit."""
         if self._pass == "committing":
             self.commit()
         elif self._pass == "writing":
-            self._discard()
+            for layer in self.layers:
+                layer.discard()
+            self._pass = "none"
 
     def nearest(self, n_tokens: int) -> int:
         """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
@@ -239,7 +235,8 @@ class KVCache:
         after `n_tokens`, rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
         """
         self.settle()
-        unrounded = [layer.unrounded() if n_tokens is None else None for layer in self.layers]
+        copied = n_tokens is None and self.layout.format.rounds
+        unrounded = [layer.unrounded() if copied else None for layer in self.layers]
         n_rows = self.length if n_tokens is None else n_tokens - self.evicted.n_lost
         states = [{name: x.mark(n_rows) for name, x in layer.state.items()} for layer in self.layers]
         return Mark(n_rows, states, unrounded)
@@ -265,10 +262,8 @@ class KVCache:
         """Return a copy of this cache for another context. Memory is shared if possible: see `lce.cache.shared`."""
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])
-        for_fork, buffer_tokens = (
-            functools.cache(MemoryFile.for_fork),
-            0 if self.growing else self.layers[0].buffer.capacity,
-        )
+        for_fork = functools.cache(MemoryFile.for_fork)
+        buffer_tokens = 0 if self.growing else self.layers[0].buffer.capacity
         stacks = [stack.fork(buffer_tokens) for stack in self.stacks]
         layers = [layer.fork(stacks[self._device_of(layer)] if stacks else None, for_fork) for layer in self.layers]
         return KVCache(self.layout, layers, stacks, evicted=self.evicted)
@@ -295,14 +290,12 @@ class KVCache:
     @property
     def bytes_by_tier(self) -> dict[str, int]:
         """The bytes of keys, values and the method's state in each tier; bytes shared with forks count in full."""
-        held = {part.device_tier: 0 for part in self.layout.by_device} | {kind.name: 0 for kind in kinds()}
+        held = Counter(dict.fromkeys((*(part.device_tier for part in self.layout.by_device), HOST, DISK), 0))
         for layer in self.layers:
-            own = layer.buffer.n_bytes + sum(state.n_bytes for state in layer.state.values())
-            held[layer.layout.device_tier] += own
+            held[layer.layout.device_tier] += layer.buffer.n_bytes + sum(x.n_bytes for x in layer.state.values())
         for tier in self.tiers:
-            if not isinstance(tier, Disk):
-                held[tier.name] += tier.n_bytes
-        return held | {Disk.name: sum(file.n_bytes for file in self._files)}
+            held[tier.name] += 0 if isinstance(tier, Disk) else tier.n_bytes
+        return {**held, DISK: sum(file.n_bytes for file in self._files)}
 
     @property
     def bytes_reserved(self) -> int:

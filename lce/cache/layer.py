@@ -242,12 +242,14 @@ class LayerCache:
         come last, without a copy. A round has later chunks of a KV head than the rounds before. All rounds together
         wait for the device once.
         """
-        size, n_kv_heads = self.layout.chunk_size, self.layout.n_kv_heads
-        n_old, n_chunks = self.buffer.first // size, self.stop // size
+        n_old, n_chunks = self.buffer.first // self.layout.chunk_size, self.stop // self.layout.chunk_size
         if not n_old:
             yield self.buffer.tiles(n_chunks)
-            return
-        device = self.buffer.k.device
+        else:
+            yield from self._rounds(chunk_ids, n_old, n_chunks)
+
+    def _rounds(self, chunk_ids: Tensor, n_old: int, n_chunks: int) -> Iterator[Tiles]:
+        device, n_kv_heads = self.buffer.k.device, self.layout.n_kv_heads
         heads = torch.arange(len(chunk_ids), device=device) // (len(chunk_ids) // n_kv_heads)
         column = torch.where(chunk_ids < 0, n_chunks, chunk_ids)  # -1 (no choice) is counted in an extra column
         asked = (heads[:, None, None] * (n_chunks + 1) + column).view(-1)
@@ -273,7 +275,8 @@ class LayerCache:
         if at is not None:
             append(k, v, *self.whole, at, turn)
             return
-        self.round_old()
+        if layout.format.rounds:
+            self.round_old()
         self.extend(self.length + shape[1])
         write = append_rows if self.buffer.k.dtype is ROW else append
         write(k, v, self.buffer.k, self.buffer.v, self.length - self.buffer.first, turn)
@@ -322,20 +325,18 @@ class LayerCache:
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """If the storage format is lossy, round complete chunks that local attention no longer sees.
+        """For a lossy format: round complete chunks that local attention no longer sees.
 
         This is done only when a pass writes, whatever the budget. So a call that fails before its pass rounds nothing.
         """
         border = self.layout.old(self.length)
-        if self.layout.format.rounds and border > self.rounded:
+        if border > self.rounded:
             self.buffer.prepare(self.rounded, border)
             self.layout.format.round(*self.buffer.span(self.rounded, border))
             self.rounded = border
 
-    def unrounded(self) -> Unrounded | None:
-        """Return a copy of the tokens that are not rounded yet; None if the storage format is not lossy."""
-        if not self.layout.format.rounds:
-            return None
+    def unrounded(self) -> Unrounded:
+        """Return a copy of the tokens that are not rounded yet."""
         return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
 
     def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:

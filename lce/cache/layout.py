@@ -1,6 +1,6 @@
 """`CacheLayout`: the model, method, budgets and devices that a cache is made for, and the sizes that follow.
 
-`lce.cache.limits` says what fits into the budgets; `lce.cache.file_layout` says where the parts of a file are.
+`lce.cache.limits` says what fits into the budgets.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from lce.attention import ROW, row_bytes
 from lce.cache.formats import FORMATS, KVFormat
 from lce.cache.method_state import FileTensor, MethodState
+from lce.cache.row_file import CHECK_BYTES
+from lce.errors import UsageError, shown
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # the names of the tiers for users
 READ_SIZE = 8192  # how many tokens are read at a time when all tokens of a context are read
@@ -88,27 +94,14 @@ class CacheLayout:
         The device with the most layers has the whole device budget. Other devices have the same budget per layer, so
         that all devices are full at the same length of text. The host budget is divided among the layers.
         """
-        if not self.borders:
-            return (self,)
-        whole = replace(self)  # a copy, because a reference to `self`, which caches the parts, would be a cycle
-        firsts = [0, *(layer for layer, _ in self.borders)]
-        counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], self.n_layers], strict=True)]
-        parts, budgets = [], self.budgets
-        for first, count, device in zip(firsts, counts, all_devices(self), strict=True):
-            own = None if budgets.device is None else budgets.device * count // max(counts)
-            host = None if budgets.host is None else budgets.host * count // self.n_layers
-            part = replace(self, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=())
-            kept = Budgets(own, host, budgets.spill_dir)
-            # a method may compare the number of all layers with the number in its file of learned maps
-            parts.append(replace(part, budgets=kept, make_state=lambda _: whole.make_state(whole)))
-        return tuple(parts)
+        return _parts(self) if self.borders else (self,)
 
     @property
     def layers(self) -> range:
         """The layers of this layout, numbered over all layers of the model."""
         return range(self.first_layer, self.first_layer + self.n_layers)
 
-    @cached_property
+    @property
     def acting_layers(self) -> tuple[int, ...]:
         """The layers of this layout in which the method acts."""
         return tuple(layer for layer in self.layers if layer not in self.sliding_layers)
@@ -131,7 +124,12 @@ class CacheLayout:
     @property
     def token_bytes(self) -> int:
         """The bytes of one token's keys and values over all layers, on the device."""
-        return 2 * self.n_layers * self.n_kv_heads * self.format.vector_bytes
+        return 2 * self.n_layers * self.n_kv_heads * self.vector_bytes
+
+    @property
+    def vector_bytes(self) -> int:
+        """The bytes of one vector, a token's key or value in one KV head, as the device stores it."""
+        return self.format.stored_dim * self.format.stored_dtype.itemsize
 
     def whole_chunks(self, n_tokens: int) -> int:
         """Return `n_tokens` rounded up to whole chunks."""
@@ -156,12 +154,37 @@ class CacheLayout:
     @cached_property
     def format(self) -> KVFormat:
         """The format of packed pages, in tiers below the device and in files."""
-        return FORMATS[self.kv_dtype](self.page_heads, self.chunk_size, self.head_dim, self.dtype)
+        kind = FORMATS[self.kv_dtype]
+        vector = (row_bytes(self.head_dim), ROW) if kind.on_device else (self.head_dim, self.dtype)
+        return kind(self.page_heads, self.chunk_size, *vector)
 
     @property
     def page_bytes(self) -> int:
         """The bytes of one page on the device, where pages are not packed."""
         return self.chunk_size * self.token_bytes // (self.n_layers * self.n_groups)
+
+
+def _parts(layout: CacheLayout) -> tuple[CacheLayout, ...]:
+    whole = replace(layout)  # a copy, because a reference to `layout`, which caches the parts, would be a cycle
+    firsts = [0, *(layer for layer, _ in layout.borders)]
+    counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], layout.n_layers], strict=True)]
+    parts, budgets = [], layout.budgets
+    for first, count, device in zip(firsts, counts, all_devices(layout), strict=True):
+        own = None if budgets.device is None else budgets.device * count // max(counts)
+        host = None if budgets.host is None else budgets.host * count // layout.n_layers
+        part = replace(layout, n_layers=count, device=device, first_layer=first, device_tier=str(device), borders=())
+        kept = Budgets(own, host, budgets.spill_dir)
+        # a method may compare the number of all layers with the number in its file of learned maps
+        parts.append(replace(part, budgets=kept, make_state=lambda _: whole.make_state(whole)))
+    return tuple(parts)
+
+
+def kv_dtype_of(option: object) -> str:
+    """Return the format's name for the option `kv_dtype`: a name, a dtype, or None for "auto". Raises `UsageError`."""
+    name = "auto" if option is None else str(option).removeprefix("torch.")
+    if name not in FORMATS or not isinstance(option, str | torch.dtype | None):
+        raise UsageError(f"unknown kv_dtype {shown(option)}; expected {', '.join(FORMATS)}")
+    return name
 
 
 def device_layout(layout: CacheLayout, layer: int) -> CacheLayout:
@@ -192,3 +215,28 @@ def query_bytes(layout: CacheLayout) -> int:
 def segment_of(layout: CacheLayout) -> int:
     """Return the number of tokens that a long read takes at a time: about `read_size`, in whole chunks."""
     return max(1, layout.read_size // layout.chunk_size) * layout.chunk_size
+
+
+class FileLayout:
+    """The byte offsets in a context file of `n_tokens` tokens: header, rows, checksums of rows, small tensors.
+
+    The first `row_tokens` tokens have rows: all tokens or, if the format is lossy, only the tokens of old chunks. Later
+    tokens are then in small tensors. A head group has `group_rows` rows, extra rows of pages included, and the file has
+    `n_rows`. Rows begin at byte `rows_start`, checksums at `checks_start`, small tensors at `small_start`. The space
+    for the header is ample.
+    """
+
+    def __init__(self, cache: CacheLayout, n_tokens: int) -> None:
+        self.cache = cache
+        self.n_tokens = n_tokens
+        self.row_tokens = cache.old(n_tokens) if cache.format.rounds else n_tokens
+        self.group_rows: int = file_rows(cache, self.row_tokens)
+        self.n_rows = cache.n_layers * cache.n_groups * self.group_rows
+        self.rows_start = (16 + 8 * cache.n_layers) * 4096
+        self.checks_start = self.rows_start + self.n_rows * cache.format.row_bytes
+        self.small_start = self.checks_start + self.n_rows * CHECK_BYTES
+
+
+def file_rows(layout: CacheLayout, n_tokens: int | NDArray[np.int64]) -> Any:
+    """Return how many rows of a file the first `n_tokens` tokens (a number or an array) of a head group take."""
+    return n_tokens + n_tokens // layout.chunk_size * layout.format.extra_rows

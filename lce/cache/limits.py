@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from lce.cache.file_layout import file_rows
-from lce.cache.layout import DEVICE, DISK, Budgets, CacheLayout
+from lce.cache.layout import DEVICE, DISK, Budgets, CacheLayout, file_rows
 from lce.cache.row_file import CHECK_BLOCK, CHECK_BYTES
 from lce.cache.tier import UNBOUNDED, Tier, kinds
 from lce.errors import CapacityError
@@ -106,8 +105,10 @@ class Limits:
         """
         whole = self.layout.whole_chunks(n_tokens)
         needs = {DEVICE: whole * self.layout.token_bytes} | {kind.name: 0 for kind in self.lower}
-        if whole <= self.resident_tokens or not self.lower:
-            return needs
+        return needs if whole <= self.resident_tokens or not self.lower else self._tiered(n_tokens, needs)
+
+    def _tiered(self, n_tokens: int, needs: dict[str, int]) -> dict[str, int]:
+        whole = self.layout.whole_chunks(n_tokens)
         recent, page = self.recent_tokens * self.layout.token_bytes, self.layout.page_bytes
         needs[DEVICE] = max(self.least_budget, recent + ((self.budget or 0) - recent) // page * page)
         last = [*self.lower][-1]
@@ -125,7 +126,8 @@ class Limits:
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
         """Return the most bytes of memory for checksums: of a context's `n_tokens`, `n_filed` of a file's tokens."""
-        spilled = self.needs(n_tokens).get(DISK, 0) // self.layout.format.row_bytes
-        n_groups = self.layout.n_layers * self.layout.n_groups
-        filed: int = n_groups * file_rows(self.layout, n_filed) if n_filed else 0
-        return (-(-spilled // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES
+        spilled, filed = self.needs(n_tokens).get(DISK, 0), 0
+        if n_filed:
+            filed = self.layout.n_layers * self.layout.n_groups * file_rows(self.layout, n_filed)
+        rows = spilled // self.layout.format.row_bytes if spilled else 0
+        return (-(-rows // CHECK_BLOCK) * CHECK_BLOCK + filed) * CHECK_BYTES

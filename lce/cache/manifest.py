@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.cache.file_layout import FileLayout
 from lce.cache.kv import UNROUNDED, Eviction, KVCache
-from lce.cache.layout import CacheLayout, state_of
+from lce.cache.layout import CacheLayout, FileLayout, state_of
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes, read_all
 from lce.errors import CapacityError, DataError, shown

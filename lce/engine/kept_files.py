@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lce.cache.file_layout import FileLayout
+from lce.cache.layout import FileLayout
 from lce.engine.context import Context, open_context
 from lce.engine.setup import Setup
 from lce.errors import CapacityError, LceError

@@ -160,6 +160,6 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         **{name: getattr(work, name) for name in ("attention", "scores", "summaries", "low_dim")},
         causal=causal,
         weight_bytes=len(blocks) * once + n * row_bytes,
-        key_bytes=None if work.rows_read is None else work.rows_read * 2 * made.layout.format.vector_bytes,
+        key_bytes=None if work.rows_read is None else work.rows_read * 2 * made.layout.vector_bytes,
         state_bytes=None if work.state_read is None else work.state_read * size,
     )

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, restored, write_rows
-from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.manifest import REMEDY
 from lce.cache.row_file import raw_bytes
 from lce.engine.identity import Identity

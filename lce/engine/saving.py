@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, restored_states, write_rows
-from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout, all_devices, device_layout
+from lce.cache.layout import CacheLayout, FileLayout, all_devices, device_layout
 from lce.cache.manifest import MOST_TOKENS, REMEDY, Manifest, contradiction
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import Descriptor

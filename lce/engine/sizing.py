@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from lce.cache.formats import kv_dtype_of
-from lce.cache.layout import Budgets, CacheLayout, device_layout, devices_text
+from lce.cache.layout import Budgets, CacheLayout, device_layout, devices_text, kv_dtype_of
 from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.options import SizeOptions, plain, takes
 from lce.engine.planning import ALLOWANCE, Plan, Planner

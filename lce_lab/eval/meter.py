@@ -101,7 +101,7 @@ class AttentionMeter:
             )
         tally, q = self.layers.setdefault(seen.layer, _Tally()), seen.q
         mass = TrueMass(seen.method, seen.cache, seen.step, self.judge)
-        vector = 2 * seen.cache.layout.format.vector_bytes
+        vector = 2 * seen.cache.layout.vector_bytes
         for some in mass.slices(len(seen.rows), len(q)):
             positions = seen.positions[some]
             chosen = None if seen.picked is None else seen.picked[:, some]

@@ -204,7 +204,7 @@ class _Row:
         seen, layer, n = self.seen, self.layer, self.weights.shape[1]
         full = n * layer.step.n_kv_heads
         attended = int(self.attended.unflatten(0, (layer.step.n_kv_heads, -1)).any(1).sum())
-        vector = 2 * layer.cache.layout.format.vector_bytes
+        vector = 2 * layer.cache.layout.vector_bytes
         counts["read"] += (full if seen.spans is None else attended) * vector
         counts["full"] += full * vector
         counts["scored"] += int(scored_bytes(layer.method, n - 1, seen.q[:, None], layer.cache, layer.step))

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
-from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
-from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout, FileLayout
 from lce.cache.limits import Limits
 from lce.cache.manifest import FORMAT, digest, page_facts
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows

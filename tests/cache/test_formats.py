@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.formats import FORMATS, Int8, KVFormat, kv_dtype_of
+from lce.attention import ROW, row_bytes
+from lce.cache.formats import FORMATS, Int8, KVFormat
+from lce.cache.layout import kv_dtype_of
 from lce.errors import DataError, UsageError
 
 SIZE = 6
@@ -21,15 +23,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def pages(n: int, format: KVFormat = INT8, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Tensor]:
     """Keys and values `[n, P, L, D]`; magnitudes of channels and tokens differ."""
     random = torch.Generator().manual_seed(seed)
-    shape = (2, n, format.heads, SIZE, format.head_dim)
+    shape = (2, n, format.heads, SIZE, format.stored_dim)
     x = torch.randn(shape, generator=random) * torch.randn(shape[-1], generator=random).mul(spread).exp()
-    k, v = x.to(format.dtype)
+    k, v = x.to(format.stored_dtype)
     return k, v
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keys_are_rounded_by_channel_and_values_by_token(dtype: torch.dtype) -> None:
-    format = replace(INT8, dtype=dtype)
+    format = replace(INT8, stored_dtype=dtype)
     k, v = pages(5, format)
     for x, found, axis in zip((k, v), format.unpack(format.pack(k, v)), (-2, -1), strict=True):
         assert found.dtype == dtype
@@ -51,7 +53,7 @@ def test_rounded_numbers_are_rounded_to_themselves(data: st.DataObject) -> None:
     k, v = pages(3, INT8, data.draw(st.integers(0, 10**6)), data.draw(st.floats(0, 2)))
     k, v = ((x * 2.0**power).to(dtype).clamp(-60000, 60000) for x in (k, v))
     k[:, :, data.draw(st.integers(0, SIZE - 1))] = 0
-    format = replace(INT8, dtype=dtype)
+    format = replace(INT8, stored_dtype=dtype)
     packed = format.pack(k, v)
     once = format.unpack(packed)
     assert torch.equal(format.pack(*once), packed)
@@ -82,10 +84,10 @@ def test_numbers_that_are_out_of_the_ordinary(value: float) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("kind", FORMATS.values())
 def test_pages_are_found_again_in_their_rows(kind: type[KVFormat], heads: int, dtype: torch.dtype) -> None:
-    format = kind(heads, SIZE, 10, dtype)
+    format = kind(heads, SIZE, *((row_bytes(10), ROW) if kind.on_device else (10, dtype)))
     k, v = pages(4, format)
-    if format.stored_dtype is not dtype:
-        k, v = (torch.randint(0, 255, (*x.shape[:3], format.stored_dim), dtype=torch.uint8) for x in (k, v))
+    if kind.on_device:
+        k, v = (torch.randint(0, 255, x.shape, dtype=ROW) for x in (k, v))
     rows = format.pack(k, v)
     assert tuple(rows.shape) == (4, format.page_rows, *format.row_shape)
     assert rows.dtype == format.row_dtype

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.cache.context_file import Draft, restored, write_rows
-from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.cache.layout import AccessPattern, Budgets, CacheLayout
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout, FileLayout
 from lce.cache.limits import Limits
 from lce.cache.method_state import MethodState, Staged, Summaries
 from lce.errors import CapacityError, UsageError

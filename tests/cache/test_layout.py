@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lce.attention import Attention
 from lce.cache.disk import Disk
-from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
-from lce.cache.layout import AccessPattern, Budgets, CacheLayout, segment_of
+from lce.cache.layout import AccessPattern, Budgets, CacheLayout, FileLayout, segment_of
 from lce.cache.limits import Limits
 from lce.cache.pool import Host, power_of_two, slab_bytes, slab_slots
 from lce.cache.tier import UNBOUNDED

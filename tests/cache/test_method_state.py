@@ -101,6 +101,7 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
 
 
 @given(data=st.data())
+@settings(deadline=None)
 def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
     """What it has of the marked tokens is as it was, whatever was written since; `nearest` says how far it can go."""
     size, n_kept = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))

@@ -695,8 +695,7 @@ class Shelf(Tier):
 
 def test_a_tier_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layout, chain and counts read what they need of it."""
-    for module in ("limits", "kv"):
-        monkeypatch.setattr(f"lce.cache.{module}.kinds", lambda: (Shelf,))
+    monkeypatch.setattr("lce.cache.limits.kinds", lambda: (Shelf,))
     plain = layout_of(pinned=1)
     layout = replace(plain, budgets=Budgets(host=Limits(plain).least_budget + 3 * plain.page_bytes))
     cache, k = KVCache.empty(layout, 80), torch.randn(N_LAYERS, N_HEADS, 80, DIM)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import lce
 from lce.cache.disk import Disk
-from lce.cache.file_layout import FileLayout
+from lce.cache.layout import FileLayout
 from lce.cache.limits import Limits
 from lce.cache.manifest import FORMAT, KINDS, signed, tensor_entries
 from lce.engine.info import describe

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lce.cache.disk import Disk
-from lce.cache.file_layout import FileLayout
 from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout
+from lce.cache.layout import CacheLayout, FileLayout
 from lce.cache.method_state import GrowingRows, MethodState
 from lce.errors import DataError, LceError, UsageError
 from tests.checkpoints import tokens
