@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lce.cache.layout import vector_bytes
 from lce.engine.options import takes
 from lce.engine.sizing import Planned, Planning, planned
 from lce.errors import UsageError
@@ -160,6 +161,6 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         **{name: getattr(work, name) for name in ("attention", "scores", "summaries", "low_dim")},
         causal=causal,
         weight_bytes=len(blocks) * once + n * row_bytes,
-        key_bytes=None if work.rows_read is None else work.rows_read * 2 * made.layout.vector_bytes,
+        key_bytes=None if work.rows_read is None else work.rows_read * 2 * vector_bytes(made.layout),
         state_bytes=None if work.state_read is None else work.state_read * size,
     )

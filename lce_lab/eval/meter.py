@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lce.cache.layout import vector_bytes
 from lce.errors import UsageError
 from lce.methods import ESA, Observation, Step, rotate
 from lce.methods.lowdim import first_best
@@ -101,7 +102,7 @@ class AttentionMeter:
             )
         tally, q = self.layers.setdefault(seen.layer, _Tally()), seen.q
         mass = TrueMass(seen.method, seen.cache, seen.step, self.judge)
-        vector = 2 * seen.cache.layout.vector_bytes
+        vector = 2 * vector_bytes(seen.cache.layout)
         for some in mass.slices(len(seen.rows), len(q)):
             positions = seen.positions[some]
             chosen = None if seen.picked is None else seen.picked[:, some]
