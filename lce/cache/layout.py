@@ -124,7 +124,8 @@ class CacheLayout:
     @property
     def token_bytes(self) -> int:
         """The bytes of one token's keys and values over all layers, on the device."""
-        return 2 * self.n_layers * self.n_kv_heads * vector_bytes(self)
+        vector_bytes = self.format.stored_dim * self.format.stored_dtype.itemsize
+        return 2 * self.n_layers * self.n_kv_heads * vector_bytes
 
     def whole_chunks(self, n_tokens: int) -> int:
         """Return `n_tokens` rounded up to whole chunks."""
@@ -205,11 +206,6 @@ def devices_text(layout: CacheLayout) -> str:
 def query_bytes(layout: CacheLayout) -> int:
     """Return the bytes of one token's queries in one layer, of all query heads."""
     return layout.n_heads * layout.head_dim * layout.dtype.itemsize
-
-
-def vector_bytes(layout: CacheLayout) -> int:
-    """Return the bytes of one vector, a token's key or value in one KV head, as the device stores it."""
-    return layout.format.stored_dim * layout.format.stored_dtype.itemsize
 
 
 def segment_of(layout: CacheLayout) -> int:

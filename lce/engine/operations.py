@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lce.cache.layout import vector_bytes
 from lce.engine.options import takes
 from lce.engine.sizing import Planned, Planning, planned
 from lce.errors import UsageError
@@ -148,6 +147,7 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         product = ("projections" if own in PROJECTIONS else "mlp") if in_layer else index_or_name
         if len(shape) == 2 and product in products:
             products[product] += math.prod(shape)
+    vector_bytes = made.layout.token_bytes // (config.n_layers * config.n_kv_heads)  # of keys and of values
     once, rows = sum(made.weight_bytes.values()), weights["embed"][1][0]
     if "head" in weights:  # an untied embedding: only the rows of the tokens are read
         once, row_bytes = once - made.weight_bytes["embed"], made.weight_bytes["embed"] // rows
@@ -161,6 +161,6 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         **{name: getattr(work, name) for name in ("attention", "scores", "summaries", "low_dim")},
         causal=causal,
         weight_bytes=len(blocks) * once + n * row_bytes,
-        key_bytes=None if work.rows_read is None else work.rows_read * 2 * vector_bytes(made.layout),
+        key_bytes=None if work.rows_read is None else work.rows_read * vector_bytes,
         state_bytes=None if work.state_read is None else work.state_read * size,
     )

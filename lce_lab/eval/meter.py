@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lce.cache.layout import vector_bytes
 from lce.errors import UsageError
 from lce.methods import ESA, Observation, Step, rotate
 from lce.methods.lowdim import first_best
@@ -102,7 +101,8 @@ class AttentionMeter:
             )
         tally, q = self.layers.setdefault(seen.layer, _Tally()), seen.q
         mass = TrueMass(seen.method, seen.cache, seen.step, self.judge)
-        vector = 2 * vector_bytes(seen.cache.layout)
+        layout = seen.cache.layout
+        vector = layout.token_bytes // (layout.n_layers * layout.n_kv_heads)  # of keys and of values
         for some in mass.slices(len(seen.rows), len(q)):
             positions = seen.positions[some]
             chosen = None if seen.picked is None else seen.picked[:, some]

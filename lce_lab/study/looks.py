@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.cache.layout import vector_bytes
 from lce.methods import rotate
 from lce_lab.analysis.distances import attended_tokens, scored_bytes
 from lce_lab.analysis.mass import Judge, TrueMass
@@ -205,7 +204,8 @@ class _Row:
         seen, layer, n = self.seen, self.layer, self.weights.shape[1]
         full = n * layer.step.n_kv_heads
         attended = int(self.attended.unflatten(0, (layer.step.n_kv_heads, -1)).any(1).sum())
-        vector = 2 * vector_bytes(layer.cache.layout)
+        layout = layer.cache.layout
+        vector = layout.token_bytes // (layout.n_layers * layout.n_kv_heads)  # of keys and of values
         counts["read"] += (full if seen.spans is None else attended) * vector
         counts["full"] += full * vector
         counts["scored"] += int(scored_bytes(layer.method, n - 1, seen.q[:, None], layer.cache, layer.step))
