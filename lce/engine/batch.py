@@ -25,7 +25,6 @@ from lce.engine.running import checked_options, prompt_ids
 from lce.engine.scheduler import Scheduler
 from lce.engine.setup import Setup
 from lce.engine.stream import Generation
-from lce.engine.window import warn
 from lce.errors import LceError, UsageError, nearest, shown
 from lce.files import path_of
 from lce.methods.base import Method
@@ -227,7 +226,7 @@ class Batch(Unique):
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)
         request.result.logprobs = None if options.logprobs is None else []
-        request.result.warning = warn(setup.beyond(len(ids) + (0 if start is None else len(start))))
+        request.result.warning = setup.warn(len(ids) + (0 if start is None else len(start)))
         self._scheduler.submit(request)
         return BatchStream(request)
 

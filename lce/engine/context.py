@@ -15,7 +15,6 @@ from lce.engine.lanes import Lane
 from lce.engine.planning import ALLOWANCE
 from lce.engine.saving import ContextData, ContextFiles, Target
 from lce.engine.setup import Setup
-from lce.engine.window import warn
 from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.models.rope import Rope
@@ -210,7 +209,7 @@ def reserve(setup: Setup, cache: KVCache, length: int) -> None:
         cache.reserve(n_rows)
 
     try:
-        setup.ranks.together(promise)
+        promise() if setup.division is None else setup.ranks.together(promise)
     except BaseException:
         ALLOWANCE.give_back(cache, before)
         raise
@@ -243,7 +242,7 @@ def appended(setup: Setup, context: Context | None, n_new: int, announced: int, 
     """Call `work`, which appends `n_new` tokens, on `context` or a new context. Undo all changes after an error."""
     held = new_context(setup, max(n_new, announced)) if context is None else context
     with held.hold():
-        warn(setup.beyond(len(held) + n_new))
+        setup.warn(len(held) + n_new)
         reserve(setup, held.cache, max(len(held) + n_new, announced))
         mark = held.mark()
         try:

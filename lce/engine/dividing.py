@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lce.engine.devices import devices_of
 from lce.errors import RankError, UsageError, shown
 from lce.methods.base import Method
 from lce.models.config import ModelConfig
@@ -64,22 +63,6 @@ def _leave() -> None:
     """Leave the group before Python ends: gloo's threads may not outlive the group."""
     gc.collect()  # what still refers to the group
     dist.destroy_process_group()
-
-
-def devices_for(ranks: Ranks, device: Any) -> tuple[torch.device, ...]:
-    """Return the device that a user named, of one of several ranks; "auto" and "cuda" are this rank's GPU, if any.
-
-    Ranks exchange objects by that GPU. Raises `UsageError` for several devices.
-    """
-    if torch.cuda.is_available() and str(device) in ("None", "auto", "cuda"):
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.rank)) % torch.cuda.device_count()}"
-    devices = devices_of(device)
-    if len(devices) > 1:
-        names = ",".join(map(str, devices))
-        raise UsageError(f"device is {names} with {ranks.count} ranks; expected one device for each rank: leave it out")
-    if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])
-    return devices
 
 
 def check_same(ranks: Ranks, *facts: object) -> None:

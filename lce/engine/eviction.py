@@ -35,7 +35,6 @@ from lce.engine.prefilling import prefill_file
 from lce.engine.running import append, blocks, read
 from lce.engine.setup import Setup
 from lce.engine.stream import Stats
-from lce.engine.window import warn
 from lce.errors import UsageError, shown
 from lce.methods.full import Full
 from lce.methods.observed import Observation, Observed
@@ -60,7 +59,7 @@ def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool
     passes = repetitions(context.token_ids, setup.tokenizer, setup.readable)
     with context.hold(), reported(progress, "repeat") as tell:
         needed = len(context) + max(len(each.ids) for each in passes)
-        warn(setup.beyond(needed))
+        setup.warn(needed)
         read(setup, context)
         reserve(setup, context.cache, needed)
         rows = [best_rows(peaks, n_rows) for peaks in attention_peaks(setup, context, passes, tell)]

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lce.attention import Attention
-from lce.cache.layout import CacheLayout, all_devices, device_layout, devices_text
-from lce.engine.devices import devices_of
+from lce.cache.layout import all_devices, device_layout, devices_text
 from lce.engine.engine import Engine
+from lce.engine.identity import Identity
 from lce.engine.options import LoadOptions, option, plain, takes
-from lce.engine.setup import Setup
-from lce.engine.sizing import dtype_of, facts_of, fitted, sizes_of, weights_of
+from lce.engine.saving import ContextFiles
+from lce.engine.setup import Planned, Setup
+from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
+from lce.methods.run import Driver
 from lce.models.layers import Model, model_class, read_config
-from lce.models.ranks import ALONE, Division, Ranks
+from lce.models.ranks import ALONE, Ranks
 from lce.progress import notice
 from lce.system import keep_freed_memory, usable_cores, uses_threads
 from lce.weights.checkpoint import Checkpoint
@@ -56,7 +59,8 @@ def load(given: Loading) -> Engine:
 
     ranks = dividing.ranks_of(given.ranks)
     made = ranks.together(partial(_loaded, given, ranks))
-    dividing.check_same(ranks, made.division.config, made.method, made.block, made.dtype, made.rope, made.weights)
+    whole = made.division.config if made.division else made.config
+    dividing.check_same(ranks, whole, made.method, made.block, made.dtype, made.rope, made.weights)
     return Engine(made)
 
 
@@ -71,56 +75,86 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     source, sharing = source_of(given.model), given.sharing
     config = read_config(source)
     tokenizer = source.tokenizer(config.vocab_size)
-    if divided := ranks.count > 1:
-        from lce.engine import dividing
-    devices = dividing.devices_for(ranks, given.device) if divided else devices_of(given.device)
+    devices = devices_of(given.device) if ranks.count == 1 else _device_of_rank(ranks, given.device)
     if devices[0].type == "cpu":
         keep_freed_memory()
     checkpoint = source.checkpoint
     scheme, facts = _rounded(given.weights, checkpoint, devices[0]), facts_of(given, source, config)
-    dtype, family = dtype_of(given.dtype, checkpoint.dtype), model_class(config)
     like = sharing.setup.layout if isinstance(sharing, Engine) else None
     borders = like.borders if like is not None and all_devices(like) == devices else None
     chosen = fitted(given.method, facts, plain(given.length), given.prefill_method)
-    schemes, division = family.schemes(config, scheme, checkpoint.shapes) if scheme else {}, Division(config)
-    if divided:
-        division = dividing.division_of(config, ranks, family, chosen, checkpoint, schemes)
-    made = sizes_of(given, facts, division, chosen, dtype, devices, scheme, checkpoint, borders)
-    layout, backend = made.layout, Attention.choose(given.attention)
+    made = sizes_of(given, facts, chosen, devices, scheme, checkpoint, ranks, borders)
+    own, layout, attention = made.config, made.layout, Attention.choose(given.attention)
     if sharing is not None:
-        _check_same(sharing, division, checkpoint, layout, scheme)
-    model = _model(division, checkpoint, layout, schemes) if sharing is None else sharing.setup.model
-    weights, again = scheme.name if scheme else None, partial(_again, replace(given, sharing=None))
-    how = layout, made.method, backend, facts.window, facts.rope, weights
-    return Setup.of(model, tokenizer, checkpoint, *how, again=again, division=division)
+        _check_same(sharing, made, checkpoint)
+    kinds = layout.dtype, config.vocab_size, layout.kv_dtype, made.weights
+    identity = Identity(lambda: config.identity(checkpoint.fingerprint()), chosen, made.window, made.rope, *kinds)
+    files, tape = ContextFiles(layout, identity), None
+    if made.division is not None:
+        from lce.engine.divided_files import DividedFiles
+
+        files = DividedFiles.of(layout, identity, made.division)
+    elif layout.device.type == "cuda" and chosen.promised("recorded") and attention.decodes(layout.dtype, own.head_dim):
+        from lce.engine.graph import CudaTape
+
+        tape = CudaTape
+    return Setup(
+        **vars(made),
+        model=_model(made, checkpoint, scheme) if sharing is None else sharing.setup.model,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        identity=identity,
+        files=files,
+        driver=Driver(chosen, attention, made.window, own.n_kv_heads, own.sliding_window, own.kinds),
+        eos_ids=frozenset((*config.eos_ids, *tokenizer.eos_ids)),
+        tape=tape,
+        again=partial(_again, replace(given, sharing=None)),
+    )
 
 
-def _model(division: Division, checkpoint: Checkpoint, layout: CacheLayout, schemes: Mapping[str, Scheme]) -> Model:
+def _device_of_rank(ranks: Ranks, device: Any) -> tuple[torch.device, ...]:
+    """Return the device that a user named, of one of several ranks; "auto" and "cuda" are this rank's GPU, if any.
+
+    Ranks exchange objects by that GPU. Raises `UsageError` for several devices.
+    """
+    if torch.cuda.is_available() and str(device) in ("None", "auto", "cuda"):
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.rank)) % torch.cuda.device_count()}"
+    devices = devices_of(device)
+    if len(devices) > 1:
+        names = ",".join(map(str, devices))
+        raise UsageError(f"device is {names} with {ranks.count} ranks; expected one device for each rank: leave it out")
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+    return devices
+
+
+def _model(made: Planned, checkpoint: Checkpoint, scheme: Scheme | None) -> Model:
     """Load the weights of one of several ranks, and return the model."""
-    config, part = division.config, checkpoint
-    if divided := division.ranks.count > 1:
-        from lce.engine import dividing
+    config, layout, part, stored = made.config, made.layout, checkpoint, checkpoint.shapes
     family = model_class(config)
     if layout.dtype != checkpoint.dtype() or (checkpoint.quantised and not checkpoint.manifest):
         uses_threads()  # converting weights may start threads
-    wanted, ignore = weights_of(division, family, checkpoint.shapes), (*family.unused, *config.unused)
-    if divided:
-        part = dividing.part_of(division, family, checkpoint, ignore)
+    wanted, ignore = family.weights(config, stored), (*family.unused, *config.unused)
+    if made.division:
+        from lce.engine import dividing
+
+        wanted = dividing.weights_of(made.division, family, stored)
+        part = dividing.part_of(made.division, family, checkpoint, ignore)
     loaded = part.load(
         wanted,
         dtype=layout.dtype,
         device=lambda name: device_layout(layout, family.layer_of(name, config)).device,
         ignore=ignore,
         joined=family.joined(config),
-        schemes=schemes or None,
+        schemes=family.schemes(config, scheme, stored) if scheme else None,
         wide=[name for name in wanted if family.is_wide(name)],
     )
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], all_devices(layout)[-1])
         loaded["head"].copy_(loaded["embed"])
-    if divided:
-        loaded = dividing.joined(division, family, loaded, [*checkpoint.shapes])
-    return family(division.own, loaded)
+    if made.division:
+        loaded = dividing.joined(made.division, family, loaded, [*stored])
+    return family(config, loaded)
 
 
 @cache
@@ -131,21 +165,19 @@ def _within_cores(threads: int, cores: int) -> int:
     return min(threads, cores)
 
 
-def _check_same(
-    sharing: object, division: Division, checkpoint: Checkpoint, layout: CacheLayout, scheme: Scheme | None
-) -> None:
+def _check_same(sharing: object, made: Planned, checkpoint: Checkpoint) -> None:
     """Raise `UsageError` unless `sharing` is an engine of this model, dtype, devices, ranks and quantisation scheme."""
     if not isinstance(sharing, Engine):
         raise UsageError(f"sharing is {shown(sharing)}; expected an engine of the same model")
     theirs = sharing.setup
-    if theirs.division.config != division.config or theirs.fingerprint != checkpoint.fingerprint():
-        raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
-    if theirs.ranks != division.ranks:
+    if theirs.ranks != made.ranks:
         raise UsageError("sharing is an engine of other ranks; give the same ranks")
-    own, asked = (f"{each.dtype} on {devices_text(each)}" for each in (theirs.layout, layout))
+    if theirs.config != made.config or theirs.fingerprint != checkpoint.fingerprint():
+        raise UsageError(f"sharing is an engine of another model than {checkpoint.folder}; leave it out")
+    own, asked = (f"{each.dtype} on {devices_text(each)}" for each in (theirs.layout, made.layout))
     if own != asked:
         raise UsageError(f"sharing is an engine in {own}; expected {asked}, as asked")
-    if theirs.weights != (scheme.name if scheme else None):
+    if theirs.weights != made.weights:
         raise UsageError(f"sharing is an engine with weights {theirs.weights or 'as stored'}; give the same weights")
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lce.engine.options import takes
-from lce.engine.sizing import Planned, Planning, planned
+from lce.engine.setup import Planned
+from lce.engine.sizing import Planning, planned
 from lce.errors import UsageError
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, cost, paper_figures, total
 from lce.methods.run import method_of

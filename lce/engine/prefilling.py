@@ -17,7 +17,6 @@ from lce.engine.running import append, blocks, prompt_ids, read
 from lce.engine.saving import Target
 from lce.engine.setup import Setup
 from lce.engine.stream import Stats
-from lce.engine.window import warn
 from lce.errors import UsageError
 from lce.files import path_of
 from lce.progress import Progress, check_progress, reported
@@ -73,7 +72,7 @@ def prefill_file(
         ids = ids if before is None else [*before.token_ids, *ids]
         announced = max(len(ids), wanted) if before is None else before.announced
         ALLOWANCE.planner(setup.layout, into_file=True).check(len(ids))
-        warn(setup.beyond(len(ids)))
+        setup.warn(len(ids))
         target = Target(path, force, () if before is None else before.saves)
         job = PrefillJob(target, setup.layout, setup.identity, ids, announced)
         try:

@@ -14,7 +14,6 @@ from lce.engine.context import Context, new_context, own_context, reserve
 from lce.engine.lanes import Lane, forward
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Generation, Piece, Stream
-from lce.engine.window import warn
 from lce.errors import UsageError
 from lce.methods.run import Driver
 from lce.models.products import Slices
@@ -56,7 +55,7 @@ def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> 
 def stream(setup: Setup, ids: list[int], options: Options, flag: CancelFlag, rest: Rest = "answer") -> Stream:
     """Return a stream of the answer to the prompt `ids`; `rest` stays in the context if the generation fails."""
     result = Generation(logprobs=None if options.logprobs is None else [])
-    result.warning = warn(setup.beyond(len(ids) + len(options.context or ())))
+    result.warning = setup.warn(len(ids) + len(options.context or ()))
     return Stream(_reserved_pieces(setup, ids, options, result, flag, rest), result, flag)
 
 
@@ -71,7 +70,7 @@ def _reserved_pieces(
     with context.hold():
         reserve(setup, context.cache, len(context) + n_new)
         yield from pieces(setup, context, ids, options, result, flag, rest)
-        result.warning = result.warning or warn(setup.beyond(len(context)))
+        result.warning = result.warning or setup.warn(len(context))
 
 
 def lane_of(

@@ -13,7 +13,6 @@ from lce.engine.context import Context, appended, new_context, own_context
 from lce.engine.lanes import check_logits
 from lce.engine.running import append, blocks, prompt_ids, read
 from lce.engine.setup import Setup
-from lce.engine.window import warn
 from lce.errors import UsageError
 from lce.progress import Progress, reported
 from lce.sizes import count
@@ -78,7 +77,7 @@ class Scorer:
 def logits(setup: Setup, token_ids: Prompt) -> Tensor:
     """Return the logits after each token of a text: see `Engine.logits`."""
     ids = prompt_ids(setup, token_ids)
-    warn(setup.beyond(len(ids)))
+    setup.warn(len(ids))
     context, found = new_context(setup, len(ids)), []
     for part in blocks(ids, setup.block):
         found.append(setup.model.logits(_hidden(setup, context, part)))

@@ -1,35 +1,114 @@
-"""What an engine runs with: a model, a method, and all that `lce.load` decided."""
+"""What an engine runs with: a method on a model, and all else that `lce.load` decided."""
 
 from __future__ import annotations
 
+import functools
+import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from lce.attention import Attention
 from lce.cache.layout import CacheLayout
 from lce.engine.arguments import Sampling, recommended
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
-from lce.engine.window import beyond, readable
-from lce.errors import UsageError, shown
+from lce.errors import LceError, UsageError, WindowWarning, shown
+from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.observed import Observed, Observer
+from lce.methods.promises import promises_of
 from lce.methods.run import Driver
-from lce.models.config import RopeConfig
+from lce.methods.step import ModelFacts
+from lce.models.config import ModelConfig, RopeConfig
 from lce.models.layers import Model
-from lce.models.ranks import Division, Ranks
+from lce.models.ranks import ALONE, Division, Ranks
 from lce.models.rope import Rope
 from lce.sizes import count
 from lce.system import give_back_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
+from lce.weights.source import Source
 
 if TYPE_CHECKING:
     from lce.engine.graph import CudaTape
+
+INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # the folders of lce and torch
+FIRST = ("longheads", "dca", "esa")  # the methods that the warning names first, in this order
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The method, cache layout and weight sizes of an engine that need not be loaded.
+
+    `method` has every knob filled in. `config` is of this rank's part of the model; `division` is None if one rank has
+    the whole model. `weights` is the quantisation scheme, or None. `weight_bytes` has each weight's, by lce's names.
+    """
+
+    config: ModelConfig
+    window: int
+    rope: RopeConfig
+    method: Method
+    layout: CacheLayout
+    weights: str | None
+    weight_bytes: Mapping[str, int]
+    division: Division | None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the model."""
+        return self.division.ranks if self.division else ALONE
+
+    @property
+    def readable(self) -> int | None:
+        """The most tokens that the method can read of the model; None: any number."""
+        return self.method.limit(self.rope.reach(self.window), self.config.sliding_window)
+
+    def beyond(self, n_tokens: int) -> str | None:
+        """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
+        limit, n_tokens = self.readable, count(n_tokens, "n_tokens", least=0)
+        return None if limit is None or n_tokens <= limit else self._warning(n_tokens, limit)
+
+    def _warning(self, n_tokens: int, limit: int) -> str:
+        others = ", ".join(_unlimited(self.config, self.rope.reach(self.window), self.rope)) or "none that is installed"
+        return (
+            f"{n_tokens:,} tokens are more than the {limit:,} that the method {self.method.label} can read of this "
+            f"model (window {self.window:,}), so answers are probably wrong; methods that read on: {others}"
+        )
+
+    def warn(self, n_tokens: int) -> str | None:
+        """Issue what `beyond` returns, if anything, as a `WindowWarning` at the user's code that called lce."""
+        if (line := self.beyond(n_tokens)) is not None:
+            _warn(line)
+        return line
+
+
+@functools.cache
+def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str, ...]:
+    """Return the names of the methods that, with default knobs, read texts of any length with a model."""
+    found, facts = [], ModelFacts(Source(Path()), config, window, rope, plan_only=True)
+    for name in registry.available():
+        try:
+            method = registry.make(name)
+            if (
+                "analysis" not in promises_of(type(method))
+                and method.for_model(facts).resolve(window).limit(window) is None
+            ):
+                found.append(name)
+        except LceError:  # a plug-in whose method needs knobs or cannot be imported
+            continue
+    return tuple(sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)))
+
+
+def _warn(line: str) -> None:
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(line, WindowWarning, stacklevel=level)
 
 
 class _End:
@@ -39,23 +118,16 @@ class _End:
         weakref.finalize(self, give_back_freed_memory).atexit = False  # a `__del__` would fail when Python ends
 
 
-@dataclass(frozen=True, eq=False)
-class Setup:
+@dataclass(frozen=True, eq=False, repr=False)
+class Setup(Planned):
     """A model with an attention method, and all options of `lce.load` with their values. Immutable.
 
-    `method` has every knob filled in. `weights` is the quantisation scheme, or None. `eos_ids` end an answer. `tape`
-    makes a recorder of CUDA graphs; if it is None, no decode step is recorded. `again` loads another
-    method with the same options.
+    `eos_ids` end an answer. `tape` makes a recorder of CUDA graphs; if it is None, no decode step is recorded. `again`
+    loads another method with the same options.
     """
 
     model: Model
     tokenizer: Tokenizer
-    method: Method
-    layout: CacheLayout
-    window: int
-    rope: RopeConfig
-    weights: str | None
-    division: Division
     checkpoint: Checkpoint
     identity: Identity
     files: ContextFiles
@@ -64,43 +136,6 @@ class Setup:
     tape: Callable[[torch.device], CudaTape] | None
     again: Callable[[str | Method, Setup], Setup]
     _end: _End = field(default_factory=_End)  # freed after the model, because it is the last attribute
-
-    @classmethod
-    def of(
-        cls,
-        model: Model,
-        tokenizer: Tokenizer,
-        checkpoint: Checkpoint,
-        layout: CacheLayout,
-        method: Method,
-        attention: Attention,
-        window: int,
-        rope: RopeConfig,
-        weights: str | None,
-        again: Callable[[str | Method, Setup], Setup],
-        division: Division,
-    ) -> Setup:
-        """Return the setup of a loaded model."""
-        config, whole, divided = model.config, division.config, division.ranks.count > 1
-        sizes = layout.dtype, config.vocab_size, layout.kv_dtype
-        identity = Identity(lambda: whole.identity(checkpoint.fingerprint()), method, window, rope, *sizes, weights)
-        files, tape = ContextFiles(layout, identity), None
-        if divided:
-            from lce.engine.divided_files import DividedFiles
-
-            files = DividedFiles.of(layout, identity, division)
-        elif (
-            layout.device.type == "cuda"
-            and method.promised("recorded")
-            and attention.decodes(layout.dtype, config.head_dim)
-        ):
-            from lce.engine.graph import CudaTape
-
-            tape = CudaTape
-        driver = Driver(method, attention, window, config.n_kv_heads, config.sliding_window, config.kinds)
-        eos_ids = frozenset((*config.eos_ids, *tokenizer.eos_ids))
-        facts = method, layout, window, rope, weights, division, checkpoint, identity, files, driver, eos_ids
-        return cls(model, tokenizer, *facts, tape, again)
 
     @property
     def device(self) -> torch.device:
@@ -118,11 +153,6 @@ class Setup:
         return self.layout.block
 
     @property
-    def ranks(self) -> Ranks:
-        """The processes that share the model."""
-        return self.division.ranks
-
-    @property
     def fingerprint(self) -> str:
         """The fingerprint of the weights, without the config. Files of learned maps must match this fingerprint."""
         return self.checkpoint.fingerprint()
@@ -130,20 +160,11 @@ class Setup:
     @property
     def recommended_sampling(self) -> Sampling | None:
         """The sampling that the model's generation_config.json recommends, for `sampling=`; None if it names none."""
-        return recommended(self.model.config.generation)
-
-    @property
-    def readable(self) -> int | None:
-        """The most tokens that the method can read of the model; None: any number."""
-        return readable(self.method, self.model.config, self.window, self.rope)
-
-    def beyond(self, n_tokens: int) -> str | None:
-        """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
-        return beyond(self.method, self.model.config, self.window, self.rope, count(n_tokens, "n_tokens", least=0))
+        return recommended(self.config.generation)
 
     def rope_of(self, length: int, offset: int = 0) -> Rope:
         """Return the RoPE of a context that is announced to have `length` tokens in the end; see `Rope.positions`."""
-        return Rope(self.rope, self.model.config.head_dim, self.model.config.window, length, offset)
+        return Rope(self.rope, self.config.head_dim, self.config.window, length, offset)
 
     def using(self, method: str | Method) -> Setup:
         """Return a setup with another method, and this setup's weights and options.
@@ -170,6 +191,6 @@ class Setup:
     def __repr__(self) -> str:
         where, parts = str(self.device), self.layout.by_device
         if len(parts) > 1:
-            spans = ((part.first_layer, part.first_layer + part.n_layers - 1, part.device) for part in parts)
+            spans = ((part.layers[0], part.layers[-1], part.device) for part in parts)
             where = "; ".join(f"layers {first} to {last} on {device}" for first, last, device in spans)
         return f"{self.method!r}, window={self.window}, block={self.block}, {where}, {self.dtype}"

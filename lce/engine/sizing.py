@@ -1,4 +1,8 @@
-"""`plan` computes the memory that a context needs: an engine's sizes, from a model's config and a user's options."""
+"""`plan` computes the memory that a context needs: an engine's sizes, from a model's config and a user's options.
+
+Of several GPUs each has consecutive layers, so that hidden states move once from one GPU to the next. The embedding is
+on the first layer's GPU, the head on the last layer's. Several GPUs have more memory, but compute one after the other.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lce import system
 from lce.cache.layout import Budgets, CacheLayout, device_layout, devices_text, kv_dtype_of
-from lce.engine.devices import Borders, borders_of, devices_of
 from lce.engine.options import SizeOptions, plain, takes
 from lce.engine.planning import ALLOWANCE, Plan, Planner
-from lce.engine.window import beyond, readable
+from lce.engine.setup import Planned
 from lce.errors import UsageError, nearest, shown
 from lce.methods.auto import automatic
 from lce.methods.base import Method
@@ -25,14 +28,16 @@ from lce.methods.registry import AUTO, as_method
 from lce.methods.run import access_of
 from lce.methods.step import ModelFacts
 from lce.models.config import LongRope, ModelConfig, RopeConfig
-from lce.models.layers import Model, model_class, read_config
-from lce.models.ranks import Division
+from lce.models.layers import model_class, read_config
+from lce.models.ranks import ALONE, Ranks
 from lce.sizes import count
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.finding import source_of
 from lce.weights.packed import Scheme, scheme_of
 from lce.weights.source import Source
 
+EXPECTED_DEVICES = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
+Borders = tuple[tuple[int, torch.device], ...]  # (first layer, device) of each device except the first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,8 +59,7 @@ def plan(given: Planning) -> Plan:
     in memory depend:
     """
     n_tokens, made = count(given.tokens, "tokens"), planned(given)
-    layout, planner, facts = made.layout, made.planner, (made.method, made.config, made.window, made.rope)
-    dtype, parts = str(layout.dtype).removeprefix("torch."), layout.by_device if layout.borders else ()
+    layout, planner, dtype = made.layout, planner_of(made), str(made.layout.dtype).removeprefix("torch.")
     return Plan(
         n_tokens,
         made.method.label,
@@ -65,60 +69,43 @@ def plan(given: Planning) -> Plan:
         planner.needs(n_tokens),
         planner.longest(),
         planner.refusal(n_tokens),
-        {part.device_tier: (part.first_layer, part.first_layer + part.n_layers - 1) for part in parts},
-        readable(*facts),
-        beyond(*facts, n_tokens),
+        {part.device_tier: (part.layers[0], part.layers[-1]) for part in layout.by_device if layout.borders},
+        made.readable,
+        made.beyond(n_tokens),
     )
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The method, cache layout and weight sizes of an engine that is not loaded, for `plan` and `operations`."""
-
-    config: ModelConfig
-    window: int
-    rope: RopeConfig
-    method: Method  # with every knob filled in
-    layout: CacheLayout
-    weight_bytes: Mapping[str, int]  # the bytes of each weight, by lce's names
-
-    @property
-    def planner(self) -> Planner:
-        """A planner of contexts of this engine, which counts weights and a block's activations too."""
-        config, sizes, tier_bytes = self.config, self.weight_bytes, Counter[str]()
-        if self.layout.borders:
-            sizes = {"head": sizes["embed"], **sizes}  # a tied head has its own copy on the last device
-        for name, n_bytes in sizes.items():
-            layer = model_class(config).layer_of(name, config)
-            tier_bytes[device_layout(self.layout, layer).device_tier] += n_bytes
-        # What is in memory at once: hidden states, their sum and norm, in float32; q, k, v, the output; the MLP's gate.
-        heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        token_bytes = 12 * config.hidden_size + (heads + 2 * config.intermediate_size) * self.layout.dtype.itemsize
-        return replace(ALLOWANCE.planner(self.layout, tier_bytes), token_bytes=token_bytes)
+def planner_of(made: Planned) -> Planner:
+    """Return a planner of contexts of an engine that is not loaded: weights and a block's activations count, too."""
+    config, sizes, tier_bytes = made.config, made.weight_bytes, Counter[str]()
+    if made.layout.borders:
+        sizes = {"head": sizes["embed"], **sizes}  # a tied head has its own copy on the last device
+    for name, n_bytes in sizes.items():
+        tier_bytes[device_layout(made.layout, model_class(config).layer_of(name, config)).device_tier] += n_bytes
+    # What is in memory at once: hidden states, their sum and norm, in float32; q, k, v, the output; the MLP's gate.
+    heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    token_bytes = 12 * config.hidden_size + (heads + 2 * config.intermediate_size) * made.layout.dtype.itemsize
+    return replace(ALLOWANCE.planner(made.layout, tier_bytes), token_bytes=token_bytes)
 
 
 def planned(given: Planning) -> Planned:
     """Compute an engine's sizes from config.json alone, or from a GGUF file's header; see `plan`."""
     source = source_of(given.model, metadata_only=True)
-    config = read_config(source)
-    facts = facts_of(given, source, config, plan_only=True)
-    named_dtype, headers = partial(DTYPES.__getitem__, config.dtype or "float32"), source.headers
-    dtype = dtype_of(given.dtype, headers.dtype if headers else named_dtype)
-    own = config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
-    scheme, devices = scheme_of(given.weights) or scheme_of(own.get("weights")), devices_of(given.device)
+    facts = facts_of(given, source, read_config(source), plan_only=True)
     chosen = fitted(given.method, facts, count(given.tokens, "tokens"), given.prefill_method)
-    return sizes_of(given, facts, Division(config), chosen, dtype, devices, scheme, headers)
+    own = facts.config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
+    scheme = scheme_of(given.weights) or scheme_of(own.get("weights"))
+    return sizes_of(given, facts, chosen, devices_of(given.device), scheme, source.headers)
 
 
 def sizes_of(
     options: SizeOptions,
     facts: ModelFacts,
-    division: Division,
     chosen: Method,
-    dtype: torch.dtype,
     devices: Sequence[torch.device],
     scheme: Scheme | None,
     checkpoint: Checkpoint | None,
+    ranks: Ranks = ALONE,
     borders: Borders | None = None,
 ) -> Planned:
     """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so.
@@ -127,13 +114,20 @@ def sizes_of(
     """
     spill_dir = None if options.spill_dir is None else Path(options.spill_dir)
     budgets = Budgets(plain(options.kv_device_budget), plain(options.kv_host_budget), spill_dir)
-    config, family = division.own, model_class(facts.config)
-    stored = checkpoint.shapes if checkpoint else {}
-    schemes = family.schemes(facts.config, scheme, stored) if scheme else {}
+    config, division, stored = facts.config, None, checkpoint.shapes if checkpoint else {}
+    dtype = dtype_of(options.dtype, checkpoint.dtype if checkpoint else lambda: DTYPES[config.dtype or "float32"])
+    family = model_class(config)
+    schemes = family.schemes(config, scheme, stored) if scheme else {}
+    weights = family.weights(config, stored)
+    if checkpoint and ranks.count > 1:
+        from lce.engine import dividing
+
+        division = dividing.division_of(config, ranks, family, chosen, checkpoint, schemes)
+        weights, config = dividing.weights_of(division, family, stored), division.own
     if checkpoint and devices[0].type == "cpu":
         schemes = {**schemes, **checkpoint.schemes}
     sizes = {}
-    for name, (published, shape) in weights_of(division, family, stored).items():
+    for name, (published, shape) in weights.items():
         unrounded = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)
         sizes[name] = schemes[published].n_bytes(shape) if published in schemes else unrounded
     if borders is None:
@@ -154,18 +148,8 @@ def sizes_of(
         borders=borders,
         sliding_layers=config.sliding_layers,
     )
-    return Planned(config, facts.window, facts.rope, chosen, layout, sizes)
-
-
-def weights_of(
-    division: Division, family: type[Model], stored: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return what `Model.weights` returns, with the shapes that this rank has."""
-    if division.ranks.count > 1:
-        from lce.engine import dividing
-
-        return dividing.weights_of(division, family, stored)
-    return family.weights(division.config, stored)
+    own = scheme.name if scheme else None
+    return Planned(config, facts.window, facts.rope, chosen, layout, own, sizes, division)
 
 
 def fitted(
@@ -215,3 +199,69 @@ def scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConf
     if kind not in (None, "none", rope.kind) and factor is None:
         raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
     return replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)
+
+
+def devices_of(name: object) -> tuple[torch.device, ...]:
+    """Return the devices that a user names: one, or several GPUs in a comma-separated text or a list.
+
+    Raises `UsageError` for devices that this machine lacks, or that cannot share one model.
+    """
+    names: Sequence[object] = name if isinstance(name, list | tuple) else [name]
+    if isinstance(name, str):
+        names = [part.strip() for part in name.split(",")]
+        if name == "cuda:all":
+            names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
+    if not names:
+        raise UsageError(f"device is {shown(name)}; {EXPECTED_DEVICES}")
+    devices = [device_of(each) for each in names]
+    if len(devices) == 1:
+        return tuple(devices)
+    if any(each in (None, "auto") for each in names) or any(device.type != "cuda" for device in devices):
+        raise UsageError(f"device is {shown(name)}; a model's layers can be on several GPUs, such as cuda:0,cuda:1")
+    devices = [torch.device("cuda", torch.cuda.current_device() if x.index is None else x.index) for x in devices]
+    if len({*devices}) < len(devices):
+        raise UsageError(f"device is {shown(name)}; expected each device once")
+    return tuple(devices)
+
+
+def device_of(name: object) -> torch.device:
+    """Return the device that a user names. Raises `UsageError` for a device that this machine lacks."""
+    if name is None or (isinstance(name, str) and name == "auto"):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(name, str | torch.device):
+        raise UsageError(f"device is {shown(name)}; {EXPECTED_DEVICES}")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"unknown device {shown(name)}; {EXPECTED_DEVICES}") from None
+    n_devices = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
+    if not n_devices or (device.index or 0) >= n_devices:
+        cuda = " or cuda" if torch.cuda.is_available() else ""
+        raise UsageError(f"device {shown(str(name))} is not available here; expected auto, cpu{cuda}")
+    return device
+
+
+def borders_of(devices: Sequence[torch.device], n_layers: int, sizes: Mapping[str, int]) -> Borders:
+    """Divide `n_layers` layers among devices by free memory (see `counts_of`); return each later device's first layer.
+
+    `sizes` has each weight's bytes, by lce's name. A tied head is copied to the last device.
+    """
+    if len(devices) > n_layers:
+        raise UsageError(f"{len(devices)} devices for {n_layers} layers; expected one layer or more on each device")
+    free = [system.free_memory(device) or 0 for device in devices]
+    free[0] -= sizes["embed"]
+    free[-1] -= sizes.get("head", sizes["embed"]) + sizes["norm"]
+    counts = counts_of(free, n_layers)
+    return tuple((sum(counts[:i]), device) for i, device in enumerate(devices) if i)
+
+
+def counts_of(free: Sequence[int], n_layers: int) -> list[int]:
+    """Return how many layers each device gets, one or more, given the `free` bytes of each device.
+
+    The least memory per layer on any device bounds the length of contexts, so it is maximised: each next layer goes to
+    the device that would then have the most memory per layer. Example: 40, 40 and 20 GiB get 3, 3 and 1 of 7 layers.
+    """
+    counts = [1] * len(free)
+    for _ in range(n_layers - len(free)):
+        counts[max(range(len(free)), key=lambda i: free[i] / (counts[i] + 1))] += 1
+    return counts

@@ -12,7 +12,6 @@ from lce.engine.arguments import Prompt
 from lce.engine.context import new_context
 from lce.engine.running import append, blocks, prompt_ids
 from lce.engine.setup import Setup
-from lce.engine.window import warn
 from lce.errors import UsageError, shown
 from lce.methods.observed import Observation, Observed
 from lce.methods.step import Step
@@ -76,7 +75,7 @@ def trace(setup: Setup, token_ids: Prompt, scores: bool = False) -> Trace:
         raise UsageError(f"scores is {shown(scores)}; expected True or False")
     setup.check_undivided("a trace", "load the model without ranks")
     ids = prompt_ids(setup, token_ids)
-    warn(setup.beyond(len(ids)))
+    setup.warn(len(ids))
     context, observer = new_context(setup, len(ids)), TraceObserver(keep_all=scores)
     driver = replace(setup.driver, method=Observed(setup.method, observer))
     for part in blocks(ids, setup.block):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce
 from lce.cache.layout import devices_text
-from lce.engine.devices import counts_of, devices_of
+from lce.engine.sizing import counts_of, devices_of
 from lce.errors import CapacityError, UsageError
 from lce.terminal.figures import plan_lines
 from tests.checkpoints import save_tiny, tokens

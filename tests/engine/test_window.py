@@ -2,12 +2,12 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import lce
-from lce.engine.window import beyond
+from lce.engine.setup import Planned
 from lce.methods import DualChunk, Full, LongHeads, Quest, ReRope, RopeConfig, SelfExtend, Streaming
 from lce.models.config import ModelConfig
 from tests.checkpoints import tokens
@@ -15,9 +15,10 @@ from tests.checkpoints import tokens
 W = 64
 
 
-def config(sliding_window: int | None = None) -> ModelConfig:
-    """A model's config."""
-    return ModelConfig("Any", 300, 64, 96, 2, 4, 2, 16, W, sliding_window=sliding_window)
+def beyond(method: lce.Method, sliding: int | None, window: int, n_tokens: int) -> str | None:
+    """What is said of a text that a method reads of a model."""
+    config, unused = ModelConfig("Any", 300, 64, 96, 2, 4, 2, 16, W, sliding_window=sliding), cast("Any", None)
+    return Planned(config, window, RopeConfig(), method, unused, None, {}, None).beyond(n_tokens)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +61,13 @@ def test_the_longest_text_that_a_method_reads(method: lce.Method, sliding: int |
     method = method.resolve(W)
     assert method.limit(W, sliding) == limit
     for n in (W, limit or 10**9):
-        assert beyond(method, config(sliding), W, RopeConfig(), n) is None
+        assert beyond(method, sliding, W, n) is None
     if limit is not None:
-        assert str(beyond(method, config(sliding), W, RopeConfig(), limit + 1)).startswith(f"{limit + 1:,} tokens")
+        assert str(beyond(method, sliding, W, limit + 1)).startswith(f"{limit + 1:,} tokens")
 
 
 def test_the_line_names_the_methods_that_read_on() -> None:
-    line = beyond(Full(), config(), 512, RopeConfig(), 32000)
+    line = str(beyond(Full(), None, 512, 32000))
     assert line.startswith(
         "32,000 tokens are more than the 512 that the method full can read of this model (window 512)"
     )
