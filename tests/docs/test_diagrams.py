@@ -2,20 +2,16 @@
 
 import re
 import tomllib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.docs.scripts import load
+from tests.docs.scripts import DOCS, FILES, PACKAGES, load, words
 from tests.test_architecture import ROOMS
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("lce", "lce_serve", "lce_lab")
-FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-FOLDER = ROOT / "docs" / "diagrams"
+FOLDER = DOCS / "diagrams"
 SOURCES = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.toml"))}
 
 
@@ -33,18 +29,12 @@ def test_pictures_are_drawn_from_their_text(draw: ModuleType, name: str) -> None
     assert "prefers-color-scheme:dark" in svg
 
 
-def texts(source: dict[str, Any]) -> str:
-    return "\n".join(
-        entry["text"] for kind in ("box", "arrow", "note") for entry in source.get(kind, []) if "text" in entry
-    )
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_are_in_the_code(name: str) -> None:
-    code = "\n".join(file.read_text(encoding="utf-8") for file in FILES)
-    files = {file.stem for file in FILES} | {file.name for package in PACKAGES for file in (ROOT / package).iterdir()}
-    named = {word for span in re.findall(r"`([A-Za-z_][\w.]*)`", texts(SOURCES[name])) for word in span.split(".")}
-    assert named - set(re.findall(r"\w+", code)) - files == set()
+    entries = [entry for kind in ("box", "arrow", "note") for entry in SOURCES[name].get(kind, [])]
+    spans = re.findall(r"`([A-Za-z_][\w.]*)`", "\n".join(entry.get("text", "") for entry in entries))
+    files = {file.stem for file in FILES} | {file.name for package in PACKAGES for file in package.iterdir()}
+    assert {word for span in spans for word in span.split(".")} - words() - files == set()
 
 
 def test_the_floors_are_those_of_the_architecture() -> None:

@@ -2,14 +2,10 @@
 
 import ast
 import re
-from pathlib import Path
 
-import pytest
+from tests.docs.scripts import DOCS, FILES, words
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("lce", "lce_serve", "lce_lab")
-FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "glossary.md").read_text(encoding="utf-8")
 
 
 def named() -> set[str]:
@@ -24,7 +20,6 @@ def named() -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
 def members() -> dict[str, set[str]]:
     """Every class of lce with its fields, methods and attributes."""
     found: dict[str, set[str]] = {}
@@ -34,22 +29,18 @@ def members() -> dict[str, set[str]]:
                 inner = list(ast.walk(node))
                 names = {each.name for each in inner if isinstance(each, ast.FunctionDef)}
                 names |= {each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-                attributes = [each for each in inner if isinstance(each, ast.Attribute)]
-                names |= {
-                    each.attr for each in attributes if isinstance(each.value, ast.Name) and each.value.id == "self"
-                }
+                names |= {each.attr for each in inner if isinstance(each, ast.Attribute)}
                 found.setdefault(node.name, set()).update(names)
     return found
 
 
-def test_names_are_in_the_code(members: dict[str, set[str]]) -> None:
-    code = "\n".join(file.read_text(encoding="utf-8") for file in FILES)
-    words = set(re.findall(r"\w+", code))
+def test_names_are_in_the_code() -> None:
     assert len(named()) > 40
+    of_class = members()
     for name in named():
         owner, _, member = name.partition(".")
-        assert owner in words, name
-        assert not member or member in members[owner], name
+        assert owner in words(), name
+        assert not member or member in of_class[owner], name
 
 
 def test_symbols_are_those_of_the_code() -> None:

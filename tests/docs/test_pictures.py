@@ -10,11 +10,7 @@ import pytest
 import lce
 from lce.cli import cli
 from lce_lab.analysis.oracle import selects
-from tests.docs.scripts import load
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-
+from tests.docs.scripts import DOCS, load
 
 PAGE = (DOCS / "methods.md").read_text(encoding="utf-8")
 COMMANDS = load("pictures/draw.py").commands(PAGE)

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 import lce
-from tests.docs.scripts import load
+from tests.docs.scripts import DOCS, ROOT, load
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 NAV = re.findall(
     r"^ +- (?:.*: )?([\w./]+(?:\.md|/))$", CONFIG.partition("\nnav:")[2].partition("\nextra:")[0], re.MULTILINE
@@ -68,17 +66,13 @@ def turned(hooks: ModuleType, uri: str, markdown: str) -> str:
 def test_links_are_turned_to_where_pages_are(hooks: ModuleType) -> None:
     hooks._uris.clear()
     hooks._uris |= {"README.md": "index.md", "examples/custom_method/README.md": "examples/custom_method/README.md"}
-    assert (
-        turned(hooks, "index.md", "[a](docs/cache.md#b) `[a](docs/cache.md)`") == "[a](cache.md#b) `[a](docs/cache.md)`"
-    )
-    assert turned(hooks, "methods.md", "[a](../examples/custom_method)") == "[a](examples/custom_method/README.md)"
-    assert (
-        turned(hooks, "api/errors.md", "[a](../../README.md) [b](../python.md)") == "[a](../index.md) [b](../python.md)"
-    )
-    assert (
-        turned(hooks, "methods.md", "[a](https://x.org) [b](#c) [d](none.txt)")
-        == "[a](https://x.org) [b](#c) [d](none.txt)"
-    )
+    for page, before, after in (
+        ("index.md", "[a](docs/cache.md#b) `[a](docs/cache.md)`", "[a](cache.md#b) `[a](docs/cache.md)`"),
+        ("methods.md", "[a](../examples/custom_method)", "[a](examples/custom_method/README.md)"),
+        ("api/errors.md", "[a](../../README.md) [b](../python.md)", "[a](../index.md) [b](../python.md)"),
+        ("methods.md", "[a](https://x.org) [b](#c) [d](none.txt)", "[a](https://x.org) [b](#c) [d](none.txt)"),
+    ):
+        assert turned(hooks, page, before) == after
 
 
 def test_names_become_their_reference(hooks: ModuleType) -> None:
@@ -95,10 +89,7 @@ def test_a_page_that_loads_from_elsewhere_is_refused(hooks: ModuleType) -> None:
     made = hooks.on_post_page('<script src="https://unpkg.com/iframe-worker/shim"></script>', page=page, config=None)
     assert made == '<script src="../site/iframe-worker.js"></script>'
     assert hooks.on_post_page('<a href="https://x.org">x</a>', page=page, config=None)
-    for html in (
-        '<script src="https://x.org/a.js">',
-        '<link rel="stylesheet" href="//x.org/a.css">',
-        "<img src=http://x.org>",
-    ):
+    style = '<link rel="stylesheet" href="//x.org/a.css">'
+    for html in ('<script src="https://x.org/a.js">', style, "<img src=http://x.org>"):
         with pytest.raises(PluginError, match="loads from elsewhere"):
             hooks.on_post_page(html, page=page, config=None)
