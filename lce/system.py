@@ -6,7 +6,6 @@ Importing this module does not import torch, because `wait_passively` must be ca
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import resource
 import shutil
@@ -14,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +26,6 @@ MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # larger limits mean no limit, for which cgroup version 1 writes about 2^63 bytes
-_MEMORY_FILES = {  # by cgroup version: the file of the limit, the file of the usage, the prefix of names in memory.stat
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: ("memory.max", "memory.current", ""),
-}
 
 TRIM_THRESHOLD = 512 << 20  # the most bytes of freed memory that glibc keeps at the end of its heap
 MMAP_THRESHOLD = 32 << 20  # glibc maps a larger allocation separately, and unmaps the allocation when it is freed
@@ -42,7 +36,6 @@ IMPORT_MEMORY = 128 << 20  # the memory that importing torch and Numba takes
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
 _threaded: set[int] = set()  # the process ids of this process and its ancestors that have computed with several threads
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -57,13 +50,8 @@ def free_memory(device: torch.device) -> int | None:
 
 def free_host_memory() -> int | None:
     """Return the available bytes of host memory, within the limits of this process' cgroups; None if unknown."""
-    limits, available = [*_groups()], _numbers(MEMINFO).get("MemAvailable:")
-    if available is not None:
-        limits.append(available * 1024)
-    else:
-        with suppress(ValueError, OSError):
-            limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(limits, default=None)
+    available = _numbers(MEMINFO).get("MemAvailable:")
+    return min([*_memory_limits(), *([] if available is None else [available * 1024])], default=None)
 
 
 def free_disk(folder: Path) -> int | None:
@@ -94,8 +82,7 @@ def memory_name(device: torch.device) -> str:
 def existing(folder: Path) -> Path:
     """Return the folder, or the nearest parent that exists. Raises `OSError` if a file is in the way."""
     folder = folder.absolute()
-    found = next((each for each in (folder, *folder.parents) if each.exists()), folder)
-    if not found.is_dir():
+    if not (found := next(each for each in (folder, *folder.parents) if each.exists())).is_dir():
         raise NotADirectoryError(found)
     return found
 
@@ -106,7 +93,7 @@ def usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # only Linux has `sched_getaffinity`
         cores = os.cpu_count() or 1
-    return max(1, min([cores, *(math.ceil(quota) for quota in _quotas())]))
+    return max(1, min([cores, *_core_limits()]))
 
 
 def default_threads() -> int | None:
@@ -184,21 +171,19 @@ def uses_threads() -> None:
     """
     import torch
 
-    if torch.get_num_threads() == 1:
+    here, n = os.getpid(), torch.get_num_threads()
+    if n == 1 or here in _threaded:
         return
-    here = os.getpid()
-    if here not in _threaded:
-        if _threaded:
-            fault = "this process was forked from one that had computed with several threads, which would hang here"
-            remedy = "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
-            raise UsageError(f"{fault}; call {remedy}")
-        others = executor(torch.get_num_threads() - 1, "lce-probe")
-        others.shutdown()
-        if isinstance(others, InCaller):
-            fault = f"no more threads for this process, which computes with {torch.get_num_threads()}"
-            remedy = "give --threads 1 (threads=1), or raise the limit (ulimit -u)"
-            raise CapacityError(f"the system starts {fault}; {remedy}")
-        _threaded.add(here)
+    if _threaded:
+        fault = "this process was forked from one that had computed with several threads, which would hang here"
+        remedy = "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
+        raise UsageError(f"{fault}; call {remedy}")
+    others = executor(n - 1, "lce-probe")
+    others.shutdown()
+    if isinstance(others, InCaller):
+        fault = f"the system starts no more threads for this process, which computes with {n}"
+        raise CapacityError(f"{fault}; give --threads 1 (threads=1), or raise the limit (ulimit -u)")
+    _threaded.add(here)
 
 
 def peak_memory() -> dict[str, int]:
@@ -211,30 +196,29 @@ def peak_memory() -> dict[str, int]:
     return peaks
 
 
-def _groups() -> Iterator[int]:
+def _memory_limits() -> Iterator[int]:
     """Yield, for each memory limit of this process' cgroups, the bytes that the limit leaves free."""
-    for folder, version in _folders("memory"):
-        limit, usage, prefix = _MEMORY_FILES[version]
-        bound, used = (_text(folder / name).strip() for name in (limit, usage))
-        if bound.isdecimal() and used.isdecimal() and int(bound) < UNLIMITED:
-            stat = _numbers(folder / "memory.stat")
-            files = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-            yield max(0, int(bound) - int(used) + files)
+    old, new = "memory.limit_in_bytes memory.usage_in_bytes", "memory.max memory.current"
+    for folder, words in _groups("memory", old, new):
+        if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[0]) < UNLIMITED:
+            stat = _numbers(folder / "memory.stat")  # version 1 has the sums over a group's children as total_...
+            names = [f"{kind}_file" for kind in ("active", "inactive")]
+            cached = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in names)
+            yield max(0, int(words[0]) - int(words[1]) + cached)
 
 
-def _quotas() -> Iterator[float]:
-    """Yield the number of cores, maybe a fraction, that each CPU quota of this process' cgroups allows."""
-    for folder, version in _folders("cpu"):
-        if version == 2:
-            words = _text(folder / "cpu.max").split()
-        else:
-            words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-            yield int(words[0]) / int(words[1])  # "max" and "-1" mean no quota; `isdecimal` is false for both
+def _core_limits() -> Iterator[int]:
+    """Yield the number of cores, rounded up, that each CPU quota of this process' cgroups allows."""
+    for _, words in _groups("cpu", "cpu.cfs_quota_us cpu.cfs_period_us", "cpu.max"):
+        if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):
+            yield -(-int(words[0]) // int(words[1]))  # "max" and "-1" mean no quota; `isdecimal` is false for both
 
 
-def _folders(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folders with a cgroup controller's limits for this process, with parents, and the cgroup version."""
+def _groups(controller: str, old: str, new: str) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folders with a cgroup controller's limits for this process, parents too, and the words in some files.
+
+    The files are `old` in version 1 of cgroups, and `new` in version 2.
+    """
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
@@ -242,7 +226,8 @@ def _folders(controller: str) -> Iterator[tuple[Path, int]]:
             here = root / path.lstrip("/")
             for folder in (here, *here.parents):
                 if folder.is_relative_to(root):
-                    yield folder, 1 if controllers else 2
+                    names = (old if controllers else new).split()
+                    yield folder, " ".join(_text(folder / name) for name in names).split()
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -264,16 +249,15 @@ def keep_freed_memory() -> None:
     keeps up to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still
     returned.
     """
-    if mallopt := _glibc("mallopt"):
-        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
-        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+    for number, size in ((-1, TRIM_THRESHOLD), (-3, MMAP_THRESHOLD)):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+        _glibc("mallopt", number, size)
 
 
 def give_back_freed_memory() -> None:
     """Return to the system the freed memory that `keep_freed_memory` made glibc keep. Does nothing without glibc."""
-    if malloc_trim := _glibc("malloc_trim"):
-        malloc_trim(0)
+    _glibc("malloc_trim", 0)
 
 
-def _glibc(name: str) -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
+def _glibc(name: str, *numbers: int) -> None:
+    if sys.platform.startswith("linux") and (function := getattr(ctypes.CDLL(None), name, None)):
+        function(*numbers)
