@@ -88,8 +88,7 @@ wait_passively()  # torch may be imported next, by lce or by whoever imports lce
 
 if not TYPE_CHECKING:  # a type checker that saw this function would accept any name
     _raised = [name for name in vars(errors) if name.endswith(("Error", "Warning"))]
-    __all__ = [name for names in _HOMES.values() for name in names] + [*_raised, "__version__", "methods"]
-    __all__.sort(key=lambda name: (name.islower(), name))
+    __all__ = sorted([*(name for names in _HOMES.values() for name in names), *_raised, "__version__", "methods"])
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:

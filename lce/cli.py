@@ -5,7 +5,6 @@ Heavy modules are imported inside the functions, so that `--help` answers at onc
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,9 +17,9 @@ from lce.kernels import levels
 from lce.terminal import figures, operations, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
-from lce.terminal.methods import Opening, ends
 from lce.terminal.options import flag
 from lce.terminal.output import Output, note
+from lce.terminal.reading import Opening, ends
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
 
@@ -253,7 +252,7 @@ def warm(level: tuple[str, ...], output: Output) -> None:
         with output.bar(f"kernels for {each.name}", " kernels") as bar:
             found.append(build(each, bar))
         output.figures(f"lce: {found[-1].line}")
-    output.object([dataclasses.asdict(built) | {"folder": str(built.folder)} for built in found])
+    output.object(found)
 
 
 @cli.command()

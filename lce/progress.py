@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError, shown
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 Progress = Callable[[int, int], None]  # called with the tokens done and the total; an exception in it ends the call
-StageProgress = Callable[[str, int, int], None]  # called with the stage's name, the units done and the total
 Label = str | Callable[[], str]  # a bar's label, or a function that returns the present one
 
 STEPS_S = 5.0  # the seconds of work between two notices of `StepNotices`
@@ -55,16 +55,18 @@ def bars_cleared() -> Iterator[None]:
         yield
 
 
+@dataclass
 class StepNotices:
     """Notices of steps that take time, such as compilations: at the first step, then every `STEPS_S` seconds of work.
 
     `begin` and `end` surround a step. Example: `lce: compiling kernels: 3 done in 15 s`, with `what` and `done`.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what, self.n_done = what, 0
-        self.spent = self.told = 0.0  # the seconds of the steps that are done, and those at the last notice
-        self._ended: threading.Event | None = None
+    what: str
+    n_done: int = 0
+    spent: float = 0.0  # the seconds of the steps that are done
+    told: float = 0.0  # those at the last notice
+    _ended: threading.Event | None = None
 
     def begin(self, text: str) -> None:
         """Begin a step. Print `text` if it is the first."""
@@ -109,22 +111,6 @@ def reported(progress: Progress | bool | None, label: Label, unit: str = " tok")
                 drawn.close()  # so that later output starts on a new line
 
         yield advance
-
-
-def stages(progress: StageProgress | bool | None) -> StageProgress:
-    """Return the callback for the option `progress` of a call with stages. For True it draws one bar per stage."""
-    check_progress(progress)
-    if progress is not True:
-        return progress or (lambda stage, done, total: None)
-    drawn: dict[str, tqdm[Any]] = {}
-
-    def advance(stage: str, done: int, total: int) -> None:
-        bar = drawn.get(stage) or drawn.setdefault(stage, _bar(stage, total=total))
-        bar.update(done - bar.n)
-        if done >= total:
-            drawn.pop(stage).close()
-
-    return advance
 
 
 def _bar(label: str, **how: Any) -> tqdm[Any]:

@@ -18,7 +18,7 @@ import pytest
 
 import lce
 from lce.errors import UsageError, WindowWarning
-from lce.progress import StepNotices, check_progress, notice, reported, silenced, stages
+from lce.progress import StepNotices, check_progress, notice, reported, silenced
 from lce.terminal.output import Output
 from tests.checkpoints import tokens
 from tests.command import run
@@ -47,21 +47,6 @@ def test_a_callback_is_called_as_it_is() -> None:
         with reported(nothing, "x") as progress:
             progress(2, 2)
     assert told == [(1, 2)]
-
-
-def test_stages_are_one_bar_after_another(capfd: pytest.CaptureFixture[str]) -> None:
-    tell = stages(True)
-    for stage in ("reading", "learning"):
-        for done in range(1, 4):
-            tell(stage, done, 3)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("3/3") == 2
-    assert err.index("reading") < err.index("learning")
-    stages(None)("reading", 1, 1)
-    told: list[tuple[str, int, int]] = []
-    stages(lambda *units: told.append(units))("reading", 1, 2)
-    assert told == [("reading", 1, 2)]
 
 
 @contextmanager

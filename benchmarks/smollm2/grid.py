@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lce
-from lce.terminal.methods import named_methods
+from lce.terminal.reading import named_methods
 from lce_lab.bench import machine
 from lce_lab.eval.record import Record
 from lce_lab.eval.running import Asking

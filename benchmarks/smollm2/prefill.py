@@ -18,7 +18,7 @@ import warnings
 from random import Random
 
 import lce
-from lce.terminal.methods import named_methods
+from lce.terminal.reading import named_methods
 from lce_lab.bench import machine
 
 METHODS = "longheads; esa compress=pca; infllm; dca"  # the model has no learned maps for esa

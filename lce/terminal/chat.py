@@ -16,7 +16,7 @@ import lce
 from lce.errors import DataError, LceError, UsageError, nearest, shown
 from lce.files import named
 from lce.terminal import figures, options
-from lce.terminal.output import Output, wrapped
+from lce.terminal.output import Output, tell
 from lce.terminal.reading import decoded, read_chat, read_text
 
 if TYPE_CHECKING:
@@ -138,14 +138,14 @@ class ChatLoop:
         before, message = len(self.conversation.messages), "\n\n".join([*self.files, line])
         n_read, n_new = 0, 0
 
-        def tell(done: int, total: int) -> None:
+        def advance(done: int, total: int) -> None:
             nonlocal n_read, n_new
             n_read, n_new = done, total
             bar(done, total)
 
         try:
             with self.output.bar("prefill", " tok") as bar:
-                stream = self.conversation.stream(message, progress=tell, **self.answering)
+                stream = self.conversation.stream(message, progress=advance, **self.answering)
                 self.output.generation(stream)
         except KeyboardInterrupt:
             if len(self.conversation.messages) == before:
@@ -161,7 +161,7 @@ class ChatLoop:
 
     def _note(self, text: str) -> None:
         if self.terminal or not self.output.quiet:
-            click.echo(wrapped(text), err=True)
+            tell(text)
 
     def _note_files(self) -> None:
         if self.files:

@@ -1,4 +1,8 @@
-"""How commands end: every failure is one line on stderr and an exit code; `--debug` adds the traceback."""
+"""The group of all commands, and how commands end.
+
+Every failure is one line on stderr and an exit code; `--debug` adds the traceback. Commands of other packages are the
+entry points of the group `lce.commands`, each a `click.Command`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,16 @@ import signal
 import sys
 import threading
 import traceback
+from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
 
 import click
 
 from lce.errors import CapacityError, DataError, LceError, ModelError, RankError, UsageError, user_line
 from lce.plugins import plugins
-from lce.terminal.commands import GROUP, load
 
 INTERRUPTED = 130
+GROUP = "lce.commands"
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
@@ -25,10 +30,7 @@ _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory", "star
 
 
 class Root(click.Group):
-    """The command group `lce`: its own commands, and those of other packages, which are imported when called.
-
-    Every failure of a command becomes one line on stderr and an exit code.
-    """
+    """The command group `lce`: its own commands, and those of other packages, which are imported when called."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command line and exit the process."""
@@ -48,11 +50,9 @@ class Root(click.Group):
         return sorted({*super().list_commands(ctx), *plugins(GROUP)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
+        if (own := super().get_command(ctx, cmd_name)) is not None:
             return own
-        point = plugins(GROUP).get(cmd_name)
-        return None if point is None else load(point)
+        return load(point) if (point := plugins(GROUP).get(cmd_name)) else None
 
     def invoke(self, ctx: click.Context) -> None:
         try:
@@ -64,6 +64,23 @@ class Root(click.Group):
             if ctx.meta.get(DEBUG):
                 traceback.print_exception(error)
             ctx.exit(report_failure(error))
+
+
+def load(point: EntryPoint) -> click.Command:
+    """Import a command. One that cannot be imported becomes a command that says why, so that it hides no other."""
+    try:
+        command = point.load()
+        if isinstance(command, click.Command):
+            return command
+        reason = f"it is a {type(command).__name__}, not a click.Command"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+
+    def fail() -> None:
+        raise UsageError(f"the command {point.name!r}, {point.value}, cannot be used: {reason}; repair its package")
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(point.name, callback=fail, help=f"Cannot be used: {reason}", context_settings=anything)
 
 
 def prepare_streams() -> None:

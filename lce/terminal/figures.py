@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, Literal
 
 import lce
@@ -13,28 +13,30 @@ from lce.errors import shown
 from lce.files import named
 from lce.sizes import size_text
 from lce.system import peak_memory
-from lce.terminal.output import aligned
+from lce.terminal.output import aligned, plain
 
 if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats
     from lce.cache.tier import Traffic
+    from lce.methods.knobs import KnobFacts
     from lce.models.config import LayerKind
     from lce.tokenizer.tokenizer import Tokenizer
 
 
 def generation_line(stats: Stats) -> str:
     """Return the line of speeds and sizes that is printed after a generation."""
-    speed = stats.decode_tokens_per_s
-    decode = f"decode {speed:,.1f} tok/s | " if speed else ""  # 0 for fewer than two tokens
-    return prefill_line(stats, f"first token {stats.first_token_s:.2f} s | {decode}")
+    speed = stats.decode_tokens_per_s  # 0 for fewer than two tokens
+    first = f"first token {stats.first_token_s:.2f} s"
+    return prefill_line(stats, first, *([f"decode {speed:,.1f} tok/s"] if speed else []))
 
 
-def prefill_line(stats: Stats, decode: str = "") -> str:
-    """Return the line of speeds and sizes printed after a prefill; `decode` is a text with a generation's speeds."""
+def prefill_line(stats: Stats, *more: str) -> str:
+    """Return the line of speeds and sizes that is printed after a prefill, with `more` parts."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
-    more = "".join(f"{name} {seconds:.2f} s | " for name, seconds in stats.more_s.items())
-    return f"{prefill} | prefill {stats.prefill_tokens_per_s:,.1f} tok/s | {more}{decode}{memory_text(stats)}"
+    spent = [f"{name} {seconds:.2f} s" for name, seconds in stats.more_s.items()]
+    speed = f"prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
+    return " | ".join([prefill, speed, *spent, *more, memory_text(stats)])
 
 
 def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
@@ -65,34 +67,28 @@ def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer)
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
     """Return a generation as JSON, with its method and its statistics."""
     used = {"name": method.name, "repr": repr(method), "knobs": lce.methods.knob_values(method)}
-    return {**dataclasses.asdict(generation), "stats": stats_object(generation.stats), "method": used}
+    return {**plain(generation), "stats": stats_object(generation.stats), "method": used}
 
 
 def stats_object(stats: Stats) -> dict[str, Any]:
     """Return the statistics of a run as JSON, with its speeds and the peak memory of the process."""
-    speeds = {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
-    found = dataclasses.asdict(stats)
-    more = {f"{name}_s": seconds for name, seconds in found.pop("more_s").items()}
-    return {**found, **more, **speeds, "peak_memory": peak_memory()}
+    found = plain(stats)
+    found |= {f"{name}_s": seconds for name, seconds in found.pop("more_s").items()}
+    found |= {name: getattr(stats, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+    return {**found, "peak_memory": peak_memory()}
 
 
 def method_object(name: str, cls: type[Method]) -> dict[str, Any]:
     """Return a method as JSON: its name, the first paragraph of its docstring, its knobs and its presets."""
-    return {
-        "name": name,
-        "summary": " ".join((cls.__doc__ or "").partition("\n\n")[0].split()),
-        "options": [
-            {
-                "name": x.name,
-                "type": type_text(x.type),
-                "default": _default(x.default),
-                "meaning": f"{x.beside}: {meaning}" if x.beside and meaning else meaning,
-            }
-            for x in lce.methods.knobs_of(cls)
-            for meaning in (x.field.metadata.get("meaning"),)
-        ],
-        "presets": {name: dict(knobs) for name, knobs in cls.presets.items()},
-    }
+
+    def option(x: KnobFacts) -> dict[str, Any]:
+        meaning, default = x.field.metadata.get("meaning"), None if x.default is MISSING else x.default
+        beside = f"{x.beside}: {meaning}" if x.beside and meaning else meaning
+        return {"name": x.name, "type": type_text(x.type), "default": default, "meaning": beside}
+
+    summary = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
+    knobs = [option(x) for x in lce.methods.knobs_of(cls)]
+    return {"name": name, "summary": summary, "options": knobs, "presets": cls.presets}
 
 
 def method_lines(method: dict[str, Any]) -> list[str]:
@@ -109,8 +105,8 @@ def method_lines(method: dict[str, Any]) -> list[str]:
 
 def plan_object(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON, with sizes in bytes. An unbounded length or an unknown size is null."""
-    tiers = {tier: {"needed": need.needed, **dataclasses.asdict(need)} for tier, need in plan.tiers.items()}
-    return {**dataclasses.asdict(plan), "tiers": tiers, "fits": plan.fits}
+    tiers = {tier: {"needed": need.needed, **plain(need)} for tier, need in plan.tiers.items()}
+    return {**plain(plan), "tiers": tiers, "fits": plan.fits}
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -144,19 +140,12 @@ def type_text(hint: Any) -> str:
     return " or ".join(map(type_text, arms)) if arms else getattr(hint, "__name__", str(hint))
 
 
-def _default(default: Any) -> Any:
-    return None if default is dataclasses.MISSING else default
-
-
 def model_object(model: ModelInfo) -> dict[str, Any]:
     """Return a model as JSON. Parts that the folder lacks are null."""
-    config = dataclasses.asdict(dataclasses.replace(model.config, published={}, generation={}))
-    own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    del config["published"], config["generation"], own["config"]
+    found = {"kind": "model", **plain(model.config), **plain(model)}
     methods = {name: lce.methods.knob_values(method) for name, method in model.methods.items()}
-    own |= {"folder": str(model.folder), "methods": methods, "refused": dict(model.refused)}
-    own["tensors"] = [dataclasses.asdict(group) for group in model.tensors]
-    return {"kind": "model", **config, **own}
+    left_out = ("config", "published", "generation")
+    return {name: x for name, x in found.items() if name not in left_out} | {"methods": methods}
 
 
 def model_lines(model: ModelInfo) -> list[str]:
@@ -192,8 +181,7 @@ def model_lines(model: ModelInfo) -> list[str]:
 
 def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
     """Return a context file as JSON. `ends` are the beginning and the end of its text, or None if not decoded."""
-    plain = dataclasses.asdict(context)
-    return {"kind": "context", **plain, "path": str(context.path), "knobs": dict(context.knobs), "text": ends}
+    return {"kind": "context", **plain(context), "text": ends}
 
 
 def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lce.sizes import size_text
-from lce.terminal.output import aligned
+from lce.terminal.output import aligned, plain
 
 if TYPE_CHECKING:
-    from lce.engine.operations import OperationCount, Operations
+    from lce.engine.operations import Operations
     from lce.methods.costs import PaperFigure
 
 COUNTED = {  # the fields of `OperationCount`, with their names in the table
@@ -28,13 +27,10 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 def operations_object(counted: Operations) -> dict[str, Any]:
     """Return counted operations and their sums as JSON. Numbers are null if a method does not tell its cost."""
-
-    def work_object(work: OperationCount) -> dict[str, Any]:
-        sums = {name: getattr(work, name) for name in ("selection", "operations", "flops", "bytes_read", "share")}
-        return {**dataclasses.asdict(work), **sums}
-
-    phases = {"prefill": work_object(counted.prefill), "decode": work_object(counted.decode)}
-    return {**dataclasses.asdict(counted), **phases}
+    sums = ("selection", "operations", "flops", "bytes_read", "share")
+    works = {"prefill": counted.prefill, "decode": counted.decode}
+    phases = {phase: plain(work) | {name: getattr(work, name) for name in sums} for phase, work in works.items()}
+    return {**plain(counted), **phases}
 
 
 def operations_lines(counted: Operations) -> list[str]:

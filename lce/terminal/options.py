@@ -24,9 +24,8 @@ from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
 from lce.terminal.exits import DEBUG
-from lce.terminal.methods import Opening, method_name, named_methods
 from lce.terminal.output import Output, note
-from lce.terminal.reading import read_prompt
+from lce.terminal.reading import Opening, method_name, named_methods, read_prompt
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]

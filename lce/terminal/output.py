@@ -8,9 +8,9 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,20 +27,19 @@ FIRST_LINE_S = 5.0  # Seconds before the first line of progress, where stderr is
 NEXT_LINE_S = 10.0  # Seconds between two lines of progress.
 
 
-def wrapped(text: str) -> str:
-    """Break lines between words, so that they fit the width of the terminal that shows stderr."""
-    try:
-        width = os.get_terminal_size(sys.stderr.fileno()).columns
-    except OSError:
-        return text
-    fill = partial(textwrap.fill, width=width or len(text) + 1, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(map(fill, text.split("\n")))
+def tell(text: str) -> None:
+    """Write to stderr; at a terminal, break lines between words, so that they fit its width."""
+    with suppress(OSError):
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or len(text) + 1
+        fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(map(fill, text.split("\n")))
+    with bars_cleared():
+        click.echo(text, err=True)
 
 
 def note(text: str) -> None:
     """Write a note to stderr, even under --quiet."""
-    with bars_cleared():
-        click.echo(wrapped(f"lce: note: {text}"), err=True)
+    tell(f"lce: note: {text}")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -49,22 +48,31 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
+def plain(value: Any) -> Any:
+    """Return what JSON has for a value: the fields of a dataclass, the entries of a mapping, or the text of a path."""
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else os.fspath(value)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as columns of text; the first column is left-aligned, others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
+@dataclass
 class ProgressLines:
     """A function that writes a line of progress now and then, for a stderr that is no terminal.
 
     Example: `prefill 8,192 of 32,000, 1,504 tok/s, 16 s left`.
     """
 
-    def __init__(self, label: Label, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.label, self.unit, self.clock = label, unit, clock
-        self.due = clock() + FIRST_LINE_S
-        self.begin: tuple[float, int] | None = None  # the time and the units done at the first call
+    label: Label
+    unit: str
+    clock: Callable[[], float] = time.monotonic
+    due: float = field(default_factory=lambda: time.monotonic() + FIRST_LINE_S)  # the time of the next line
+    begin: tuple[float, int] | None = None  # the time and the units done at the first call
 
     def __call__(self, done: int, total: int) -> None:
         now = self.clock()
@@ -102,21 +110,6 @@ class Output:
             yield (lambda done, total: None) if self.quiet else ProgressLines(label, unit)
 
     @contextmanager
-    def bars(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show one bar per stage of the work. Yield a function to call with the stage, the units done and the total."""
-        with ExitStack() as current:
-            advance: dict[str, Callable[[int, int], None]] = {}  # the current stage and its bar's function
-
-            def advance_stage(stage: str, done: int, total: int) -> None:
-                if stage not in advance:
-                    current.close()
-                    advance.clear()
-                    advance[stage] = current.enter_context(self.bar(stage, ""))
-                advance[stage](done, total)
-
-            yield advance_stage
-
-    @contextmanager
     def noting(self, *beyond: str | None) -> Iterator[list[str]]:
         """Show the first warning of each lce warning class as a note on stderr. Append the note to the yielded list.
 
@@ -145,7 +138,7 @@ class Output:
     def object(self, content: Any) -> None:
         """Write a result to stdout as JSON, only under --json."""
         if self.json:
-            click.echo(json.dumps(content))
+            click.echo(json.dumps(content, default=plain))
 
     def text(self, *lines: str) -> None:
         """Write a result to stdout as lines, except under --json."""
@@ -156,8 +149,7 @@ class Output:
     def figures(self, line: str) -> None:
         """Write a line of figures to stderr, except under --quiet."""
         if not self.quiet:
-            with bars_cleared():
-                click.echo(wrapped(line), err=True)
+            tell(line)
 
     def generation(self, stream: Stream) -> None:
         """Run a generation; except under --json write its text to stdout as it comes, with a line break at its end."""

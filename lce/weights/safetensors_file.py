@@ -228,20 +228,22 @@ def read_into(out: memoryview, descriptor: int, offset: int, path: Path) -> None
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
-    label = f"tensor {shown(name)}"
+    def damaged(what: str) -> Damaged:
+        return Damaged(path, f"tensor {shown(name)} {what}")
+
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise Damaged(path, f"{label} is not described by dtype, shape and data_offsets")
+        raise damaged("is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise Damaged(path, f"{label} has the unknown dtype {shown(dtype)}")
+        raise damaged(f"has the unknown dtype {shown(dtype)}")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise Damaged(path, f"{label} has the impossible shape {shown(shape)}")
+        raise damaged(f"has the impossible shape {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise Damaged(path, f"{label} has the impossible data_offsets {shown(offsets)}")
+        raise damaged(f"has the impossible data_offsets {shown(offsets)}")
     start, stop = offsets
     expected = math.prod(shape) * ITEM_SIZES[dtype]
     if stop - start != expected:
-        raise Damaged(path, f"{label} has {stop - start} bytes; its shape and dtype take {expected}")
+        raise damaged(f"has {stop - start} bytes; its shape and dtype take {expected}")
     return TensorInfo(path, dtype, tuple(shape), data_start + start, data_start + stop)
 
 

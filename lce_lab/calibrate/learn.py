@@ -30,8 +30,8 @@ from lce.methods.lowdim import (
     spread,
 )
 from lce.methods.map_file import save_maps
-from lce.progress import StageProgress, stages
 from lce_lab.calibrate.work_folder import WorkFolder
+from lce_lab.stages import StageProgress, stages
 
 HELD_OUT = 8  # one piece of the text in 8 is held out: recall is measured on it
 
@@ -120,7 +120,8 @@ def calibrate(
     check_new(out, force)
     if not out.parent.is_dir():
         raise DataError(f"cannot write {named(out)}: expected a file in a folder that exists")
-    return Calibrator(model, text, out, options or Calibration(), stages(progress), note, loading).run()
+    with stages(progress) as told:
+        return Calibrator(model, text, out, options or Calibration(), told, note, loading).run()
 
 
 class Calibrator:

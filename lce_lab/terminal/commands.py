@@ -18,6 +18,7 @@ from lce.terminal import options
 from lce.terminal.options import flag
 from lce.terminal.output import Output, aligned, note
 from lce.terminal.reading import read_text
+from lce_lab.stages import bars
 from lce_lab.terminal import inspecting
 from lce_lab.terminal.bench import show_bench
 from lce_lab.terminal.options import method_options, methods_options, named_options
@@ -140,10 +141,10 @@ def calibrate(
     from lce_lab.calibrate import Calibration
     from lce_lab.calibrate import calibrate as learn
 
-    with output.bars() as bars:
+    with bars(output.bar) as progress:
         note = lambda text: output.figures(f"lce: {text}")  # noqa: E731
         text, asked = read_text(text_file), Calibration(**learning)
-        recalls = learn(model, text, str(out.path), asked, force=out.force, progress=bars, note=note, **loading)
+        recalls = learn(model, text, str(out.path), asked, force=out.force, progress=progress, note=note, **loading)
     output.object([dataclasses.asdict(recall) for recall in recalls])
     output.text(*recall_lines(recalls))
 

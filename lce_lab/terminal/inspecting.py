@@ -22,6 +22,7 @@ from lce.terminal.exits import leave
 from lce.terminal.options import NewFile, new_file
 from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
+from lce_lab.stages import bars
 
 NOTED = 64 << 20  # The least bytes of a recording about which a note is printed before the work.
 # The arguments of `lce inspect` that have no effect with --live.
@@ -53,8 +54,8 @@ def write_recording(
     if json_file != "-":
         new_file(json_file, out.force)
     request = RecordingRequest(read_prompt(**prompt), **what)
-    with output.noting(), output.bars() as bars:
-        recording = Recorder(model, **loading).record(request, methods, progress=bars, expect=_note_size)
+    with output.noting(), bars(output.bar) as progress:
+        recording = Recorder(model, **loading).record(request, methods, progress=progress, expect=_note_size)
     for run in recording["runs"]:
         stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
         times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
@@ -123,8 +124,8 @@ def show_trace(
     if plot.path is not None:
         drawable(plot.path)
     request = RecordingRequest(prompt, max_tokens=0, spread=0, **what)
-    with output.noting(), output.bars() as bars:
-        recording = Recorder(model, **loading).record(request, [method], progress=bars)
+    with output.noting(), bars(output.bar) as progress:
+        recording = Recorder(model, **loading).record(request, [method], progress=progress)
     run = recording["runs"][0]
     if plot.path is not None:
         draw_choices(recording, plot.path, force=plot.force)

@@ -18,6 +18,7 @@ from lce_lab.eval.record import Record
 from lce_lab.eval.selection import Selection, measure, measure_text
 from lce_lab.eval.suite import MadeSuite
 from lce_lab.eval.why import CAUSES, Verdict, explain
+from lce_lab.stages import bars
 from lce_lab.terminal.methods import check_capacity
 
 WIDTHS = {"recall": 8, "hit@1": 7, "hit@5": 7, "fact": 6, "cover": 7, "Gini": 6, "found": 7, "score": 7}
@@ -89,10 +90,10 @@ def show_causes(suite: dict[str, Any], kind: str, each: bool, **given: Any) -> N
     known = Record(on.record)
     on.check()
     for method, task, length in itertools.product(on.methods, suite["tasks"], on.lengths):
-        with on.output.noting(), on.output.bars() as bars:
+        with on.output.noting(), bars(on.output.bar) as progress:
             how = {"length": length, "setting": made.setting(task, length), "asking": made.asking, "kind": kind}
             samples = partial(made.make, task=task, length=length)
-            one = explain(on.model, method, samples, **how, record=known, progress=bars, **on.loading)
+            one = explain(on.model, method, samples, **how, record=known, progress=progress, **on.loading)
         counts = "".join(f"{one.counts[cause]:>11}" for cause in CAUSES)
         line = f"{one.method:<12}{kind or task.name:<16}{length:>8,}{counts}"
         on.output.text(*([] if found else [CAUSES_HEADER]), line)

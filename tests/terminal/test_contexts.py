@@ -8,7 +8,7 @@ import pytest
 
 import lce
 from lce.engine.info import describe
-from lce.terminal.methods import continued
+from lce.terminal.reading import continued
 from tests.command import PROMPT, assert_error, run
 
 SETTINGS: list[tuple[str, ...]] = [

@@ -12,6 +12,7 @@ from lce.cache.tier import Traffic
 from lce.engine.planning import Need, Plan
 from lce.engine.stream import Stats
 from lce.terminal import figures
+from lce.terminal.output import plain
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run
 
@@ -42,7 +43,7 @@ def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_of_unknown_sizes() -> None:
     tiers = {"device": Need(1024, 10, 100, None, None), "disk": Need(2048, budget=4096, available=1024)}
     plan = Plan(9000, "full", "float32", "int8", "cpu", tiers, None, "too long")
-    content = json.loads(json.dumps(figures.plan_object(plan)))
+    content = json.loads(json.dumps(figures.plan_object(plan), default=plain))
     assert (content["fits"], content["longest"]) == (False, None)
     assert content["tiers"]["device"]["needed"] == 1134
     _, _, _, device, disk, _, verdict = figures.plan_lines(plan)

@@ -11,7 +11,8 @@ import pytest
 
 from lce.engine.stream import CancelFlag, Generation, Piece, Stream
 from lce.errors import WindowWarning
-from lce.terminal.output import Output, ProgressLines
+from lce.terminal.output import FIRST_LINE_S, Output, ProgressLines
+from lce_lab.stages import bars, stages
 
 
 def pieces(n: int, *, broken: bool = False) -> Stream:
@@ -60,7 +61,7 @@ class Screen(io.StringIO):
 
 def test_a_bar_shows_what_is_done_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", screen := Screen())  # not in a fixture: pytest sets stderr after those
-    with suppress(KeyboardInterrupt), Output().bars() as advance:
+    with suppress(KeyboardInterrupt), bars(Output().bar) as advance:
         advance("prefill", 0, 100)
         time.sleep(0.15)  # a bar is drawn ten times a second at most
         advance("prefill", 60, 100)
@@ -76,8 +77,16 @@ def test_a_bar_shows_what_is_done_and_goes_away(monkeypatch: pytest.MonkeyPatch)
     assert screen.getvalue() == before
 
 
+def test_stages_are_reported_as_the_caller_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[tuple[str, int, int]] = []
+    for progress in (True, None, lambda *units: told.append(units)):
+        with stages(progress) as tell:
+            tell("reading", 3, 3)
+    assert (told, capsys.readouterr().err.count("3/3")) == ([("reading", 3, 3)], 1)
+
+
 def test_short_work_writes_nothing_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with Output().bar("prefill", " tok") as advance, Output().bars() as advance_stage:
+    with Output().bar("prefill", " tok") as advance, bars(Output().bar) as advance_stage:
         advance(5, 10)
         advance_stage("read", 5, 10)
     assert capsys.readouterr().err == ""
@@ -86,7 +95,7 @@ def test_short_work_writes_nothing_where_stderr_is_no_terminal(capsys: pytest.Ca
 def told(label: str, unit: str, calls: list[tuple[float, int]], total: int) -> list[tuple[float, str]]:
     """The lines of work that calls at these seconds, with these units done, and when each was written."""
     now, said = [0.0], []
-    lines = ProgressLines(label, unit, lambda: now[0])
+    lines = ProgressLines(label, unit, lambda: now[0], FIRST_LINE_S)
     for second, done in calls:
         now[0] = second
         with redirect_stderr(io.StringIO()) as stderr:
