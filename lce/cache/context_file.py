@@ -190,9 +190,8 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
         if found.small_start > header.file_bytes:
             raise DataError(f"{named(path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
         small = headers.read_small(header, layout, check, row_entries(found), found.small_start)
-        return Snapshot(
-            header.manifest, small, ContextRows(descriptor, named(path), found, header.manifest.file_id, writable=False)
-        )
+        rows = ContextRows(descriptor, named(path), found, header.manifest.file_id, writable=False)
+        return Snapshot(header.manifest, small, rows)
     except BaseException:
         descriptor.close()
         raise
@@ -226,8 +225,7 @@ def restored(
     Keys and values of old chunks stay in the file. New tokens are kept in memory. Tokens beyond the memory budget
     go to `rows` if the cache may write to the file (`own`), else to a spill file if the layout has a folder for one.
     """
-    stacks: list[TierStack] = []
-    layers: list[LayerCache] = []
+    stacks, layers = list[TierStack](), list[LayerCache]()
     for part in layout.by_device:
         bottom: Tier = Disk(part, Nowhere(), rows)
         groups, chunks = np.arange(part.n_layers * part.n_groups), np.arange(part.old(n_tokens) // part.chunk_size)
@@ -237,15 +235,13 @@ def restored(
             bottom = Disk.build(part, bottom)
         stack = TierStack(part, bottom, growing=(own or Limits(part).overflows) and Limits(part).budget is not None)
         stacks.append(stack)
-        for index in range(part.first_layer, part.first_layer + part.n_layers):
-            layers.append(_restored_layer(part, index, stack, rows, n_tokens, tensors))
+        layers += (_restored_layer(part, index, stack, rows, n_tokens, tensors) for index in part.layers)
     return KVCache(layout, layers, stacks)
 
 
 def _restored_layer(
     layout: CacheLayout, index: int, stack: TierStack, rows: ContextRows, n: int, tensors: Mapping[str, Tensor]
 ) -> LayerCache:
-    """Return a layer's cache of `n` tokens: the buffer filled with recent tokens, and the method's state restored."""
     border, stop = layout.old(n), FileLayout(layout, n).row_tokens
     buffer = KVBuffer(layout, max(Limits(layout).recent_tokens, n - border), border)
     if stop > border:

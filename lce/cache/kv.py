@@ -46,27 +46,20 @@ class Eviction(NamedTuple):
 
 @dataclass(frozen=True)
 class Mark:
-    """A length to which a cache can go back, with the data that this takes: see `KVCache.mark`.
-
-    A lossy storage format rounds old tokens. For each layer, `unrounded` has a copy of the tokens that were not rounded
-    yet, or None if no tokens were copied.
-    """
+    """A length to which a cache can go back, with the data that this takes: see `KVCache.mark`."""
 
     length: int
     states: Sequence[Mapping[str, Held]]  # for each layer, the marks of the method's states by name
-    unrounded: Sequence[Unrounded | None]
+    unrounded: Sequence[Unrounded | None]  # for each layer, the tokens that a lossy format had not rounded, if copied
 
 
 @dataclass(eq=False)
 class KVCache:
     """The keys and values of one context. As long as they fit the memory budget, they are in buffers, without tiers.
 
-    A pass begins with `begin` and ends with `commit`. After an interruption, `settle` drops the pass' block from all
-    layers, or, if the commit had begun, completes it in all layers.
-
-    Each device has a stack of tiers for its own layers. `stacks` lists the stacks in the order of devices; it is empty
-    while everything is in buffers. Tokens beyond the budgets go to `file` or, if it is None, to a spill file in the
-    layout's folder, if the layout has one.
+    A pass begins with `begin` and ends with `commit`. Each device has a stack of tiers for its own layers: `stacks`, in
+    the order of devices, empty while everything is in buffers. Tokens beyond the budgets go to `file` or, if it is
+    None, to a spill file in the layout's folder, if the layout has one.
 
     `length` and sizes count rows; `n_tokens`, `nearest` and `truncate` count tokens. A row has one token's keys and
     values, the same token in all KV heads, except in the first `evicted.n_rows` rows: there each KV head has tokens of
@@ -104,10 +97,7 @@ class KVCache:
 
     @property
     def fixed(self) -> int:
-        """The number of first tokens that do not all have a row in every KV head; 0: all tokens have.
-
-        The cache cannot go back into these tokens, and other texts with the same beginning cannot use them.
-        """
+        """The number of first tokens, with evicted ones among them, into which the cache cannot go back."""
         return self.evicted.n_tokens
 
     @property
@@ -129,8 +119,7 @@ class KVCache:
     def reserve(self, n_tokens: int) -> None:
         """Make space for `n_tokens` in all, so that appending allocates nothing up to that length.
 
-        If `n_tokens` exceed the budget, old chunks go to tiers from now on. Raises `CapacityError` if there is no
-        tier with enough space.
+        Beyond the budget, old chunks go to tiers from now on. Raises `CapacityError` if no tier has enough space.
         """
         layout = self.layout
         if not self.stacks and layout.whole_chunks(n_tokens) > Limits(layout).resident_tokens:
@@ -144,12 +133,8 @@ class KVCache:
             if not growing:
                 layer.reserve(n_tokens)
             elif layer.stack is None:
-                layer.stack = self.stacks[self._device_of(layer)]
+                layer.stack = self.stacks[layout.by_device.index(layer.layout)]
                 layer.retire()
-
-    def _device_of(self, layer: LayerCache) -> int:
-        """Return the index in `CacheLayout.by_device` of the device that has this layer."""
-        return self.layout.by_device.index(layer.layout)
 
     @timed("cache")
     def prefetch(self, layer: int) -> None:
@@ -207,18 +192,14 @@ class KVCache:
             self._pass = "none"
 
     def nearest(self, n_tokens: int) -> int:
-        """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
+        """Return the largest length, at most `n_tokens`, that `truncate` can go back to: see `MethodState.nearest`.
 
-        Keys, values, summaries and token rows can go back to any length. The rows of an `OpenChunk` and of a `FirstRow`
-        can go back to a length within the chunk that is not complete yet, or to the start of a chunk. A tensor that
-        every block replaces can only go back to 0 tokens. Raises `UsageError` for a length within evicted tokens.
+        Raises `UsageError` for a length within evicted tokens.
         """
         self.settle()
         if n_tokens < self.fixed:
-            raise UsageError(
-                f"this context cannot go back into its first {self.fixed:,} tokens, of which keys were "
-                "evicted; prefill the text again"
-            )
+            first = f"{self.fixed:,} tokens, of which keys were evicted"
+            raise UsageError(f"this context cannot go back into its first {first}; prefill the text again")
         found, before = n_tokens - self.evicted.n_lost, -1
         while found != before:  # until all states agree: one state's answer may be impossible for another
             before = found
@@ -230,9 +211,9 @@ class KVCache:
     def mark(self, n_tokens: int | None = None) -> Mark:
         """Return a mark for `go_back`, after all tokens, or after `n_tokens`, a length that `nearest` returned.
 
-        Nothing is copied, because committed rows are never written again. There is one exception: if the storage format
-        is lossy, a mark after all tokens has copies of the tokens that are not rounded yet. After going back to a mark
-        after `n_tokens`, rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
+        Nothing is copied, except that a mark after all tokens has copies of the tokens that a lossy format has not
+        rounded yet. After going back to a mark after `n_tokens`, rounded tokens stay rounded. A mark is valid until the
+        cache goes back to fewer tokens.
         """
         self.settle()
         copied = n_tokens is None and self.layout.format.rounds
@@ -252,10 +233,8 @@ class KVCache:
         if not 0 <= n_tokens <= self.n_tokens:
             raise UsageError(f"cannot go back to {n_tokens:,} tokens; expected 0 to {self.n_tokens:,}")
         if (nearest := self.nearest(n_tokens)) < n_tokens:
-            raise UsageError(
-                f"cannot go back to {n_tokens:,} tokens: what the method keeps of them is gone; "
-                f"go back to {nearest:,}, and prefill the rest again"
-            )
+            why = f"what the method keeps of them is gone; go back to {nearest:,}, and prefill the rest again"
+            raise UsageError(f"cannot go back to {n_tokens:,} tokens: {why}")
         self.go_back(self.mark(n_tokens))
 
     def fork(self) -> KVCache:
@@ -265,7 +244,9 @@ class KVCache:
         for_fork = functools.cache(MemoryFile.for_fork)
         buffer_tokens = 0 if self.growing else self.layers[0].buffer.capacity
         stacks = [stack.fork(buffer_tokens) for stack in self.stacks]
-        layers = [layer.fork(stacks[self._device_of(layer)] if stacks else None, for_fork) for layer in self.layers]
+        devices = [self.layout.by_device.index(layer.layout) for layer in self.layers]
+        own = [stacks[device] if stacks else None for device in devices]
+        layers = [layer.fork(stack, for_fork) for layer, stack in zip(self.layers, own, strict=True)]
         return KVCache(self.layout, layers, stacks, evicted=self.evicted)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -274,16 +255,13 @@ class KVCache:
         A lossy storage format adds the n recent tokens that are not rounded yet: `unrounded/LAYER`, `[2, G, n, D]`.
         """
         self.settle()
-        kept = {
-            f"layers/{layer.index}/{name}/{number}": tensor
-            for layer in self.layers
-            for name, state in layer.state.items()
-            for tensor, number in [state.committed(layer.length)]
-            if tensor is not None
-        }
-        border = FileLayout(self.layout, self.length).row_tokens
-        if border < self.length:
-            for layer in self.layers:
+        kept, border = dict[str, Tensor](), FileLayout(self.layout, self.length).row_tokens
+        for layer in self.layers:
+            for name, state in layer.state.items():
+                tensor, number = state.committed(layer.length)
+                if tensor is not None:
+                    kept[f"layers/{layer.index}/{name}/{number}"] = tensor
+            if border < self.length:
                 kept[f"{UNROUNDED}/{layer.index}"] = torch.stack(layer.span(border, layer.length))
         return kept
 
@@ -299,7 +277,7 @@ class KVCache:
 
     @property
     def bytes_reserved(self) -> int:
-        """The bytes on disk that the cache's files take, including space reserved for later rows."""
+        """The bytes on disk that the cache's files take, with space reserved for later rows."""
         return sum(file.bytes_taken for file in self._files)
 
     @property

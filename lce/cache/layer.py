@@ -32,10 +32,7 @@ Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and their 
 
 
 class KVBuffer:
-    """A buffer of keys and values `k v [G, capacity, D]`, from token `first` on. `capacity` is in whole chunks.
-
-    A storage format of 8 bits on the device has rows of bytes for vectors: `[G, capacity, stored_dim]`.
-    """
+    """A buffer of keys and values `k v [G, capacity, stored_dim]`, from token `first` on. It has whole chunks."""
 
     def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
         self.layout = layout
@@ -71,8 +68,8 @@ class KVBuffer:
     @property
     def index(self) -> Tensor:
         """The number of the tile in `tiles`, for each KV head and each chunk of the buffer: `[G, chunks]`."""
-        if self._index is None or self._index.numel() * self.layout.chunk_size != len(self.k) * self.capacity:
-            n_tiles = len(self.k) * self.capacity // self.layout.chunk_size
+        n_tiles = len(self.k) * self.capacity // self.layout.chunk_size
+        if self._index is None or self._index.numel() != n_tiles:
             self._index = torch.arange(n_tiles, device=self.k.device).view(len(self.k), -1)
         return self._index
 
@@ -106,15 +103,11 @@ class KVBuffer:
         return self.k[:, here], self.v[:, here]
 
     def tiles(self, n_chunks: int) -> Tiles:
-        """Return the buffer as tiles, one for each chunk and KV head. The text has `n_chunks` complete chunks.
-
-        Chunks before the buffer have no tile.
-        """
-        size, before = self.layout.chunk_size, self.first // self.layout.chunk_size
-        index = self.index
-        if before:
+        """Return the buffer as tiles, one for each chunk and KV head. The text has `n_chunks` complete chunks."""
+        size, index = self.layout.chunk_size, self.index
+        shape = (index.numel(), size, self.k.shape[-1])
+        if before := self.first // size:  # chunks before the buffer have no tile
             index = torch.nn.functional.pad(index[:, : n_chunks - before], (before, 0), value=-1)
-        shape = (self.index.numel(), size, self.k.shape[-1])
         return Tiles(self.k.view(shape), self.v.view(shape), index)
 
     def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
@@ -175,8 +168,7 @@ class LayerCache:
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return tokens `start..stop-1`: keys at the method's `key_positions`, and values, `[G, stop - start, D]` each.
 
-        The result is a view if the tokens are in the buffer, else a copy. `segments` cuts long spans into smaller ones.
-        If the device stores 8 bits, the result is a copy in the model's dtype; `stored` has no such copy.
+        A view if the tokens are in the buffer, else a copy; if the device stores 8 bits, a copy in the model's dtype.
         """
         k, v = self.stored(start, stop)
         return self._widened(k), self._widened(v)
@@ -195,7 +187,7 @@ class LayerCache:
         return torch.cat((k, recent_k), dim=1), torch.cat((v, recent_v), dim=1)
 
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Cut tokens `start..stop-1` into spans small enough to be copied, and yield the start and stop of each.
+        """Yield start and stop of spans of tokens `start..stop-1` that are small enough to be copied.
 
         The cuts are multiples of `segment_of(layout)`, so that sums over spans have the same bits wherever tokens are.
         """
@@ -206,9 +198,7 @@ class LayerCache:
             start = border
 
     def _widened(self, rows: Tensor) -> Tensor:
-        """Return vectors as the device stores them in the model's dtype."""
-        layout = self.layout
-        return widened(rows, layout.head_dim, layout.dtype) if rows.dtype is ROW else rows
+        return widened(rows, self.layout.head_dim, self.layout.dtype) if rows.dtype is ROW else rows
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -238,9 +228,8 @@ class LayerCache:
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """Yield, in rounds, the complete chunks that query heads chose, `chunk_ids [H, T, K]`, as tiles for attention.
 
-        Chunks in the tiers come first, in rounds of as many chunks as the device's pool holds. Chunks in the buffer
-        come last, without a copy. A round has later chunks of a KV head than the rounds before. All rounds together
-        wait for the device once.
+        Chunks in the tiers come first: see `TierStack.rounds`. Chunks in the buffer come last, without a copy. A round
+        has later chunks of a KV head than the rounds before. All rounds together wait for the device once.
         """
         n_old, n_chunks = self.buffer.first // self.layout.chunk_size, self.stop // self.layout.chunk_size
         if not n_old:
@@ -263,10 +252,10 @@ class LayerCache:
             yield self.buffer.tiles(n_chunks)
 
     def write(self, k: Tensor, v: Tensor, turn: Turn | None = None, at: Tensor | None = None) -> None:
-        """Write a block's keys and values `[G, T, D]` after the committed ones. Time and bytes: O(T).
+        """Write a block's keys and values `[G, T, D]` after the committed ones; `turn [T, D/2]`, if given, rotates k.
 
-        With `turn` (cosines and sines `[T, D/2]`) the keys are rotated. With `at [1]`, a tensor on the device, one
-        token is written at that index: the buffer must have space, and the caller ends with `KVCache.appended`.
+        With `at [1]`, a tensor on the device, one token is written at that index: the buffer must have space, and the
+        caller ends with `KVCache.appended`. Time and bytes: O(T).
         """
         layout, shape = self.layout, k.shape
         if v.shape != shape or (shape[0], shape[2:]) != (layout.n_kv_heads, (layout.head_dim,)):
@@ -316,19 +305,16 @@ class LayerCache:
     def retire(self) -> None:
         """Move to the tiers the chunks that local attention no longer sees. Recent tokens stay in the buffer."""
         size, first = self.layout.chunk_size, self.buffer.first
-        border = min(self.layout.old(self.length), self.rounded if self.layout.format.rounds else self.length)
+        most = self.rounded if self.layout.format.rounds else self.length
+        border = max(first, min(self.layout.old(self.length), most))
         if border > first:
             self.tiers.add(self.index, first // size, *self.buffer.span(first, border))
-        border = max(border, first)
         capacity = max(Limits(self.layout).recent_tokens, self.layout.whole_chunks(self.length - border))
         if border > first or capacity < self.buffer.capacity:
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """For a lossy format: round complete chunks that local attention no longer sees.
-
-        This is done only when a pass writes, whatever the budget. So a call that fails before its pass rounds nothing.
-        """
+        """Round complete chunks that local attention no longer sees. A call that fails before its pass rounds none."""
         border = self.layout.old(self.length)
         if border > self.rounded:
             self.buffer.prepare(self.rounded, border)
@@ -340,12 +326,11 @@ class LayerCache:
         return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
 
     def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
-        """Return this layer's cache as it was at `n_tokens` tokens; the returned cache replaces this one.
+        """Return this layer's cache as it was at `n_tokens` tokens, with `marks` of the method's states: see `Mark`.
 
-        `marks` are the method states' marks at that length. Tokens within the reach of local attention are copied from
-        the tiers to the buffer. Pages of chunks that are no longer complete stay in the tiers until `TierStack.add`
-        replaces them; nothing reads these pages. `unrounded` has the tokens that were not rounded at that length. If
-        `unrounded` is None, tokens that were rounded since then stay rounded.
+        The returned cache replaces this one. Tokens within the reach of local attention are copied from the tiers to
+        the buffer. Pages of chunks that are no longer complete stay in the tiers, where nothing reads them, until
+        `TierStack.add` replaces them. Without `unrounded`, tokens that were rounded since then stay rounded.
         """
         layout, buffer = self.layout, self.buffer
         border = layout.old(n_tokens)

@@ -41,6 +41,7 @@ MOST_TOKENS = 1 << 40  # the largest number of tokens of a text
 _LARGEST_HEADER = 16 << 20  # in bytes: enough for 500 layers
 _MOST_PARTS = 200_000  # the largest number of JSON values and names in a header
 _MOST_DIMENSIONS = 8
+_FIELDS = {"file_id": str, "identity": dict, "pages": dict, "text": str, "capacity": int, "read": int, "announced": int}
 _FILE_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 # The name of a tensor of a method's state: its layer, the state's name, and the state's number.
 _STATE = re.compile(r"layers/(0|[1-9]\d{0,8})/(.+)/(0|[1-9]\d{0,12})", re.ASCII)
@@ -70,29 +71,20 @@ class Manifest:
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
         """Return the manifest in the JSON object `raw`. Raises `DataError` for wrong types and impossible numbers."""
-        file_id, identity, pages, text, version = map(raw.get, ("file_id", "identity", "pages", "text", "lce"))
-        numbers = (raw.get(name) for name in ("capacity", "read", "announced"))
-        capacity, read, announced = (x if type(x) is int else -1 for x in numbers)
-        possible = 0 <= read <= capacity <= MOST_TOKENS and 0 <= announced <= MOST_TOKENS
-        if not (isinstance(identity, dict) and isinstance(pages, dict) and isinstance(text, str) and possible):
+        fields: dict[str, Any] = {name: raw.get(name) for name in _FIELDS}
+        evicted, version = _eviction_of(raw), raw.get("lce")
+        if evicted is None or any(type(fields[name]) is not kind for name, kind in _FIELDS.items()):
             raise contradiction(path)
-        if not (isinstance(file_id, str) and _FILE_ID.fullmatch(file_id)):
+        manifest = cls(raw, version=version if isinstance(version, str) else "", evicted=evicted, **fields)
+        possible = evicted.n_rows <= manifest.read <= manifest.capacity <= MOST_TOKENS
+        if not (possible and 0 <= manifest.announced <= MOST_TOKENS and _FILE_ID.fullmatch(manifest.file_id)):
             raise contradiction(path)
-        version = version if isinstance(version, str) else ""
-        evicted = _eviction_of(raw)
-        if evicted is None or evicted.n_rows > read:
-            raise contradiction(path)
-        return cls(raw, file_id, identity, pages, text, version, capacity, read, announced, evicted)
+        return manifest
 
     @property
     def n_tokens(self) -> int:
         """The number of the text's tokens that are cached."""
         return self.read + self.evicted.n_lost
-
-    def described(self, cache: KVCache) -> KVCache:
-        """Return a cache with the file's rows, which now says which tokens the rows have."""
-        cache.evicted = self.evicted
-        return cache
 
 
 def _eviction_of(raw: Mapping[str, Any]) -> Eviction | None:
@@ -100,9 +92,9 @@ def _eviction_of(raw: Mapping[str, Any]) -> Eviction | None:
     found = raw.get("evicted")
     if raw["format"] == FORMAT:
         return Eviction() if found is None else None
-    if not isinstance(found, list) or len(found) != 2 or any(type(x) is not int for x in found):
-        return None
-    return Eviction(*found) if 0 < found[1] < found[0] <= MOST_TOKENS else None
+    if isinstance(found, list) and len(found) == 2 and all(type(x) is int for x in found):
+        return Eviction(*found) if 0 < found[1] < found[0] <= MOST_TOKENS else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -131,9 +123,8 @@ def read_header(descriptor: int, path: Path) -> Header:
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(_read(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
     if file_bytes <= 8 or length > file_bytes - 8:
-        raise DataError(
-            f"{named(path)} has no header of a context; if it was one, it is damaged or incomplete: {REMEDY}"
-        )
+        damaged = f"if it was one, it is damaged or incomplete: {REMEDY}"
+        raise DataError(f"{named(path)} has no header of a context; {damaged}")
     if length > _LARGEST_HEADER:
         raise strange
     try:
@@ -214,23 +205,21 @@ def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, d
 def read_small(
     header: Header, layout: CacheLayout, check: Check, rows: Mapping[str, Any] = {}, start: int | None = None
 ) -> dict[str, Tensor]:
-    """Check, then read, all tensors of a context file except `rows`.
+    """Check, then read, all tensors of a context file except `rows`, from byte `start` of the file, or of its data, on.
 
-    These tensors begin at byte `start` of the file; by default where the data begins. `check` gets the entries of
-    all these tensors, removes entries that are not the cache's, and raises `DataError` if such an entry is wrong.
-    Raises `DataError` if the file is no context of this layout, or was altered.
+    `check` gets the entries of all these tensors, removes entries that are not the cache's, and raises `DataError` if
+    such an entry is wrong. Raises `DataError` if the file is no context of this layout, or was altered.
     """
-    manifest, path = header.manifest, header.path
-    if manifest.pages != page_facts(layout):
-        raise contradiction(path)
+    if header.manifest.pages != page_facts(layout):
+        raise contradiction(header.path)
     tensors = tensors_of(header, header.start if start is None else start, rows)
     state = dict(tensors)
-    check(manifest, state)
+    check(header.manifest, state)
     kept = [*state]
-    check_state(layout, manifest.read, state, path)
+    check_state(layout, header.manifest.read, state, header.path)
     found = read_tensors(header, tensors)
     if not all(_is_finite(found[name]) for name in kept):
-        raise contradiction(path)
+        raise contradiction(header.path)
     return found
 
 
@@ -238,10 +227,8 @@ def read_tensors(header: Header, tensors: Mapping[str, FileTensor]) -> dict[str,
     """Read `tensors` and check their digest. Raises `CapacityError`, before reading, if there is too little memory."""
     needed, free = sum(x.n_bytes for x in tensors.values()), free_memory(torch.device("cpu"))
     if free is not None and needed > free:
-        raise CapacityError(
-            f"{named(header.path)} needs {size_text(needed)} of memory to be opened, and {size_text(free)} is "
-            "available; free some memory"
-        )
+        sizes = f"{size_text(needed)} of memory to be opened, and {size_text(free)} is available"
+        raise CapacityError(f"{named(header.path)} needs {sizes}; free some memory")
     found = {}
     for name, x in tensors.items():
         data = _read(header.descriptor, x.n_bytes, x.start, header.path)
@@ -290,11 +277,9 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
     for file_name, tensor in tensors.items():
         place = _STATE.fullmatch(file_name)
         layer, name, number = (int(place[1]), place[2], int(place[3])) if place else (layout.n_layers, "", 0)
-        if layer >= layout.n_layers or name not in states[layer] or name in kept[layer]:
-            raise contradiction(path)
-        state = states[layer][name]
-        possible = tensor.dtype.is_floating_point or not state.floats
-        if not possible or not state.agrees(tensor, number, n_tokens):
+        state = states[layer].get(name) if layer < layout.n_layers and name not in kept[layer] else None
+        possible = state is not None and (tensor.dtype.is_floating_point or not state.floats)
+        if state is None or not possible or not state.agrees(tensor, number, n_tokens):
             raise contradiction(path)
         kept[layer][name] = tensor
     if n_tokens and not all(layout.could_keep(x, kept[x], layout, n_tokens) for x in layout.acting_layers):

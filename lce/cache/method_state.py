@@ -96,10 +96,7 @@ class MethodState(ABC):
         """Allocate memory for a decode step of the token at index `start`, unless this state has no tensor yet."""
 
     def steady(self, start: int) -> Held:
-        """Return the tensor that a pass of the token at index `start` reads or writes, if nothing else here changes.
-
-        With the state's number. Without a tensor: the pass may add rows, or replace the tensor.
-        """
+        """Return tensor and number if a pass of the token at index `start` only reads and writes the tensor's rows."""
         return NOTHING
 
     def nearest(self, n_tokens: int, length: int) -> int:
@@ -183,7 +180,6 @@ class GrowingRows(MethodState):
         return 0 if self._rows is None else self._rows.n_bytes
 
     def _rows_of(self, n_tokens: int) -> int:
-        """Return how many of the written rows belong to the first `n_tokens` tokens."""
         return min(self._n_rows, n_tokens // self.tokens_per_row)
 
     def committed(self, n_tokens: int) -> Held:
@@ -226,7 +222,7 @@ class GrowingRows(MethodState):
 
 
 class TokenRows(GrowingRows):
-    """A state with one row of R numbers for each token, such as a key projected to R dimensions."""
+    """A state with a row of R numbers for each token, such as a key projected to R dimensions."""
 
 
 class Summaries(GrowingRows):
@@ -265,7 +261,6 @@ class RecentRows(MethodState):
         self._held = (buffer, first)
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
-        """Return a buffer with the last rows before token `start` and space for `n_new`, and the first row's token."""
         buffer, first = self._held
         kept = 0 if buffer is None else min(start - first, self.n_kept)
         grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
@@ -286,17 +281,13 @@ class RecentRows(MethodState):
 
     def write_on_device(self, rows: Tensor, at: Tensor) -> None:
         """Write the row `[heads, 1, D]` of the token at index `at [1]`, a tensor on the device. There must be space."""
-        self.buffer.index_copy_(1, at - self.first, rows.to(self.buffer.dtype))
-
-    @property
-    def first(self) -> int:
-        """The index of the token to which the buffer's first row belongs."""
-        return self._held[1]
+        self.buffer.index_copy_(1, at - self._held[1], rows.to(self.buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
         """Return the rows of tokens `start..stop-1`, a view; at most `n_kept` of them are before the current block."""
-        assert self.first <= start, "rows that are no longer kept"
-        return self.buffer[:, start - self.first : stop - self.first]
+        first = self._held[1]
+        assert first <= start, "rows that are no longer kept"
+        return self.buffer[:, start - first : stop - first]
 
     def missing(self, start: int) -> range:
         """Return the indices of tokens before `start` whose rows are missing since the text was truncated."""
@@ -330,18 +321,46 @@ class RecentRows(MethodState):
         return (self.n_kept + n_more) * self.row_bytes
 
 
-class OpenChunk(MethodState):
-    """A state with rows `[heads, L, D]` of the tokens in the open chunk: the last chunk, not complete yet.
+def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
+    return len(tensor.shape) == 3 and tensor.shape[1] == n_rows and tensor.n_bytes == n_rows * row_bytes
 
-    Example: queries that wait for their chunk to be complete. The state's number is the chunk's index.
 
-    A pass that enters another chunk writes to a new buffer, which replaces the old one at the commit.
+class _OpenGroup(MethodState):
+    """A state with `n_rows` rows `[heads, n_rows, D]` of the open group of `size` tokens: the last, not complete yet.
+
+    The state's number is the group's index.
     """
 
-    def __init__(self, size: int, row_bytes: int) -> None:
+    def __init__(self, size: int, row_bytes: int, n_rows: int) -> None:
         super().__init__()
         self.size = size
         self.row_bytes = row_bytes
+        self.n_rows = n_rows
+
+    def committed(self, n_tokens: int) -> Held:
+        return self._held[0], min(self._held[1], n_tokens // self.size)
+
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
+        current, rest = divmod(n_tokens, self.size)
+        return (number == current if rest else number <= current) and _has_rows(tensor, self.n_rows, self.row_bytes)
+
+    def nearest(self, n_tokens: int, length: int) -> int:
+        group = n_tokens // self.size
+        return n_tokens if group == length // self.size else group * self.size
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        return self.n_rows * self.row_bytes * (2 if n_tokens > self.n_rows else 1)
+
+
+class OpenChunk(_OpenGroup):
+    """A state with rows `[heads, L, D]` of the tokens in the open chunk. The state's number is the chunk's index.
+
+    Example: queries that wait for their chunk to be complete. A pass that enters another chunk writes to a new buffer,
+    which replaces the old one at the commit.
+    """
+
+    def __init__(self, size: int, row_bytes: int) -> None:
+        super().__init__(size, row_bytes, size)
         self._marked: Tensor | None = None  # a buffer that a mark refers to, whose rows must not change
 
     def write(self, rows: Tensor, start: int) -> None:
@@ -373,9 +392,6 @@ class OpenChunk(MethodState):
         self._marked = self._held[0]
         return super().mark(n_tokens)
 
-    def _go_back(self, mark: Held) -> None:
-        self._held, self._marked = mark, mark[0]
-
     def write_on_device(self, rows: Tensor, offset: Tensor) -> None:
         """Write the row `[heads, 1, D]` of the open chunk's token at `offset [1]`, a tensor on the device."""
         self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
@@ -393,30 +409,16 @@ class OpenChunk(MethodState):
             rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
         return rows, min(chunk_id, n_tokens // self.size)
 
-    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        current, rest = divmod(n_tokens, self.size)
-        in_order = number == current if rest else number <= current
-        return in_order and _has_rows(tensor, self.size, self.row_bytes)
 
-    def nearest(self, n_tokens: int, length: int) -> int:
-        chunk_id = n_tokens // self.size
-        return n_tokens if chunk_id == length // self.size else chunk_id * self.size
-
-    def most_bytes(self, n_tokens: int, block: int) -> int:
-        return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
-
-
-class FirstRow(MethodState):
-    """A state with one row `[heads, 1, R]` of the open group of `size` tokens. The state's number is the group's index.
+class FirstRow(_OpenGroup):
+    """A state with one row `[heads, 1, R]` of the open group of `size` tokens.
 
     Example: what the first token of a group computed for the others. A pass makes a new tensor, which replaces the old
     one at the commit, so a reader sees the row of the group that was open when the pass began.
     """
 
     def __init__(self, size: int, row_bytes: int) -> None:
-        super().__init__()
-        self.size = size
-        self.row_bytes = row_bytes
+        super().__init__(size, row_bytes, 1)
 
     def write(self, row: Tensor, group: int) -> None:
         """Keep the row `[heads, 1, R]` of a group, from the commit of this pass on."""
@@ -426,25 +428,6 @@ class FirstRow(MethodState):
         """Return the row of the group that was open when this pass began."""
         assert self._held[1] == group, "the row of a group that is not open"
         return self.buffer
-
-    def committed(self, n_tokens: int) -> Held:
-        return self._held[0], min(self._held[1], n_tokens // self.size)
-
-    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        current, rest = divmod(n_tokens, self.size)
-        return (number == current if rest else number <= current) and _has_rows(tensor, 1, self.row_bytes)
-
-    def nearest(self, n_tokens: int, length: int) -> int:
-        group = n_tokens // self.size
-        return n_tokens if group == length // self.size else group * self.size
-
-    def most_bytes(self, n_tokens: int, block: int) -> int:
-        return 2 * self.row_bytes
-
-
-def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
-    """Return whether a tensor has the shape `[heads, n_rows, D]`, with rows of `row_bytes` bytes."""
-    return len(tensor.shape) == 3 and tensor.shape[1] == n_rows and tensor.n_bytes == n_rows * row_bytes
 
 
 class Staged(MethodState):

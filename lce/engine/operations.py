@@ -148,7 +148,7 @@ def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:
         product = ("projections" if own in PROJECTIONS else "mlp") if in_layer else index_or_name
         if len(shape) == 2 and product in products:
             products[product] += math.prod(shape)
-    vector_bytes = made.layout.token_bytes // (config.n_layers * config.n_kv_heads)  # of keys and of values
+    vector_bytes = made.layout.token_bytes // (made.layout.n_layers * made.layout.n_kv_heads)  # of keys and of values
     once, rows = sum(made.weight_bytes.values()), weights["embed"][1][0]
     if "head" in weights:  # an untied embedding: only the rows of the tokens are read
         once, row_bytes = once - made.weight_bytes["embed"], made.weight_bytes["embed"] // rows

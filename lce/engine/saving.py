@@ -214,7 +214,8 @@ def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int
     """Return the context of an opened file. The file's rows are read-only, unless the file is a prefill job's `own`."""
     manifest, tensors, ids = snapshot.manifest, snapshot.small, _ids_of(path, snapshot, vocab_size)
     try:
-        cache = manifest.described(restored(layout, snapshot.rows, manifest.read, tensors, own=own))
+        cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
+        cache.evicted = manifest.evicted
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise contradiction(path) from None
     logits = tensors.get("logits")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -139,6 +139,7 @@ def test_another_format_is_named_shortly(format_: object, tmp_path: Path) -> Non
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers()) | st.just({})
 
 
+@settings(deadline=None)
 @given(name=st.sampled_from(sorted(GOOD.keys() - {"format", "lce"})), value=VALUES)
 def test_every_entry_is_of_its_kind(name: str, value: object) -> None:
     kind, number = type(GOOD[name]), value if type(value) is int else -1
@@ -234,6 +235,7 @@ def header_with(entries: Mapping[str, Any], file_bytes: int, start: int = 16) ->
     return Header(0, PATH, entries, Manifest.of(GOOD, PATH), start, file_bytes)
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 5), max_size=5), before=st.integers(0, 40))
 def test_entries_are_read_as_they_were_written(sizes: list[int], before: int) -> None:
     tensors = {
