@@ -105,8 +105,9 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
     check_progress(progress)
     if not isinstance(check, bool):
         raise UsageError(f"check is {shown(check)}; expected True or False")
-    source = source_of(named_as, metadata_only=not check)
-    if not source.is_model or (not os.path.lexists(path) and os.path.lexists(state_of(path))):
+    is_unfinished = not os.path.lexists(path) and os.path.lexists(state_of(path))
+    source = None if is_unfinished else source_of(named_as, metadata_only=not check)
+    if source is None or not source.is_model:
         if check:
             raise UsageError("check is for a model's folder; the rows of a context file are checked as they are read")
         return describe(path)

@@ -10,8 +10,7 @@ from pathlib import Path
 from lce.errors import ModelError, UsageError
 from lce.files import named, path_of
 from lce.weights.gguf_source import SHARD, GgufSource, is_gguf
-from lce.weights.hub import HubSource
-from lce.weights.hub_files import HubId
+from lce.weights.hub import HubId, hub_source
 from lce.weights.safetensors_file import few
 from lce.weights.source import CONFIG, DEMO, Source
 
@@ -37,8 +36,8 @@ def source_of(model: object, *, metadata_only: bool = False) -> Source:
     if not os.path.lexists(path):
         if text == "smollm2":
             return GgufSource(_smollm2())
-        if (found := _hub_id(text)) is not None:
-            return HubSource(Path(text), found, metadata_only)
+        if (found := hub_id(text)) is not None:
+            return hub_source(found, metadata_only=metadata_only)
     if is_gguf(path):
         return GgufSource(path)
     if _PART.fullmatch(path.name) and os.path.isfile(path) and os.path.isfile(path.with_name(CONFIG)):
@@ -59,7 +58,7 @@ def _smollm2() -> Path:
     return found[0]
 
 
-def _hub_id(text: str) -> HubId | None:
+def hub_id(text: str) -> HubId | None:
     """Return the hub id that a text is, None for a file. Raises `UsageError` for an address and `FOLDER:FILE`."""
     folder, colon, file = text.rpartition(":")
     if colon and os.path.isfile(folder):

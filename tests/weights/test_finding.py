@@ -10,8 +10,8 @@ import pytest
 
 import lce
 from lce.errors import LceError, ModelError, UsageError
-from lce.weights.finding import source_of
-from lce.weights.hub_files import HubId
+from lce.weights.finding import hub_id, source_of
+from lce.weights.hub import HubId
 from tests.command import assert_error, run, within
 
 
@@ -30,7 +30,7 @@ from tests.command import assert_error, run, within
     ],
 )
 def test_hub_ids_are_told_from_paths(text: str, expected: HubId | None) -> None:
-    assert getattr(source_of(text), "id", None) == expected
+    assert hub_id(text) == expected
 
 
 @pytest.mark.parametrize(
