@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -18,17 +19,8 @@ from torch import Tensor
 from lce import Engine, load
 from lce.errors import DataError, UsageError
 from lce.files import check_new, named, path_of
-from lce.methods import ESA, Full, LayerCache, Step, Wrapped, rotate
-from lce.methods.lowdim import (
-    LearnedFor,
-    LowDimMap,
-    LowDimMaps,
-    block_scores,
-    concat_heads,
-    first_best,
-    principal,
-    spread,
-)
+from lce.methods import ESA, Full, LayerCache, Step, Wrapped, lowdim, rotate
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, first_best
 from lce.methods.map_file import save_maps
 from lce_lab.calibrate.work_folder import WorkFolder
 from lce_lab.stages import StageProgress, stages
@@ -56,10 +48,10 @@ class Calibration:
     piece: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"low_dim": 1, "tokens": 1, "epochs": 1, "batch": 1, "far": 0, "piece": 1}
-        for knob, number in least.items():
-            if getattr(self, knob) is not None and getattr(self, knob) < number:
-                raise UsageError(f"{knob} is {getattr(self, knob)}; expected {number} or more")
+        for knob, value in asdict(self).items():
+            least = int(knob in ("low_dim", "tokens", "epochs", "batch", "piece"))
+            if knob not in ("lr", "seed") and value is not None and value < least:
+                raise UsageError(f"{knob} is {value}; expected {least} or more")
         if not 0 < self.lr < math.inf:
             raise UsageError(f"lr is {self.lr}; expected more than 0")
 
@@ -142,16 +134,14 @@ class Calibrator:
         engine = load(model, **loading)
         size = options.piece or min(engine.window, 4096)
         reading = ESA(compress="none", far=options.far) if size > engine.window else Full()
-        method = Collecting(reading, options.far, lambda name, x: self.seen[name].append(concat_heads(x).cpu()))
+        method = Collecting(reading, options.far, lambda name, x: self.seen[name].append(lowdim.concat_heads(x).cpu()))
         engine = self.engine = Engine(engine.setup.using(method))
         if engine.setup.rope.follows_length:
-            kind = engine.setup.rope.kind
-            remedy = (
-                "give --rope ntk --rope-factor F" if kind == "dynamic" else "ask with -o compress=pca, without maps"
-            )
+            remedies = {"dynamic": "give --rope ntk --rope-factor F"}
+            kind, other = engine.setup.rope.kind, "ask with -o compress=pca, without maps"
             raise UsageError(
                 f"under {kind} RoPE scaling queries rotate by the length of each text, and maps are learned for one "
-                f"rotation; {remedy}"
+                f"rotation; {remedies.get(kind, other)}"
             )
         ids = engine.tokenizer.encode(text, bos=False)[: options.tokens]
         pieces = self.pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
@@ -167,17 +157,15 @@ class Calibrator:
         widths = (self.n_heads + self.n_kv_heads) * config.head_dim
         self.held_out = range(HELD_OUT - 1, len(pieces), HELD_OUT)
         self.learned_from = [index for index in range(len(pieces)) if index not in self.held_out]
-        n_learned = size * len(self.learned_from)
         # The bounds on `low_dim` are those of `principal`.
-        self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, n_learned - 1)
-        learned_for = LearnedFor(
-            engine.setup.fingerprint, self.low_dim, engine.method.far, engine.window, engine.setup.rope
-        )
+        self.low_dim = min(options.low_dim, self.n_kv_heads * config.head_dim, size * len(self.learned_from) - 1)
+        fingerprint, rope = engine.setup.fingerprint, engine.setup.rope
+        self.learned_for = LearnedFor(fingerprint, self.low_dim, engine.method.far, engine.window, rope)
         digest = hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
-        plan = {**asdict(options), **asdict(learned_for), "dtype": str(engine.setup.dtype), "text": digest}
+        plan = {**asdict(options), **asdict(self.learned_for), "dtype": str(engine.setup.dtype), "text": digest}
         a_piece = size * widths * engine.setup.dtype.itemsize
         largest = max(a_piece, 4 * (widths + 2) * self.low_dim)
-        self.learned_for, self.work = learned_for, WorkFolder(path_of(f"{out}.work"), plan, largest, note)
+        self.work = WorkFolder(path_of(f"{out}.work"), plan, largest, note)
         self.work.begin(len(pieces) * a_piece * len(self.layers))
 
     def run(self) -> list[Recall]:
@@ -210,9 +198,8 @@ class Calibrator:
         for index in pieces:
             held = self.work.read(_piece(index, layer))
             found.append(held[0] if held else self.read_piece(index, [layer])[layer])
-        q, k = (
-            torch.cat([tensors[name] for tensors in found]).to(self.engine.setup.device, torch.float32) for name in "qk"
-        )
+        device = self.engine.setup.device
+        q, k = (torch.cat([tensors[name] for tensors in found]).to(device, torch.float32) for name in "qk")
         _check_finite(f"queries or keys of layer {layer}", "check the model's weights, or give --dtype", q, k)
         return q, k
 
@@ -223,7 +210,7 @@ class Calibrator:
         if held is not None:
             return LowDimMap(**held[0]), Recall(**json.loads(held[1]))
         (q, k), (q_test, k_test) = (self.rows(layer, pieces) for pieces in (self.learned_from, self.held_out))
-        basis = principal(k.unflatten(1, (self.n_kv_heads, -1)).transpose(0, 1), self.low_dim)  # [G·D, R]
+        basis = lowdim.principal(k.unflatten(1, (self.n_kv_heads, -1)).transpose(0, 1), self.low_dim)  # [G·D, R]
         query = basis.unflatten(0, (self.n_kv_heads, -1)).repeat_interleave(self.n_heads // self.n_kv_heads, 0)
         pca = LowDimMap.unbiased(query.flatten(0, 1), basis)  # each query head takes its KV head's basis
         maps = self.learn(q, k, pca, layer)
@@ -252,7 +239,7 @@ class Calibrator:
         trained = LowDimMap(**{name: x.clone().requires_grad_() for name, x in start.tensors().items()})
         optimizer = torch.optim.Adam(list(trained.tensors().values()), lr=options.lr)
         random = torch.Generator().manual_seed(options.seed * 1000 + layer)
-        steps = max(1, len(q) // options.batch)
+        steps, n_epochs = max(1, len(q) // options.batch), len(self.layers) * options.epochs
         scale = float((shared[:1000] @ k[:1000].T).square().mean())
         with torch.enable_grad():
             for epoch in range(options.epochs):
@@ -265,8 +252,7 @@ class Calibrator:
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-                done = self.layers.index(layer) * options.epochs + epoch + 1
-                self.progress("learning", done, len(self.layers) * options.epochs)
+                self.progress("learning", self.layers.index(layer) * options.epochs + epoch + 1, n_epochs)
         query, key, query_bias, key_bias = (x.detach() for x in trained.tensors().values())
         return LowDimMap(query, key, query_bias, key_bias - mean @ key)
 
@@ -277,13 +263,12 @@ class Calibrator:
         """
 
         def best(queries: Tensor, keys: Tensor) -> set[int]:
-            scores = block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
-            return set(first_best(spread(scores, ESA.eps), top_k).tolist())
+            scores = lowdim.block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
+            return set(first_best(lowdim.spread(scores, ESA.eps), top_k).tolist())
 
         blocks = zip(self.exact(q).split(block), maps.low_queries(q).split(block), strict=True)
         low_k = maps.low_keys(k)
-        shares = [len(best(exact, k) & best(low, low_k)) / top_k for exact, low in blocks]
-        return sum(shares) / len(shares)
+        return fmean(len(best(exact, k) & best(low, low_k)) / top_k for exact, low in blocks)
 
 
 def _check_finite(what: str, remedy: str, *tensors: Tensor) -> None:

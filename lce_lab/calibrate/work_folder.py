@@ -51,16 +51,12 @@ class WorkFolder:
             if (held := self.read(_PLAN)) is not None:
                 earlier = json.loads(held[1])
                 if differ := ", ".join(key for key in self.plan if earlier.get(key) != self.plan[key]):
-                    raise UsageError(
-                        f"{name} was begun with other options, text or model ({differ}); finish it with those, or "
-                        "delete it"
-                    )
+                    other = f"other options, text or model ({differ})"
+                    raise UsageError(f"{name} was begun with {other}; finish it with those, or delete it")
                 return
         elif needed > (free := shutil.disk_usage(self.folder.parent).free):
-            raise CapacityError(
-                f"calibrating needs {needed:,} bytes for queries and keys in {name}, {free:,} are free; give fewer "
-                "--tokens"
-            )
+            missing = f"{needed:,} bytes for queries and keys in {name}, {free:,} are free"
+            raise CapacityError(f"calibrating needs {missing}; give fewer --tokens")
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import hypot
@@ -105,8 +105,8 @@ class Entry:
         """Yield measured cells with the paper's numbers, row by row. Cells of `full` within the window come first."""
         found = list[Cell]()
         for cell in self._measured(setting, run):
-            found.append(self._beside_paper(cell, setting))
-            yield found[-1]
+            found.append(cell)
+            yield self._beside_paper(cell, setting)
         if self.average and self.chosen(setting) is self.suite:
             yield from (self._beside_paper(mean, setting) for mean in self._averages(found))
 
@@ -133,11 +133,12 @@ class Entry:
         bases = {(cell.label, cell.length): cell for cell in cells if cell.row == self.baseline}
         judged = []
         for cell in cells:
-            base, multiple, sign = bases.get((cell.label, cell.length)), cell.length / setting.window, None
+            base, multiple = bases.get((cell.label, cell.length)), cell.length / setting.window
             if base is not None and cell.row not in (WITHIN, self.baseline):
                 average = self.average if multiple > 1 else ""
                 sign = printed_sign(self.printed, cell.row, self.baseline, cell.label, multiple, average)
-            judged.append(cell if sign is None or base is None else replace(cell, verdict=verdict(sign, cell, base)))
+                cell = cell if sign is None else replace(cell, verdict=verdict(sign, cell, base))
+            judged.append(cell)
         return judged
 
     def _measured(self, setting: Setting, run: Run) -> Iterator[Cell]:
@@ -169,12 +170,12 @@ def read_entries() -> Iterator[Entry]:
             entry["printed"] = tuple(Printed.read(**table) for table in entry.get("printed", ()))
             entry["multiples"] = tuple(entry.get("multiples", ()))
             for name in ("measures", "suite"):
-                entry[name] = tuple(map(_measure, entry.get(name, ())))
+                entry[name] = tuple(_measure(**table) for table in entry.get(name, ()))
             yield Entry(**entry)
 
 
-def _measure(given: Mapping[str, Any]) -> Measure:
+def _measure(kind: str, **given: Any) -> Measure:
     """Return the measure that a TOML table describes. `kind` is the name of a class of `lce_lab.papers.measures`."""
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name != "kind"}
-    made: Measure = getattr(measures, given["kind"].capitalize())(**values)
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    made: Measure = getattr(measures, kind.capitalize())(**values)
     return made

@@ -21,7 +21,6 @@ class Measure(ABC):
     """A measurement of an entry's rows. `data` says what the user can give as --data; it is empty if nothing."""
 
     suffix: ClassVar[str] = ""  # the end of the name of the record file of the measure's commands
-    labels: tuple[str, ...] = ()  # the names of the measured numbers
     data: str = ""
 
     @abstractmethod
@@ -47,12 +46,10 @@ class Measure(ABC):
 
 
 def listed(lengths: Sequence[int]) -> str:
-    """Return the `--lengths` option."""
     return f"--lengths {','.join(map(str, lengths))}"
 
 
 def counted(setting: Setting) -> str:
-    """Return the options for the number of samples and the seed."""
     return f"--samples {setting.samples} --seed {setting.seed}"
 
 
@@ -67,10 +64,6 @@ class Answers(Measure):
     filler: str = "prose"
     called: tuple[str, ...] = ()
     scale: float = 1
-
-    @property
-    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.called or self.tasks
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         filler = "" if self.filler == "prose" else f" --filler {self.filler}"
@@ -87,7 +80,7 @@ class Answers(Measure):
 
     def label(self, task: str) -> str:
         """Return the paper's name of a generated task."""
-        return self.labels[self.tasks.index(task)]
+        return (self.called or self.tasks)[self.tasks.index(task)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,6 @@ class Perplexity(Measure):
     """The perplexity of texts in sliding windows. `scored` says which tokens of a window count: `last` or `all`."""
 
     scored: str = "all"
-    labels = ("perplexity",)
     data = "texts, such as those of PG19, in the place of prose that is made here"
     suffix = ".perplexity"
 
@@ -127,22 +119,16 @@ class Choices(Measure):
     called: str = ""
     suffix = ".looks"
 
-    @property
-    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(self._names())
-
-    def _names(self) -> dict[str, str]:
-        if self.called:
-            return {f"cover, {self.called}": "cover", f"Gini, {self.called}": "gini"}
-        return {"hit@1": "hit1", "hit@5": "hit5", "cover": "cover", "Gini": "gini"}
-
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         asked = "--text FILE" if self.called else "--task passkey"
         return " ".join(["lce eval selection", asked, listed(lengths), *[counted(setting)] * (not self.called)])
 
     def cells(self, row: Row, found: Any, setting: Setting) -> Iterator[Cell]:
+        names = {"hit@1": "hit1", "hit@5": "hit5", "cover": "cover", "Gini": "gini"}
+        if self.called:
+            names = {f"cover, {self.called}": "cover", f"Gini, {self.called}": "gini"}
         for one in found:
-            for label, name in self._names().items():
+            for label, name in names.items():
                 note = "" if one[name] is not None else "no fact lay among the chunks to choose from"
                 low, high = one["intervals"].get(name, (None, None))
                 yield Cell(row.name, label, one["length"], one[name], low, high, one["samples"], note=note)
@@ -159,7 +145,6 @@ class Found(Measure):
     """
 
     queries: str = "W/4"
-    labels = ("recall", "layers above 0.9")
     data = "a text, in the place of prose that is made here"
     suffix = ".looks"
 
@@ -174,7 +159,7 @@ class Found(Measure):
             if not shares:
                 yield Cell(row.name, "recall", one["length"], None, note="all tokens are chosen; take a longer text")
                 continue
-            for label, values in zip(self.labels, (shares, [x > 0.9 for x in shares]), strict=True):
+            for label, values in {"recall": shares, "layers above 0.9": [x > 0.9 for x in shares]}.items():
                 yield Cell(row.name, label, one["length"], sum(values) / len(values), n=len(values))
 
     def text_tokens(self, lengths: Sequence[int], setting: Setting) -> int:
@@ -209,7 +194,6 @@ class Distances(Measure):
     tokens: int
     window: int
     printed: Mapping[str, str]
-    labels = ("equal cells",)
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         return f"--tokens {self.tokens} --window {self.window}"
@@ -234,10 +218,6 @@ class Speed(Measure):
 
     called: str
     step: Literal["prefill", "decode"] = "prefill"
-
-    @property
-    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self.called,)
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         new = 1 if self.step == "prefill" else 20
@@ -272,10 +252,6 @@ class Published(Measure):
     def data(self) -> str:  # type: ignore[override]
         benchmark = find(self.suite)
         return f"your copy of {benchmark.title}: {benchmark.layout}, as published at {benchmark.data}"
-
-    @property
-    def labels(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.tasks
 
     def words(self, lengths: Sequence[int], setting: Setting) -> str:
         limits = [f"--max-length {length}" for length in lengths if length]

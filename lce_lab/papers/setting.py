@@ -28,10 +28,6 @@ class Row:
     rope: str | None = None
     factor: float | None = None
 
-    def sized(self, window: int) -> dict[str, Any]:
-        """Return the row's knobs with fractions of `window` replaced by numbers of tokens."""
-        return {name: fraction(value, window) for name, value in self.knobs.items()}
-
 
 def fraction(value: Any, window: int) -> Any:
     """Return a text such as `"3W/4"` as a number of tokens, and other values unchanged."""
@@ -88,13 +84,11 @@ class Setting:
 
     def method(self, row: Row) -> lce.Method:
         """Return the row's method, with the user's knobs where the row sets none."""
-        fields = {each.name for each in lce.methods.knobs_of(lce.methods.find(row.method))}
+        fields, prefix = {each.name for each in lce.methods.knobs_of(lce.methods.find(row.method))}, f"{row.method}."
         own = {key: value for key, value in self.knobs.items() if key in fields}
-        for key, value in self.knobs.items():
-            name, dot, knob = key.partition(".")
-            if dot and name == row.method:
-                own[knob] = value
-        return lce.methods.make(row.method, {**own, **row.sized(self.sizes or self.window)})
+        own |= {key.removeprefix(prefix): x for key, x in self.knobs.items() if key.startswith(prefix)}
+        sized = {name: fraction(value, self.sizes or self.window) for name, value in row.knobs.items()}
+        return lce.methods.make(row.method, {**own, **sized})
 
     def scaling(self, row: Row, length: int) -> dict[str, Any]:
         """Return the options of `lce.load` for the row's RoPE scaling of a text of this length."""
@@ -103,17 +97,16 @@ class Setting:
             return {}
         return {"rope": row.rope, "rope_factor": factor}
 
-    def knob_words(self, row: Row) -> list[str]:
-        """Return the row's knobs as options of a command, without knobs that have their default value."""
-        method = self.method(row)
-        usual = lce.methods.settings(type(method)())
-        changed = {name: x for name, x in lce.methods.settings(method).items() if name not in usual or x != usual[name]}
-        texts = {name: str(x).lower() if isinstance(x, bool) else x for name, x in changed.items()}
-        return [word for name, text in texts.items() for word in ("-o", f"{name}={text}")]
-
     def options(self, row: Row, length: int, only: Sequence[str] | None = None) -> list[str]:
-        """Return a command's options for model, method, knobs and loading. `only` has the keys of `loading` to use."""
-        words = ["--model", shlex.quote(self.model), "--method", row.method, *self.knob_words(row)]
+        """Return a command's options for model, method, knobs and loading, without those that have their default value.
+
+        `only` has the keys of `loading` to use.
+        """
+        method, words = self.method(row), ["--model", shlex.quote(self.model), "--method", row.method]
+        usual = lce.methods.settings(type(method)())
+        for name, value in lce.methods.settings(method).items():
+            if name not in usual or value != usual[name]:
+                words += ["-o", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]
         usual = {"threads": default_threads()}
         for name, value in {**self.loading, **self.scaling(row, length)}.items():
             if value not in (None, "auto", usual.get(name)) and (only is None or name in only):
