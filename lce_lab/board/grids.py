@@ -1,11 +1,14 @@
-"""Tables of a board, and the sentences that say how to read them. A grey cell does not tell methods apart.
+"""Tables of a board, the sentences that say how to read them, and both as one HTML file for a browser or a phone.
 
-`lce_lab.board.page` writes them as HTML, `lce_lab.terminal.leaderboard` as Markdown.
+The file needs no network and no scripts. Records may be a stranger's, so every text in it is escaped, and the page
+forbids itself to load or run anything. `lce_lab.terminal.leaderboard` writes the tables as Markdown.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
+from html import escape
 from typing import NamedTuple
 
 from lce.sizes import size_text
@@ -14,12 +17,30 @@ from lce_lab.eval.naming import range_text
 from lce_lab.eval.report import HOLDS, Table
 
 UNKNOWN = "–"
+STYLE = """
+:root { color-scheme: light; }
+body { margin: 0 auto; max-width: 64rem; padding: 1rem; background: #fff; color: #1b1d22;
+  font: 16px/1.5 -apple-system, "Segoe UI", Roboto, "Noto Sans", Arial, sans-serif; }
+h1, h2, h3 { line-height: 1.25; overflow-wrap: anywhere; }
+h3 { margin: 1.5rem 0 0.25rem; font-size: 1rem; }
+img { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #dcdad3; text-align: right; white-space: nowrap; }
+th:first-child { position: sticky; left: 0; max-width: 11rem; padding-left: 0; background: #fff; text-align: left;
+  white-space: normal; overflow-wrap: anywhere; }
+thead th { color: #5a5f69; font-weight: 600; white-space: normal; }
+tbody th { font-weight: 600; }
+.grey { background: #efede7; color: #5a5f69; }
+p, li { max-width: 44rem; color: #5a5f69; font-size: 0.9rem; }
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 GREY = "does not tell methods apart and does not count"
 
 
 class Cell(NamedTuple):
     text: str
-    grey: bool = False
+    grey: bool = False  # whether the cell does not tell methods apart
 
 
 class Grid(NamedTuple):
@@ -98,3 +119,39 @@ def legend(board: Board) -> list[str]:
         "Prefill: the median time to read so long a text, over that of `full`; only times of one "
         "machine compare.",
     ]
+
+
+def page(boards: Sequence[Board], picture: bytes | None) -> str:
+    """Return the page's HTML, with a PNG picture of the boards, if given."""
+    image = base64.b64encode(picture).decode() if picture else ""
+    alt = "Quality of each method by the bytes that it reads for a token; the tables below have the numbers."
+    body = ["<h1>Leaderboard</h1>", f'<img alt="{alt}" src="data:image/png;base64,{image}">' if image else ""]
+    for board in boards:
+        body += ["<section>", f"<h2>{escape(board.model)}</h2>", _table(ranking(board)), "<ul>"]
+        body += [*(f"<li>{escape(line)}</li>" for line in legend(board)), "</ul>"]
+        for grid in tasks(board):
+            body += [f"<h3>{escape(grid.title)}</h3>", _table(grid)]
+        body += [f'<p>A <span class="grey">grey</span> cell {GREY}.</p>', "</section>"]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>lce: leaderboard</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(filter(None, body))
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _table(grid: Grid) -> str:
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in grid.head)
+    rows = "\n".join(f"<tr>{_name(first)}{''.join(map(_cell, cells))}</tr>" for first, *cells in grid.rows)
+    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+
+
+def _name(cell: Cell) -> str:
+    return f'<th scope="row">{escape(cell.text)}</th>'
+
+
+def _cell(cell: Cell) -> str:
+    mark = ' class="grey"' if cell.grey else ""
+    return f"<td{mark}>{escape(cell.text)}</td>"

@@ -70,17 +70,15 @@ class AttentionMeter:
         layers = [self.layers[index] for index in sorted(self.layers)]
         queries = layers[0].queries
         spread = [cover_and_gini(times) for times in self.times.values()]
-        has_choices = any("hit1" in tally.sums for tally in layers)
+        means = {name: [tally.mean(name) for tally in layers] for name in ("recall", "tokens", "fact")}
+        if any("hit1" in tally.sums for tally in layers):
+            means |= {name: [tally.mean(name, tally.facts) for tally in layers] for name in ("hit1", "hit5")}
+        if not self.facts:
+            del means["fact"]
         return Attended(
             queries=queries,
-            recall=[tally.mean("recall") for tally in layers],
-            tokens=[tally.mean("tokens") for tally in layers],
-            read_bytes=self.bytes["read"] / queries,
-            scored_bytes=self.bytes["scored"] / queries,
-            full_bytes=self.bytes["full"] / queries,
-            fact=[tally.mean("fact") for tally in layers] if self.facts else None,
-            hit1=[tally.mean("hit1", tally.facts) for tally in layers] if has_choices else None,
-            hit5=[tally.mean("hit5", tally.facts) for tally in layers] if has_choices else None,
+            **means,
+            **{f"{name}_bytes": n / queries for name, n in self.bytes.items()},
             cover=mean_of(cover for cover, _ in spread),
             gini=mean_of(gini for _, gini in spread),
             found=[mean_of(tally.found) or 0.0 for tally in layers] if any(tally.found for tally in layers) else None,
@@ -95,10 +93,8 @@ class AttentionMeter:
     def _count(self, seen: Observation) -> None:
         always = observed_always(seen)
         if always is None:
-            raise UsageError(
-                f"{seen.method.label} does not say which tokens it always attends, so what it selects cannot be "
-                "measured; define parts_of"
-            )
+            why = f"{seen.method.label} does not say which tokens it always attends"
+            raise UsageError(f"{why}, so what it selects cannot be measured; define parts_of")
         tally, q = self.layers.setdefault(seen.layer, _Tally()), seen.q
         mass = TrueMass(seen.method, seen.cache, seen.step, self.judge)
         layout = seen.cache.layout

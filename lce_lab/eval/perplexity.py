@@ -11,10 +11,6 @@ A stream is one pass over a text that scores each token after all earlier tokens
 The perplexity is `exp` of the mean negative log-likelihood of a token. The 95% interval is Student's t interval over
 windows, or over runs of up to `stride` successive tokens of a stream, weighted by size. The interval is too narrow if
 windows are alike (neighbours in one text) or overlap (with `all`).
-
-A table has one model and one setting: windows with the last `stride` tokens scored, windows with all tokens scored, or
-streams. Rows are methods. Columns are lengths, or for streams ranges of positions that end at powers of two. A cell
-averages all windows in the records, each counted once. A note names columns for which methods read different windows.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -60,16 +57,14 @@ class Perplexity:
 
     @classmethod
     def of(cls, method: str, setting: str, first: int, length: int, losses: Sequence[Loss]) -> Perplexity:
-        n, nll, tokens = len(losses), math.fsum(loss.nll for loss in losses), sum(loss.tokens for loss in losses)
-        mean = nll / tokens
-        ends: tuple[float | None, float | None] = (None, None)
+        n, tokens, ends = len(losses), sum(loss.tokens for loss in losses), (None, None)
+        mean = math.fsum(loss.nll for loss in losses) / tokens
         if n > 1:
             squares = math.fsum((loss.nll - mean * loss.tokens) ** 2 for loss in losses)
             spread = student(n - 1) * math.sqrt(squares * n / (n - 1)) / tokens
             ends = _exp(mean - spread), _exp(mean + spread)
-        return cls(
-            method, setting, first, length, n, tokens, _exp(mean), *ends, tuple(x.nll / x.tokens for x in losses)
-        )
+        means = tuple(loss.nll / loss.tokens for loss in losses)
+        return cls(method, setting, first, length, n, tokens, _exp(mean), *ends, means)
 
 
 def student(freedom: int) -> float:
@@ -104,9 +99,8 @@ def windows(
     `about` has further fields of `Loss` to record. Raises `UsageError` if no text has `longest` tokens.
     """
     check(stride, scored)
-    found, record = ends(texts, max(length, longest), stride, most), record or Record()
+    found, record, losses = ends(texts, max(length, longest), stride, most), record or Record(), list[Loss]()
     first = max(1, length - stride) if scored == "last" else 1
-    losses = []
     for done, (text, end) in enumerate(found, 1):
         ids = text[end - length : end]
         asked = {**_asked(engine, "windows"), "length": length, "first": first, "text": _hash(ids)}
@@ -163,11 +157,8 @@ def stream(
             by_border[border].append(loss)
         tell(len(ids), total)
         before += len(ids)
-    found = [
-        Perplexity.of(engine.method.name, "stream", first, border, by_border[border])
-        for first, border in zip([0, *borders], borders, strict=False)
-        if by_border[border]
-    ]
+    spans = [(first, border) for first, border in pairwise([0, *borders]) if by_border[border]]
+    found = [Perplexity.of(engine.method.name, "stream", *span, by_border[span[1]]) for span in spans]
     if not found:
         raise UsageError(f"no text has two tokens; expected texts of {borders[-1]} tokens")
     return found
@@ -188,9 +179,8 @@ def ends(texts: Sequence[Text], length: int, stride: int, most: int | None = Non
     found = [(text, end) for text in texts for end in range(length, len(text) + 1, stride)]
     if not found:
         longest = max(map(len, texts), default=0)
-        raise UsageError(
-            f"no text has {length:,} tokens, the longest has {longest:,}; give a longer text or smaller lengths"
-        )
+        missing = f"no text has {length:,} tokens, the longest has {longest:,}"
+        raise UsageError(f"{missing}; give a longer text or smaller lengths")
     if most is not None and most < len(found):
         return [found[(2 * i + 1) * len(found) // (2 * most)] for i in range(most)]
     return found
@@ -225,7 +215,11 @@ class Column(NamedTuple):
 
 @dataclass
 class LossTable:
-    """The perplexities of one model in one setting, by method and column."""
+    """The perplexities of one model in one setting, by method and column. A cell counts each recorded window once.
+
+    Settings are windows with the last `stride` tokens scored, windows with all tokens scored, and streams, in ranges of
+    positions that end at powers of two. A note names columns for which methods read different windows.
+    """
 
     model: str
     setting: str

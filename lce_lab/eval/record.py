@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -105,11 +106,8 @@ class Attended(Line):
     prompt: str | None = None  # the `text_hash` of the prompt
 
 
-KINDS: dict[str, type[Line]] = {
-    "right": Answer,
-    "nll": Loss,
-    "recall": Attended,
-}  # classes of lines, by a field that only lines of this class have
+# Classes of lines, by a field that only lines of this class have.
+KINDS: dict[str, type[Line]] = {"right": Answer, "nll": Loss, "recall": Attended}
 
 
 class Record:
@@ -213,7 +211,8 @@ def _append(path: Path, data: bytes) -> None:
     try:
         with _opened(path) as file:
             _lock(file.fileno(), path)
-            end, written = _end_of_lines(file.fileno()), 0
+            size, written = os.fstat(file.fileno()).st_size, 0
+            end = mmap(file.fileno(), size, access=ACCESS_READ).rfind(b"\n") + 1 if size else 0  # of whole lines
             try:
                 file.truncate(end)
                 while written < len(data):
@@ -243,16 +242,10 @@ def text_hash(text: str) -> str:
 
 def _lock(descriptor: int, path: Path) -> None:
     for _ in range(LOCK_TRIES):
-        try:
+        with suppress(DataError):  # another process writes
             return lock(descriptor, path)
-        except DataError:
-            time.sleep(LOCK_PAUSE_S)
+        time.sleep(LOCK_PAUSE_S)
     lock(descriptor, path)
-
-
-def _end_of_lines(descriptor: int) -> int:
-    size = os.fstat(descriptor).st_size
-    return mmap(descriptor, size, access=ACCESS_READ).rfind(b"\n") + 1 if size else 0
 
 
 def line_of(sample: dict[str, Any], measured: Line) -> bytes:

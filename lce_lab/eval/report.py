@@ -1,8 +1,7 @@
 """Makes tables of the measurements in one or several record files. A row of a table is a method.
 
-Losses and selections have tables of their own (`lce_lab.eval.perplexity`, `lce_lab.eval.selection`). A table of answers
-is about one model and one task with one set of options. It has one cell per method and length: the mean score, with the
-95% interval of `lce_lab.eval.scores`. A sample in several files counts once.
+Losses and selections have tables of their own (`lce_lab.eval.perplexity`, `lce_lab.eval.selection`). A sample in
+several files counts once.
 
 A task's ceiling is the score of the method `full` within the model's window. It is measured at samples made for the
 ceiling, or else at the largest length within the window. Notes name the tasks and lengths that cannot distinguish
@@ -115,10 +114,7 @@ class Table:
         return None if self.ceiling is None else fails(self.ceiling[1]) is None
 
     def tells(self, length: int) -> bool | None:
-        """Return whether scores at `length` distinguish methods; None if `full` was not measured within the window.
-
-        Scores distinguish methods if `full` can do the task within the window, and not every method scores as high.
-        """
+        """Return whether scores at `length` distinguish methods; None if `full` was not measured within the window."""
         return None if self.ceiling is None else self._says_little(length) is None
 
     def _says_little(self, length: int) -> str | None:
@@ -165,11 +161,6 @@ def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tup
     return mean, low, high
 
 
-def all_reach(scores: Sequence[Score], ceiling: Score) -> bool:
-    """Return whether there are two or more scores, and the upper ends of all intervals reach the mean of `ceiling`."""
-    return len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
-
-
 def fails(ceiling: Score) -> str | None:
     """Return why a task with this score of `full` cannot distinguish methods; None if the task can."""
     if ceiling.low < (ceiling.chance or 0.0) + CLEARLY:
@@ -181,8 +172,8 @@ def fails(ceiling: Score) -> str | None:
 
 def says_little(scores: Sequence[Score], ceiling: Score) -> str | None:
     """Return why methods' scores at one length do not distinguish the methods; None if they do."""
-    reached = "every method has the score of `full` within the window"
-    return fails(ceiling) or (reached if all_reach(scores, ceiling) else None)
+    all_reach = len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
+    return fails(ceiling) or ("every method has the score of `full` within the window" if all_reach else None)
 
 
 @dataclass(frozen=True)
@@ -203,8 +194,7 @@ class Report:
         """
         if not files:
             raise UsageError("no file is given; expected one record or more")
-        found: dict[type, dict[str, Any]] = {Answer: {}, Loss: {}, Attended: {}}
-        conflicts = 0
+        found, conflicts = {kind: dict[str, Any]() for kind in (Answer, Loss, Attended)}, 0
         for file in files:
             if not path_of(file).exists():
                 raise DataError(f"there is no file {named(file)}; name a record that lce eval run --record wrote")
@@ -223,9 +213,8 @@ class Report:
                 conflicts += isinstance(line, Answer) and line.value != before.value
         if not ranked and not any(found.values()):
             raise DataError(f"{named(files[0])} has no answers; name a record that lce eval run --record wrote")
-        perplexities = tuple(loss_tables(list(found[Loss].values())))
-        selections = tuple(selection_tables(list(found[Attended].values())))
-        return cls(tuple(_tables(found[Answer])), conflicts, perplexities, selections)
+        losses, looks = list(found[Loss].values()), list(found[Attended].values())
+        return cls(tuple(_tables(found[Answer])), conflicts, tuple(loss_tables(losses)), tuple(selection_tables(looks)))
 
 
 def _tables(found: Mapping[str, AnswerLine]) -> list[Table]:

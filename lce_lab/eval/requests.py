@@ -71,9 +71,8 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
     if loaded:
         return {}, arguments
     if given["pretrained"] is None:
-        raise UsageError(
-            "the model arguments have no pretrained=PATH; expected a folder, a .gguf file, a hub id, or demo"
-        )
+        expected = "a folder, a .gguf file, a hub id, or demo"
+        raise UsageError(f"the model arguments have no pretrained=PATH; expected {expected}")
     text = {name: "none" if value is None else value for name, value in given.items()}
     loading = {name: given[name] for name in LOADING if given.get(name) is not None}
     if "rope" in given:
@@ -144,8 +143,7 @@ def generating(given: Mapping[str, Any]) -> Generating:
     options = {name: value for name, value in given.items() if NEUTRAL.get(name) != value}
     until, most = options.pop("until"), options.pop("max_gen_toks")
     sampled = options.pop("do_sample", False)
-    unknown = next((name for name in options if name not in SAMPLING), None)
-    if unknown is not None:
+    if unknown := next((name for name in options if name not in SAMPLING), None):
         valid = ("until", "max_gen_toks", "do_sample", *SAMPLING)
         raise UsageError(f"unknown generation argument {unknown}={shown(options[unknown])}; {nearest(unknown, valid)}")
     if not all(isinstance(stop, str) for stop in until):

@@ -76,9 +76,7 @@ class Asking:
         if self.mode not in MODES:
             raise UsageError(f"unknown mode {shown(self.mode)}; {nearest(str(self.mode), MODES)}")
         if self.contexts is not None and self.mode == "single":
-            raise UsageError(
-                "contexts are for the modes shared and turns, where a document is asked often; not for single"
-            )
+            raise UsageError("contexts are for the modes shared and turns, where documents are asked often; not single")
 
 
 ALONE = Asking()  # the mode `single`, without shards
@@ -109,12 +107,10 @@ def answers(
     """
     if next(iter(setting), None) != "task":
         raise UsageError(f"setting is {shown(setting)}; expected a mapping whose first name is task")
-    numbered = list(enumerate(samples))
-    if not numbered:
+    if not (numbered := list(enumerate(samples))):
         raise UsageError("there are no samples; expected one or more")
-    for _, sample in numbered:
-        if sample.metric not in METRICS:
-            raise UsageError(f"unknown metric {shown(sample.metric)}; {nearest(sample.metric, METRICS)}")
+    if unknown := next((sample.metric for _, sample in numbered if sample.metric not in METRICS), None):
+        raise UsageError(f"unknown metric {shown(unknown)}; {nearest(unknown, METRICS)}")
     documents = [list(group) for _, group in groupby(numbered, key=lambda asked: asked[1].beginning)]
     mine = list(enumerate(documents))[asking.shard.index :: asking.shard.count]
     run = _Run(engine, asking, dict(setting), record or Record(), told(engine) | dict(about or {}), _chances(numbered))
@@ -213,9 +209,8 @@ class _Run:
         said = stream.finish()
         assert stream.context is not None
         with stream.context as context:
-            return index, self._answer(
-                index, sample, said, n_prompt, lce.profiled_step(self.engine, context).read_bytes
-            )
+            n_bytes = lce.profiled_step(self.engine, context).read_bytes
+            return index, self._answer(index, sample, said, n_prompt, n_bytes)
 
     def _turns(self, group: Sequence[Numbered]) -> Iterator[tuple[int, Answer]]:
         """Ask all questions, even those with recorded answers, because later answers depend on earlier ones."""
@@ -265,22 +260,11 @@ class _Run:
         return {"max_tokens": answer_tokens(self.engine, sample), "stop": stop}
 
     def _answer(self, index: int, sample: Sample, said: lce.Generation, n_prompt: int, n_bytes: int | None) -> Answer:
-        score = METRICS[sample.metric](said.text, sample.answers)
-        return Answer(
-            right=score == 1,
-            prompt=text_hash(sample.prompt),
-            expected=sample.answer or list(sample.answers),
-            answer=said.text,
-            score=score,
-            metric=sample.metric,
-            depth=sample.depth,
-            chance=self.chances[index],
-            kind=sample.kind or None,
-            prompt_tokens=n_prompt,
-            prefill_s=self.prefill_s,
-            read_bytes=n_bytes,
-            **self.about,
-        )
+        score, expected = METRICS[sample.metric](said.text, sample.answers), sample.answer or list(sample.answers)
+        asked = {"metric": sample.metric, "depth": sample.depth, "kind": sample.kind or None}
+        cost = {"prompt_tokens": n_prompt, "prefill_s": self.prefill_s, "read_bytes": n_bytes}
+        more: dict[str, Any] = {"chance": self.chances[index], **asked, **cost, **self.about}
+        return Answer(score == 1, text_hash(sample.prompt), expected, said.text, score, **more)
 
 
 def make_folder(folder: str | Path, what: str) -> None:

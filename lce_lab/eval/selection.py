@@ -1,9 +1,6 @@
 """Measures methods' selections: the share of true attention, the cost, and whether facts are found.
 
-A table is about one model, one judge (the kind of full attention that counts as true), one value of `states` (the
-output that later layers get), and one task or text. A row is a method with its knobs at one length. The row has the
-means over all texts in the records, each counted once. A note names lengths at which methods were measured on different
-texts.
+A judge is the kind of full attention that counts as true, and `states` names the output that later layers get.
 """
 
 from __future__ import annotations
@@ -27,16 +24,9 @@ from lce_lab.eval.scores import by_document, interval, mean_of
 
 AttendedLine = tuple[Mapping[str, Any], Attended]  # a sample, and its measurement
 BUDGETS = frozenset({"budget", "chunks", "top_k", "top_p"})  # the knobs that set how much is chosen
-SHARES = {
-    "recall": "recall",
-    "hit@1": "hit1",
-    "hit@5": "hit5",
-    "fact": "fact",
-    "cover": "cover",
-    "Gini": "gini",
-    "found": "found",
-    "score": "score",
-}  # fields of `Attended` that lie between 0 and 1, by their names in tables
+# Fields of `Attended` that lie between 0 and 1, by their names in tables.
+SHARES = {"recall": "recall", "hit@1": "hit1", "hit@5": "hit5", "fact": "fact"}
+SHARES |= {"cover": "cover", "Gini": "gini", "found": "found", "score": "score"}
 USUAL = {"judge": "constant", "states": "own"}
 Samples = Callable[["lce.Engine"], Sequence[Sample]]  # makes samples for an engine's tokenizer
 
@@ -80,8 +70,7 @@ class Selection:
     @property
     def shares(self) -> dict[str, float | None]:
         """The means that lie between 0 and 1, by their names in tables."""
-        means = (self.recall, self.hit1, self.hit5, self.fact, self.cover, self.gini, self.found, self.right)
-        return dict(zip(SHARES, means, strict=True))
+        return {name: self.right if each == "score" else getattr(self, each) for name, each in SHARES.items()}
 
     @classmethod
     def of(cls, method: str, length: int, texts: Sequence[Attended], judge: str, states: str) -> Selection:
@@ -156,16 +145,13 @@ def measure(
             meter.begin(len(ids) - 1, facts=fact_spans(engine, sample))
             answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
             score, prompt = METRICS[sample.metric](answer, sample.answers), text_hash(sample.prompt)
-            found = replace(meter.end(), score=score, prompt=prompt, **_about(engine, model, method))
+            about = {"method": method.label, "window": engine.window, "checkpoint": str(model)}
+            found = replace(meter.end(), score=score, prompt=prompt, **about)
             record.add({**key, "index": index}, found)
         texts.append(found)
         if progress:
             progress(len(texts), len(made))
     return Selection.of(method.name, length, texts, judge, states)
-
-
-def _about(engine: lce.Engine, model: str, method: lce.Method) -> dict[str, Any]:
-    return {"method": method.label, "window": engine.window, "checkpoint": str(model)}
 
 
 def fact_spans(engine: lce.Engine, sample: Sample) -> list[tuple[int, int]]:
@@ -204,17 +190,18 @@ def measure_text(
         positions = sorted({first + (len(ids) - 1 - first) * i // max(1, queries - 1) for i in range(queries)})
         meter.begin(0, positions)
         engine.prefill(ids)
-        found = replace(meter.end(), **_about(engine, model, method))
+        found = replace(meter.end(), method=method.label, window=engine.window, checkpoint=str(model))
         record.add(key, found)
     return Selection.of(method.name, len(ids), [found], judge, states)
 
 
 @dataclass
 class SelectionTable:
-    """The selections of one model's methods in one setting.
+    """The selections of one model's methods in one setting: a task or text, a judge and `states`.
 
     `lines` maps a method's name without budget to the selections that differ only in budget and length, in the order of
-    bytes read.
+    bytes read. A selection has the means over all texts in the records, each counted once. A note names lengths at
+    which methods were measured on different texts.
     """
 
     model: str

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lce.errors import UsageError, nearest
 from lce_lab.papers.entry import Entry, read_entries
-from lce_lab.papers.printed import Printed
-from lce_lab.papers.setting import Cell, Row, Setting
+from lce_lab.papers.setting import Cell, Printed, Row, Setting
 
 PAPERS = {"longheads": "LongHeads, arXiv:2402.10685", "dca": "DCA, arXiv:2402.17463", "esa": "ESA, arXiv:2502.14477"}
 ENTRIES: dict[str, Entry] = {entry.id: entry for entry in read_entries()}

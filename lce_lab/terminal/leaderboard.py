@@ -85,7 +85,7 @@ def show(folder: str, page: str | None, picture: str | None, force: bool, output
     By reach, the longest length up to which a method has 90% of the ceiling; then by quality. Tasks that do not tell
     methods apart do not count. Any record of `lce eval run --record` can be in FOLDER.
     """
-    from lce_lab.board.page import page as page_of
+    from lce_lab.board.grids import page as page_of
     from lce_lab.board.picture import draw
     from lce_lab.board.ranking import read_boards
 

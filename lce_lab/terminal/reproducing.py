@@ -23,7 +23,7 @@ import lce
 from lce.terminal.output import Output, markdown
 from lce_lab.eval.prose import sentences
 from lce_lab.papers import ENTRIES, PAPERS, Cell, Entry, Setting, find
-from lce_lab.papers.verdict import OPPOSITE, SAME, UNKNOWN
+from lce_lab.papers.entry import OPPOSITE, SAME, UNKNOWN
 from lce_lab.terminal.methods import check_capacity
 
 VERDICTS = (SAME, OPPOSITE, UNKNOWN)

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from lce_lab.board.page import page
+from lce_lab.board.grids import page
 from tests.lce_lab.board.test_ranking import CEILING, answers, at, board
 
 ODD = "</table><script>alert(1)</script>\"' onload=x &amp; <img src=http://x/y>"

@@ -15,8 +15,8 @@ from lce.methods import make
 from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps
 from lce.methods.map_file import save_maps
 from lce_lab.papers import ENTRIES, Cell, Entry, Printed, Row, Setting, find
+from lce_lab.papers.entry import verdict
 from lce_lab.papers.measures import WITHIN, Answers, Choices, Perplexity, Published
-from lce_lab.papers.verdict import verdict
 from tests.checkpoints import save_tiny
 from tests.command import run
 from tests.lce_lab.eval.published.layouts import write
