@@ -171,14 +171,9 @@ class LceLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the facts about the model that the harness writes into its results."""
-        engine = self.engine
-        return {
-            "lce_version": lce.__version__,
-            "lce_engine": repr(engine),
-            "lce_rope": repr(engine.setup.rope),
-            "model_dtype": str(engine.setup.dtype),
-            "model_sha": engine.setup.fingerprint,
-        }
+        engine, setup = self.engine, self.engine.setup
+        found = {"lce_version": lce.__version__, "lce_engine": repr(engine), "lce_rope": repr(setup.rope)}
+        return {**found, "model_dtype": str(setup.dtype), "model_sha": setup.fingerprint}
 
 
 if NAME not in model_registry:  # lm_eval after 0.4.13 has read the entry point and registered the class

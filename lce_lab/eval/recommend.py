@@ -72,9 +72,8 @@ def told_apart(some: Sequence[float], others: Sequence[float]) -> bool:
     Example: one method is right in six questions and the other in none of them, and all other answers are alike.
     """
     better = sum(x > y for x, y in zip(some, others, strict=True))
-    worse = sum(x < y for x, y in zip(some, others, strict=True))
-    n = better + worse
-    return 2 * sum(math.comb(n, k) for k in range(min(better, worse) + 1)) < DOUBT * 2.0**n
+    n = sum(x != y for x, y in zip(some, others, strict=True))
+    return 2 * sum(math.comb(n, k) for k in range(min(better, n - better) + 1)) < DOUBT * 2.0**n
 
 
 @dataclass

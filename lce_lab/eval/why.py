@@ -29,19 +29,7 @@ from typing import Any, NamedTuple, cast
 
 import lce
 from lce.errors import UsageError, nearest, shown
-from lce.methods import (
-    ESA,
-    ChunkMethod,
-    InfLLM,
-    Method,
-    Pages,
-    Placement,
-    Quest,
-    ReAttention,
-    SelectiveMethod,
-    make,
-    settings,
-)
+from lce.methods import ESA, ChunkMethod, InfLLM, Method, Pages, Placement, Quest, ReAttention, SelectiveMethod
 from lce_lab.analysis.mass import Judge
 from lce_lab.analysis.oracle import cheating, selects
 from lce_lab.eval.record import Answer, Record
@@ -181,7 +169,7 @@ def rungs(method: Method, window: int, length: int, given: Method) -> Iterator[R
         if given.resolve(least) != given.resolve(window):
             yield Rung("window", f"in a window of {least:,}", given, least)
     for name in ("rerope", "dca"):
-        yield Rung("both", f"everything ({name})", make(name))
+        yield Rung("both", f"everything ({name})", lce.methods.make(name))
 
 
 def _changed(method: Method, **knobs: Any) -> Method:
@@ -200,7 +188,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
     knob, size, beside = _budget(method)
     if knob is None:
         return
-    least, factor = settings(method)[knob], 1
+    least, factor = lce.methods.settings(method)[knob], 1
     while least * factor * size < length:
         factor *= 2
         if _placement(method) == "side_by_side" and beside + least * factor * size > window:
@@ -228,7 +216,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
         elif "placement" not in {each.name for each in fields(method)}:
             size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
             knobs = {"chunk_size": size, "budget": min(window, max(3 * size, _attended(method)))}
-            yield placement, make("oracle", {**knobs, "placement": placement}).resolve(window)
+            yield placement, lce.methods.make("oracle", {**knobs, "placement": placement}).resolve(window)
         else:
             yield placement, _changed(method, placement=placement)
 
@@ -239,4 +227,4 @@ def _placement(method: Method) -> str | None:
 
 def _attended(method: Method) -> int:
     knob, size, beside = _budget(method)
-    return beside + (0 if knob is None else size * int(settings(method)[knob]))
+    return beside + (0 if knob is None else size * int(lce.methods.settings(method)[knob]))

@@ -93,9 +93,8 @@ def explain(
     `window` is None, else its defaults; `knobs` override both. `block` is the number of queries prefilled per step,
     by default that of the example or of the method. Another `seed` makes other vectors, so a method may choose other
     keys. If a query sees all keys at one distance, the output does not depend on that distance; the nearest key's
-    distance in the text is then reported. `delta` is measured without
-    its differences, which may make weights negative. Raises `UsageError` for a method
-    whose weights depend on positions otherwise than through distances in whole tokens.
+    distance in the text is then reported. `delta` is measured without its differences, which may make weights negative.
+    Raises `UsageError` for a method whose weights depend on positions otherwise than through distances in whole tokens.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
     tokens, window = count(tokens, "tokens", 1, MOST_TOKENS), count(window, "window", 1, REACH)
@@ -157,9 +156,8 @@ class _Probe:
         rope.inv_freq[0] = frequency
         out = run(self.method, q, k, self.v, window=self.window, blocks=self.block, rope=rope, attention="reference")
         weights = out[self.head].double()
-        total = weights.sum(dim=-1)
-        sees_nothing = total == 0
-        if not (weights.ge(0).all() and (sees_nothing | ((total - 1).abs() < TOLERANCE)).all()):
+        total = weights.sum(dim=-1)  # 0 for a query that sees nothing
+        if not (weights.ge(0).all() and ((total == 0) | ((total - 1).abs() < TOLERANCE)).all()):
             raise self.refusal("its output is no weighted mean of values")
         return weights[:, : q.shape[1]].log()
 

@@ -39,26 +39,26 @@ def requested(body: Any) -> tuple[RecordingRequest, Method]:
         raise UsageError(f"the request is {shown(body)}; expected an object")
     prompt, marks, off = body.get("prompt"), body.get("marks") or [], body.get("off") or []
     n, name, knobs = body.get("max_tokens", 16), body.get("method"), body.get("knobs") or {}
+
+    def is_pair(pair: Any) -> bool:
+        return isinstance(pair, list) and len(pair) == 2 and all(type(x) is int and x >= 0 for x in pair)
+
     if not isinstance(prompt, str) or not prompt:
         raise UsageError("the prompt is missing or empty; expected some text")
-    if type(n) is not int or not 0 <= n <= MOST_NEW:
-        raise UsageError(f"max_tokens is {shown(n)}; expected a whole number from 0 to {MOST_NEW:,}")
-    if not (isinstance(marks, list) and all(isinstance(mark, str) for mark in marks)):
-        raise UsageError(f"marks is {shown(marks)}; expected texts")
-    if not (isinstance(off, list) and all(map(_is_pair, off))):
-        raise UsageError(f"off is {shown(off)}; expected pairs of a layer and a head")
-    if not isinstance(name, str) or not isinstance(knobs, dict):
-        raise UsageError(f"a method is {shown((name, knobs))}; expected the name of a method and an object of knobs")
-    settable = {knob["name"] for knob in knobs_of(find(name))}
-    for knob in lce.methods.knobs_of(find(name)):
-        if knob.name in knobs and knob.name not in settable:
-            raise UsageError(f"{knob.name} of {name} cannot be set from a page; leave it out")
+    for what, value, is_valid, expected in (
+        ("max_tokens", n, type(n) is int and 0 <= n <= MOST_NEW, f"a whole number from 0 to {MOST_NEW:,}"),
+        ("marks", marks, isinstance(marks, list) and all(isinstance(mark, str) for mark in marks), "texts"),
+        ("off", off, isinstance(off, list) and all(map(is_pair, off)), "pairs of a layer and a head"),
+        ("method", name, isinstance(name, str), "the name of a method"),
+        ("knobs", knobs, isinstance(knobs, dict), "an object of knobs"),
+    ):
+        if not is_valid:
+            raise UsageError(f"{what} is {shown(value)}; expected {expected}")
+    settable, known = ({knob["name"] for knob in knobs_of(find(name))}, lce.methods.knobs_of(find(name)))
+    if hidden := next((knob.name for knob in known if knob.name in knobs and knob.name not in settable), None):
+        raise UsageError(f"{hidden} of {name} cannot be set from a page; leave it out")
     heads = sorted({(layer, head) for layer, head in off})
     return RecordingRequest(prompt, n, list(filter(None, marks)), heads), make(name, knobs)
-
-
-def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and all(type(x) is int and x >= 0 for x in pair)
 
 
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:

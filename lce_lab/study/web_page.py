@@ -69,9 +69,8 @@ def _part(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise LceError(
-            f"lce was installed without {path.name} for pages ({error.strerror}); install it again"
-        ) from None
+        missing = f"lce was installed without {path.name} for pages ({error.strerror})"
+        raise LceError(f"{missing}; install it again") from None
 
 
 def store_of(path: str | Path) -> Path:
@@ -120,8 +119,7 @@ def split(recording: Recording, folder: str) -> Recording:
     runs = []
     for number, run in enumerate(recording["runs"]):
         bare = [{key: segment[key] for key in ("start", "stop", "rows")} for segment in run["segments"]]
-        scripts = [{**segment, "src": f"{folder}/{number}-{at}.js"} for at, segment in enumerate(bare)]
-        runs.append({**run, "segments": scripts})
+        runs.append({**run, "segments": [x | {"src": f"{folder}/{number}-{at}.js"} for at, x in enumerate(bare)]})
     return {**recording, "runs": runs}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 from lce.errors import DataError, UsageError, nearest, shown
@@ -112,10 +113,10 @@ class Benchmark(ABC):
 
     def task(self, name: str) -> PublishedTask:
         """Return the task called `name`. Raises `UsageError` for an unknown name."""
-        found = next((task for task in self.tasks if task.name == name), None)
-        if found is None:
-            raise UsageError(f"{self.name} has no task {name!r}; {nearest(name, [task.name for task in self.tasks])}")
-        return found
+        tasks = {task.name: task for task in self.tasks}
+        if name not in tasks:
+            raise UsageError(f"{self.name} has no task {name!r}; {nearest(name, tasks)}")
+        return tasks[name]
 
     def variant(self, name: str | None) -> str:
         """Return the name of a set of prompts; None stands for the default. Raises `UsageError` for unknown names."""
@@ -178,9 +179,13 @@ class Benchmark(ABC):
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
         """Return the benchmark's own averages of task scores. An average is left out if a task's score is missing."""
-        if {task.name for task in self.tasks} - set(scores):
-            return {}
-        return {"average": sum(scores[task.name] for task in self.tasks) / len(self.tasks)}
+        found = [value for members in self.by_category(scores).values() for value in members]
+        return {"average": fmean(found)} if len(found) == len(self.tasks) else {}
+
+    def by_category(self, scores: Mapping[str, float]) -> dict[str, list[float]]:
+        """Return the scores of the tasks of each category, without categories of which a score is missing."""
+        kinds = {kind: [x.name for x in self.tasks if x.category == kind] for kind in [x.category for x in self.tasks]}
+        return {kind: [scores[x] for x in names] for kind, names in kinds.items() if scores.keys() >= set(names)}
 
 
 def filled(template: str, **values: str) -> tuple[str, str, str]:

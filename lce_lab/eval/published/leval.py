@@ -58,12 +58,7 @@ class LEval(Benchmark):
         return found[0] if found else None
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
-        found = {}
-        for category in dict.fromkeys(task.category for task in self.tasks):
-            members = [task.name for task in self.tasks if task.category == category]
-            if set(members) <= set(scores):
-                found[f"average ({category})"] = fmean(scores[name] for name in members)
-        return found
+        return {f"average ({kind})": fmean(members) for kind, members in self.by_category(scores).items()}
 
 
 def _asked(

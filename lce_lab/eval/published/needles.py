@@ -11,16 +11,8 @@ from typing import Any
 
 from lce.errors import DataError, shown
 from lce.files import named
-from lce_lab.eval.published.base import (
-    DESCRIBED,
-    Answered,
-    Benchmark,
-    PublishedTask,
-    Row,
-    json_rows,
-    json_value,
-    row_of,
-)
+from lce_lab.eval.published import base
+from lce_lab.eval.published.base import Answered, Benchmark, PublishedTask, Row
 from lce_lab.eval.published.haystack import DEPTHS, LANGUAGES, Chain, Needles
 from lce_lab.eval.sample import Sample
 
@@ -74,22 +66,22 @@ class NeedleBench(Benchmark):
         return (LANGUAGES[task.name[-2:]].texts,)
 
     def read(self, folder: Path, task: PublishedTask, variant: str, tokenizer: Any) -> Iterator[Sample]:
-        texts = [row.text("text") for row in json_rows(self.file(folder, *self.paths(task)))]
+        texts = [row.text("text") for row in base.json_rows(self.file(folder, *self.paths(task)))]
         haystack: Chain | Needles
         if task.category == "multi_reasoning":
             path = self.file(folder, "names.json")
-            names = row_of(json_value(path), named(path)).text(LANGUAGES[task.name[-2:]].name).split(",")
+            names = base.row_of(base.json_value(path), named(path)).text(LANGUAGES[task.name[-2:]].name).split(",")
             if len(names) < 6:
                 raise DataError(f"{named(path)} has {len(names)} names; expected 6 or more in each language")
             haystack = Chain(task, tokenizer, texts, names)
         else:
             path = self.file(folder, "needles.jsonl")
-            haystack = Needles(task, tokenizer, texts, list(json_rows(path)))
+            haystack = Needles(task, tokenizer, texts, list(base.json_rows(path)))
             if len(haystack.own) < 1 or len(haystack.distinct) < len(DEPTHS):
                 raise DataError(f"{named(path)} has too few needles in {haystack.language.name}; {self.remedy}")
         for counter in range(REPEATS[task.category]):
             Random(counter).shuffle(haystack.texts)
-            for length in DESCRIBED[self.name]["lengths"][variant or self.variants[0]]:
+            for length in base.DESCRIBED[self.name]["lengths"][variant or self.variants[0]]:
                 yield from haystack.samples(counter, length)
 
     def samples(self, row: Row, index: int, task: PublishedTask, variant: str) -> Iterator[Sample]:
@@ -100,8 +92,8 @@ class NeedleBench(Benchmark):
         if path.suffix != ".json":
             yield from super().predictions(path, task)
             return
-        for name, entry in row_of(json_value(path), named(path)).content.items():
-            yield from self.answered(row_of(entry, f"entry {shown(name)} of {named(path)}"), 0, task)
+        for name, entry in base.row_of(base.json_value(path), named(path)).content.items():
+            yield from self.answered(base.row_of(entry, f"entry {shown(name)} of {named(path)}"), 0, task)
 
     def answered(self, row: Row, index: int, task: PublishedTask) -> Iterator[Answered]:
         gold = row.text("gold")
@@ -123,10 +115,10 @@ class NeedleBench(Benchmark):
 
     def averages(self, scores: Mapping[str, float]) -> dict[str, float]:
         """Return the means of the three kinds of tasks, and the mean of these means."""
-        if {task.name for task in self.tasks} - set(scores):
+        kinds = self.by_category(scores)
+        if len(kinds) < len(REPEATS):
             return {}
-        kinds = {kind: [scores[t.name] for t in self.tasks if t.category == kind] for kind in REPEATS}
-        found = {f"average ({kind})": fmean(members) for kind, members in kinds.items()}
+        found = {f"average ({kind})": fmean(kinds[kind]) for kind in REPEATS}
         return {**found, "average": fmean(found.values())}
 
 
