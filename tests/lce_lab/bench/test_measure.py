@@ -85,19 +85,10 @@ def test_what_cannot_be_measured(tiny_model: Path) -> None:
         Bench(tiny_model, ["longhead"])
     with pytest.raises(UsageError, match="nothing to measure"):
         Bench(tiny_model, [])
-    for options in (
-        {"lengths": [0]},
-        {"lengths": "8,16"},
-        {"lengths": None},
-        {"lengths": {8}},
-        {"repeats": 0},
-        {"new_tokens": "many"},
-        {"seed": -1},
-        {"seed": "x"},
-        {"methods": 5},
-        {"methods": [None]},
-    ):
+    lengths = [("lengths", value) for value in ([0], "8,16", None, {8})]
+    others = ("repeats", 0), ("new_tokens", "many"), ("seed", -1), ("seed", "x"), ("methods", 5), ("methods", [None])
+    for name, value in (*lengths, *others):
         with pytest.raises(UsageError, match="expected"):
-            Bench(tiny_model, **options)  # type: ignore[arg-type]
+            Bench(tiny_model, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="progress is 3"):
         bench(tiny_model, lengths=8, progress=3)  # type: ignore[arg-type]

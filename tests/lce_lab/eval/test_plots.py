@@ -16,24 +16,13 @@ from tests.lce_lab.eval.test_selection import engine, look
 def report(tmp_path: Path) -> Report:
     pytest.importorskip("matplotlib")
     lines = [
-        line(
-            i,
-            float(i % 2 or length < 999),
-            length=length,
-            engine=engine,
-            method=method,
-            depth=depth,
-            depths=[0, 1],
-            read_bytes=length * 100,
-        )
+        line(i, float(i % 2 or length < 999), length=length, depth=i % 2, depths=[0, 1], read_bytes=length * 100, **who)
         for length in (512, 1024)
-        for engine, method in ((QUEST, "quest"), ({}, "full"))
-        for i, depth in enumerate((0, 1, 0, 1))
+        for who in ({"engine": QUEST, "method": "quest"}, {})
+        for i in range(4)
     ]
     lines += [line(0, task="other", method="|" * 200 + "$\\no_formula$")]
-    return Report.read(
-        [file(tmp_path / "record", *(({**x, "engine": x["engine"] or line(0)["engine"]}) for x in lines))]
-    )
+    return Report.read([file(tmp_path / "record", *lines)])
 
 
 def test_pictures_are_files_of_their_own(report: Report, tmp_path: Path) -> None:

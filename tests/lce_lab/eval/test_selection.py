@@ -150,33 +150,11 @@ def engine(chunks: int, placement: str = "side_by_side") -> str:
 
 def look(index: int = 0, recall: float = 0.5, **more: Any) -> dict[str, Any]:
     """A line as `lce eval selection --record` writes it."""
-    sample = {
-        "task": "made",
-        "filler": "prose",
-        "length": 512,
-        "samples": 2,
-        "seed": 0,
-        "judge": "constant",
-        "states": "own",
-        "model": "abcdef0123",
-        "engine": engine(4),
-        "rope": "RopeConfig(kind='none')",
-        "index": index,
-    }
-    seen = {
-        "queries": 3,
-        "recall": [[recall, recall]],
-        "tokens": [[32.0, 32.0]],
-        "read_bytes": 2**20,
-        "scored_bytes": 0,
-        "full_bytes": 2**22,
-        "hit1": [[1.0, 0.0]],
-        "score": 1.0,
-        "prompt": f"{index}",
-        "method": "longheads",
-        "checkpoint": "m/tiny",
-    }
-    return sample | seen | more
+    sample = {"task": "made", "filler": "prose", "length": 512, "samples": 2, "seed": 0, "index": index}
+    sample |= {"judge": "constant", "states": "own", "model": "abcdef0123", "engine": engine(4), "rope": "kind='none'"}
+    seen = {"queries": 3, "recall": [[recall, recall]], "tokens": [[32.0, 32.0]], "hit1": [[1.0, 0.0]], "score": 1.0}
+    seen |= {"read_bytes": 2**20, "scored_bytes": 0, "full_bytes": 2**22, "prompt": f"{index}"}
+    return sample | seen | {"method": "longheads", "checkpoint": "m/tiny"} | more
 
 
 def test_rows_are_methods_with_their_knobs_and_lengths(tmp_path: Path) -> None:
@@ -208,14 +186,8 @@ def test_a_record_says_what_its_measurement_said(tiny_model: Path, tmp_path: Pat
     (task,) = make_tasks(["passkey"])
     suite, record = MadeSuite(samples=1), Record(tmp_path / "record")
     method = lce.methods.LongHeads(chunk_size=8, chunks=4)
-    found = measure(
-        str(tiny_model),
-        method,
-        lambda engine: suite.make(engine, task, 300),
-        length=300,
-        setting=suite.setting(task, 300),
-        record=record,
-    )
+    how = {"length": 300, "setting": suite.setting(task, 300), "record": record}
+    found = measure(str(tiny_model), method, lambda engine: suite.make(engine, task, 300), **how)
     (table,) = Report.read([record.path]).selections
     assert table.rows == [found]
     assert table.model.startswith(tiny_model.name)

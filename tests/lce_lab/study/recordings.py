@@ -8,34 +8,21 @@ import numpy as np
 ALWAYS = 8  # tokens at the end that every query attends
 
 
+LAYERS, HEADS = 2, 4
+
+
 def recording(
-    tokens: int = 400,
-    layers: int = 2,
-    heads: int = 4,
-    size: int = 8,
-    k: int = 5,
-    window: int = 64,
-    looked: int = 24,
-    segment: int = 150,
-    seed: int = 0,
+    tokens: int = 400, size: int = 8, k: int = 5, window: int = 64, looked: int = 24, segment: int = 150
 ) -> dict[str, Any]:
     """Two runs: one that chooses, and one that attends everything. The answer is the tokens 40 to 43."""
     words = ["the ", "grey ", "ring ", "was ", "not ", "there. ", "A ", "key ", "<b>", "&amp;", "\n", "“so” "]
-    text = [words[i] for i in np.random.default_rng(seed).integers(0, len(words), tokens)]
+    text = [words[i] for i in np.random.default_rng(0).integers(0, len(words), tokens)]
     text[40:44] = ["4", "8", "2", "9"]
-    runs = [
-        _choosing(tokens, layers, heads, size, k, looked, segment, seed),
-        _full(tokens, layers, heads, size, looked),
-    ]
-    return {
-        "format": 1,
-        "lce": "0",
-        "judge": "constant",
-        "tokens": text,
-        "runs": runs,
-        "model": {"name": "made up", "layers": layers, "heads": heads, "kv_heads": heads, "window": window},
-        "marks": [{"start": 40, "stop": 44, "label": "4829"}],
-    }
+    runs = [_choosing(tokens, size, k, looked, segment), _full(tokens, size, looked)]
+    model = {"name": "made up", "layers": LAYERS, "heads": HEADS, "kv_heads": HEADS, "window": window}
+    marks = [{"start": 40, "stop": 44, "label": "4829"}]
+    about = {"format": 1, "lce": "0", "judge": "constant", "model": model, "marks": marks}
+    return {**about, "tokens": text, "runs": runs}
 
 
 def choices(made: dict[str, Any], query: int, layer: int, head: int) -> list[int]:
@@ -47,74 +34,47 @@ def choices(made: dict[str, Any], query: int, layer: int, head: int) -> list[int
     return [int(c) for c in numbers[query - part["start"], layer, head] if c != 0xFFFF]
 
 
-def _choosing(
-    tokens: int, layers: int, heads: int, size: int, k: int, looked: int, segment: int, seed: int
-) -> dict[str, Any]:
-    draw = np.random.default_rng(seed)
-    queries = tokens + 3
+def _choosing(tokens: int, size: int, k: int, looked: int, segment: int) -> dict[str, Any]:
+    draw, queries = np.random.default_rng(0), tokens + 3
     complete = np.maximum(1, np.arange(queries) // size)[:, None, None, None]
     # k different chunks of those before, ascending: one in each of k equal parts
-    parts = (np.arange(k) + draw.random((queries, layers, heads, k))) / k
+    parts = (np.arange(k) + draw.random((queries, LAYERS, HEADS, k))) / k
     chosen = np.floor(parts * complete).astype("<u2")
     chosen[..., 1:][chosen[..., 1:] == chosen[..., :-1]] = 0xFFFF
     chosen.sort(axis=-1)
-    looks = {query: _look(query, chosen[query], size, heads) for query in _looked(tokens, queries, looked)}
-    segments = [
-        {
-            "start": start,
-            "stop": min(queries, start + segment),
-            "rows": len(chosen[start : start + segment]),
-            "data": base64.b64encode(chosen[start : start + segment].tobytes()).decode(),
-            "looks": {str(query): look for query, look in looks.items() if start <= query < start + segment},
-        }
-        for start in range(0, queries, segment)
-    ]
-    return _run("choosing", tokens, queries, size) | {
-        "layers": [{"chooses": True}] * layers,
-        "choosing": list(range(layers)),
-        "choosers": heads,
-        "k": k,
-        "looked": sorted(looks),
-        "segments": segments,
-        "always": [
-            {
-                "layers": list(range(layers)),
-                "runs": [[0, ALWAYS, [[0, 0, 1, 1]]], [ALWAYS, queries, [[1, 1, ALWAYS + 1, 1]]]],
-            }
-        ],
-    }
+    looks = {query: _look(query, chosen[query], size) for query in _looked(tokens, queries, looked)}
+    segments = []
+    for start in range(0, queries, segment):
+        part, stop = chosen[start : start + segment], min(queries, start + segment)
+        own = {str(query): look for query, look in looks.items() if start <= query < stop}
+        data = base64.b64encode(part.tobytes()).decode()
+        segments.append({"start": start, "stop": stop, "rows": len(part), "data": data, "looks": own})
+    spans = [[0, ALWAYS, [[0, 0, 1, 1]]], [ALWAYS, queries, [[1, 1, ALWAYS + 1, 1]]]]
+    return _run("choosing", tokens, queries, size, segments, spans) | {"choosers": HEADS, "k": k}
 
 
-def _full(tokens: int, layers: int, heads: int, size: int, looked: int) -> dict[str, Any]:
-    queries = tokens + 3
-    chosen = np.zeros((layers, heads, 0), "<u2")
-    looks = {str(query): _look(query, chosen, size, heads) for query in _looked(tokens, queries, looked)}
-    return _run("everything", tokens, queries, size) | {
-        "layers": [{"chooses": False}] * layers,
-        "choosing": [],
+def _full(tokens: int, size: int, looked: int) -> dict[str, Any]:
+    queries, chosen = tokens + 3, np.zeros((LAYERS, HEADS, 0), "<u2")
+    looks = {str(query): _look(query, chosen, size) for query in _looked(tokens, queries, looked)}
+    segments = [{"start": 0, "stop": queries, "rows": 1, "data": "", "looks": looks}]
+    return _run("everything", tokens, queries, size, segments, [[0, queries, [[0, 0, 1, 1]]]])
+
+
+def _run(label: str, tokens: int, queries: int, size: int, segments: list[Any], spans: list[Any]) -> dict[str, Any]:
+    blocks = [[start, min(tokens, start + 128)] for start in range(0, tokens, 128)]
+    chooses = label == "choosing"
+    about = {"label": f"{label}(chunk_size={size})", "method": label, "knobs": {"chunk_size": size}, "window": 64}
+    about |= {"chunk_size": size, "first": 0, "placement": None, "bits": 16, "off": [], "stats": {}}
+    return about | {
+        "layers": [{"chooses": chooses}] * LAYERS,
+        "choosing": list(range(LAYERS)) if chooses else [],
         "choosers": 1,
         "k": 0,
-        "looked": [int(q) for q in looks],
-        "segments": [{"start": 0, "stop": queries, "rows": 1, "data": "", "looks": looks}],
-        "always": [{"layers": list(range(layers)), "runs": [[0, queries, [[0, 0, 1, 1]]]]}],
-    }
-
-
-def _run(label: str, tokens: int, queries: int, size: int) -> dict[str, Any]:
-    blocks = [[start, min(tokens, start + 128)] for start in range(0, tokens, 128)]
-    return {
-        "label": f"{label}(chunk_size={size})",
-        "method": label,
-        "knobs": {"chunk_size": size},
-        "window": 64,
-        "chunk_size": size,
-        "first": 0,
-        "placement": None,
-        "bits": 16,
-        "off": [],
-        "stats": {},
+        "looked": sorted(int(query) for segment in segments for query in segment["looks"]),
+        "segments": segments,
+        "always": [{"layers": list(range(LAYERS)), "runs": spans}],
         "blocks": blocks + [[at, at + 1] for at in range(tokens, queries)],
-        "warning": "400 tokens are more than it can read" if label == "everything" else None,
+        "warning": None if chooses else "400 tokens are more than it can read",
         "generated": [{"text": text, "logprob": -0.25, "top": [[text, -0.25]]} for text in (" 4", "8", "2", "9")],
     }
 
@@ -124,7 +84,7 @@ def _looked(tokens: int, queries: int, looked: int) -> list[int]:
     return sorted(spread | {*range(tokens - 2, queries)})
 
 
-def _look(query: int, chosen: np.ndarray[Any, Any], size: int, heads: int) -> dict[str, Any]:
+def _look(query: int, chosen: np.ndarray[Any, Any], size: int) -> dict[str, Any]:
     """A look in which head 0 has what matters, and heads 1, 2, 3 miss it by selection, budget and placement."""
     layers = []
     whys = [None, "selection", "budget", "placement"]
@@ -142,7 +102,7 @@ def _look(query: int, chosen: np.ndarray[Any, Any], size: int, heads: int) -> di
                 "reachable": 0.9,
                 "why": whys[head % 4] if lists[head] else None,
             }
-            for head in range(heads)
+            for head in range(HEADS)
         ]
         ranks = [list(range(len(row))) for row in lists]
         scores = [[9.5 - i for i in range(len(row))] for row in lists]

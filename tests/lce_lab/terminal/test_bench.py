@@ -11,48 +11,14 @@ from lce_lab.bench import Bench, Ceilings, Report, Row, Spread, StepTimes, machi
 from lce_lab.terminal.bench import report_lines
 from tests.command import assert_error, run
 
-REPORT = Report(
-    "demo",
-    "a machine",
-    "1.0",
-    "bfloat16",
-    "cpu",
-    4096,
-    3,
-    32,
-    0,
-    {"full": "Full()"},
-    Ceilings(35.04e9, 20e9, {"float32": 400e9, "int8": 350e9}, 512),
-    [
-        Row(
-            "full",
-            8192,
-            Spread(1622.4, 1600, 1650.0),
-            Spread(40.66, 40.0, 41),
-            Spread(0.3158, 0.31, 0.32),
-            3 << 20,
-            1 << 20,
-            1e9,
-            0.351,
-            0.284,
-            None,
-        ),
-        Row(
-            "full",
-            512,
-            Spread(9.876, 9.876, 9.876),
-            Spread(5.0, 5.0, 5.0),
-            Spread(1.5, 1.5, 1.5),
-            3 << 20,
-            0,
-            1e9,
-            0.351,
-            0.284,
-            None,
-        ),
-    ],
-    [StepTimes("full", 8192, "decode", 1, {"products": 0.018, "Python and other": 0.002})],
-)
+SHARES = 1e9, 0.351, 0.284, None
+LONG = Spread(1622.4, 1600, 1650.0), Spread(40.66, 40.0, 41), Spread(0.3158, 0.31, 0.32)
+SHORT = Spread(9.876, 9.876, 9.876), Spread(5.0, 5.0, 5.0), Spread(1.5, 1.5, 1.5)
+ROWS = Row("full", 8192, *LONG, 3 << 20, 1 << 20, *SHARES), Row("full", 512, *SHORT, 3 << 20, 0, *SHARES)
+BEST = Ceilings(35.04e9, 20e9, {"float32": 400e9, "int8": 350e9}, 512)
+TIMES = StepTimes("full", 8192, "decode", 1, {"products": 0.018, "Python and other": 0.002})
+SETTING = "demo", "a machine", "1.0", "bfloat16", "cpu", 4096, 3, 32, 0, {"full": "Full()"}
+REPORT = Report(*SETTING, BEST, ROWS, [TIMES])
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +68,8 @@ def test_prints_markdown_and_writes_json(tiny_model: Path, tmp_path: Path) -> No
     assert content["methods"]["longheads"].startswith("LongHeads(chunk_size=8")
     alone = run(*args, "--json", "-", "--quiet")
     assert (alone.exit_code, alone.stderr) == (0, "")
-    assert json.loads(alone.stdout)["ceilings"] == {
-        "reading": 1e9,
-        "copying": 2e9,
-        "products": {"int8": 3e12},
-        "rows": 40,
-    }
+    known = {"reading": 1e9, "copying": 2e9, "products": {"int8": 3e12}, "rows": 40}
+    assert json.loads(alone.stdout)["ceilings"] == known
 
 
 def test_says_once_that_a_text_is_beyond_the_window(tiny_model: Path) -> None:

@@ -12,17 +12,9 @@ from tests.lce_lab.eval.test_selection import engine, look
 
 
 def test_eval_report_as_markdown_and_as_json(tmp_path: Path) -> None:
+    quest = {"engine": QUEST, "method": "quest", "depths": [0, 0.5]}
     made = [
-        line(
-            i,
-            float(i > 1),
-            length=length,
-            engine=QUEST,
-            method="quest",
-            depth=i / 2 % 1,
-            depths=[0, 0.5],
-            read_bytes=length * 1024,
-        )
+        line(i, float(i > 1), length=length, depth=i / 2 % 1, read_bytes=length * 1024, **quest)
         for length in (512, 1024)
         for i in range(4)
     ]

@@ -74,20 +74,15 @@ def _infinite(answer: list[Any], **more: Any) -> list[dict[str, Any]]:
 _OPTIONS = ["alpha", "beta", "gamma", "delta"]
 _TREC = {"context": "Question: {b}\nType: City", "input": "Question: a?\nType:", "all_classes": ["City", "Person"]}
 _V2 = {f"choice_{letter}": f" option {letter}" for letter in "ABCD"} | {"difficulty": "easy", "length": "short"}
+_V2 |= {"_id": "x", "context": "Text", "question": "Which?", "answer": "B"}
 _STAR = "The little penguin counted {} ★, but found that a mistake had been made, so the counting was done again, "
 _CORRECTED = _STAR.format(6) + "and this time 5 ★ was counted correctly. " + _STAR.format(8) + "and this time 9 ★ was"
+_COUNTS = {"retrieval_question": " Q", "reference_counting_results": [5, 9]}
 _RULER = {"index": 0, "input": "A number is hidden: 17.", "outputs": ["17"], "length": 20, "answer_prefix": " It is"}
-_NEEDLES = [
-    {
-        "language": "English",
-        "arg1": f"s{n}",
-        "arg2": f"k{n}",
-        "needle": f"Needle {n} is k{n}.",
-        "retrieval_question": f"What is {n}? Please answer in the format 'It is __.'",
-    }
-    for n in range(12)
-]
-_ESSAYS = [{"text": "abcdefghi. " * 500}]
+_ASKED = "What is {}? Please answer in the format 'It is __.'"
+_FACTS = [{"arg1": f"s{n}", "arg2": f"k{n}", "needle": f"Needle {n} is k{n}."} for n in range(12)]
+_NEEDLES = [{"language": "English", "retrieval_question": _ASKED.format(n), **fact} for n, fact in enumerate(_FACTS)]
+_ESSAYS = "PaulGrahamEssays.jsonl", [{"text": "abcdefghi. " * 500}]
 _NAMES = {"names.json": {"English": ",".join(f"Name{n}" for n in range(100, 120)), "Chinese": "a,b,c,d,e,f"}}
 
 LAYOUTS: dict[str, dict[str, Layout]] = {
@@ -100,17 +95,13 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
     },
     "longbench-e": {"qasper": Layout("qasper_e.jsonl", _longbench(["red"], 3999, 4000, 8000))},
     "longbench-v2": {
-        "longbench_v2": Layout(
-            "data.json",
-            [{"_id": "x", "context": "Text", "question": "Which?", "answer": "B", **_V2}],
-            lambda sample: f"The correct answer is ({sample.answers[0]})",
-        )
+        "longbench_v2": Layout("data.json", [_V2], lambda sample: f"The correct answer is ({sample.answers[0]})")
     },
     "infinitebench": {
         "passkey": Layout("passkey.jsonl", _infinite(["71432"])),
         "longbook_choice_eng": Layout("longbook_choice_eng.jsonl", _infinite(["beta"], options=_OPTIONS)),
         "code_debug": Layout(
-            "code_debug.jsonl", _infinite(["beta"], options=_OPTIONS), lambda sample: f"{sample.answers[1]}. it"
+            "code_debug.jsonl", _infinite(["beta"], options=_OPTIONS), lambda x: f"{x.answers[1]}. it"
         ),
         "code_run": Layout("code_run.jsonl", _infinite([-7], context="def f", input="What is func_1(-3)?")),
         "math_find": Layout("math_find.jsonl", _infinite([3.5], input="The smallest number of the list is")),
@@ -131,30 +122,19 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "news_summ": Layout("Open-ended-tasks/news_summ.jsonl", _leval("Sum up.", "this and that", "rouge")),
     },
     "needlebench": {
-        "single_en": Layout("PaulGrahamEssays.jsonl", _ESSAYS, beside={"needles.jsonl": _NEEDLES}),
-        "multi_retrieval_en": Layout(
-            "PaulGrahamEssays.jsonl", _ESSAYS, lambda sample: " ".join(sample.answers), {"needles.jsonl": _NEEDLES}
-        ),
-        "multi_reasoning_3_en": Layout(
-            "PaulGrahamEssays.jsonl", _ESSAYS, lambda sample: f"\\boxed{{{sample.answers[0]}}}", _NAMES
-        ),
+        "single_en": Layout(*_ESSAYS, beside={"needles.jsonl": _NEEDLES}),
+        "multi_retrieval_en": Layout(*_ESSAYS, lambda x: " ".join(x.answers), {"needles.jsonl": _NEEDLES}),
+        "multi_reasoning_3_en": Layout(*_ESSAYS, lambda x: f"\\boxed{{{x.answers[0]}}}", _NAMES),
     },
     "counting-stars": {
         "acquisition_zh": Layout(
             "test_data/Counting_Stars_ZH_multi-evidence-retrieval-searching_128000_32_32.jsonl",
-            [{"question": "text Q", "retrieval_question": " Q", "reference_counting_results": [5, 9]}],
+            [{"question": "text Q", **_COUNTS}],
             lambda sample: json.dumps({"小企鹅": [int(x) for x in sample.answers]}),
         ),
         "reasoning_en": Layout(
             "Counting_Stars_EN_reasoning_128000_32_32.jsonl",
-            [
-                {
-                    "question": f"{_CORRECTED} Q",
-                    "retrieval_question": " Q",
-                    "context_size": 9,
-                    "reference_counting_results": [5, 9],
-                }
-            ],
+            [{"question": f"{_CORRECTED} Q", "context_size": 9, **_COUNTS}],
             lambda sample: json.dumps({"little_penguin": [int(x.split("/")[0]) for x in sample.answers]}),
         ),
     },
