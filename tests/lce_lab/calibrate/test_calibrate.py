@@ -151,14 +151,8 @@ def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.M
         calibrate(tiny_model, TEXT, tmp_path / "none" / "maps", SMALL)
     with pytest.raises(UsageError, match=r"rotate by the length of each text, .* --rope ntk"):
         calibrate(tiny_model, TEXT, out, SMALL, rope="dynamic", rope_factor=2)
-    for knob, value in (
-        ("epochs", 0),
-        ("lr", float("nan")),
-        ("lr", float("inf")),
-        ("lr", 0.0),
-        ("far", -1),
-        ("piece", 0),
-    ):
+    wrong = [("lr", value) for value in (float("nan"), float("inf"), 0.0)]
+    for knob, value in (*wrong, ("epochs", 0), ("far", -1), ("piece", 0)):
         with pytest.raises(UsageError, match=f"{knob} is {value}; expected"):
             Calibration(**{knob: value})
     monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
@@ -303,9 +297,8 @@ def test_a_work_file_of_another_place_or_plan_changes_no_map(
     (begun / "piece-00005-001.safetensors").write_bytes(other)
     calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", TINY, note=notes.append)
     assert bytes_of(tmp_path / "maps.safetensors") == whole
-    assert [note.split(": ")[1] for note in notes] == [
-        "it belongs to another calibration or place; it is computed again"
-    ] * 2
+    why = "it belongs to another calibration or place; it is computed again"
+    assert [note.split(": ")[1] for note in notes] == [why] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,17 +32,9 @@ def slow(engine: lce.Engine, ids: list[int], first: int) -> list[float]:
 def test_windows_are_a_slow_loop_over_transformers(tmp_path: Path, scored: str) -> None:
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=1)
     model, total, n = save_by_transformers(tmp_path, config), 0.0, 0
     for start in range(0, 300 - 100 + 1, 40):
         window = torch.tensor(IDS[start : start + 100])

@@ -38,9 +38,8 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     assert [cell["ceiling"] for cell in cells] == [True, False, False] * 2
     assert [cell.get("discriminates") for cell in cells] == [None, False, False, None, False, False]
     alone = run(*RUN, "--method", "full", "--lengths", "300", "--record", tmp_path / "record", "--json")
-    assert [cell.get("discriminates") for cell in json.loads(alone.stdout)] == [None, True], (
-        "one method is not compared"
-    )
+    found = [cell.get("discriminates") for cell in json.loads(alone.stdout)]
+    assert found == [None, True], "one method is not compared"
     assert cells[3]["task_knobs"] == {"common": 2, "ratio": 10}
     assert len((tmp_path / "record").read_text().splitlines()) == 12
 
@@ -65,21 +64,10 @@ def test_a_run_names_the_time_left_over_all_its_cells(
     monkeypatch.setattr("lce.terminal.output.NEXT_LINE_S", 0.0)
     found = run(*RUN[:-1], *args, "--lengths", "250").stderr
     said = [line.partition(" tok/s")[0] for line in found.splitlines() if " left" in line]
-    assert [" ".join(line.split()[:-1]) for line in said] == [
-        f"{cell}: {done:,} of 2,000,"
-        for cell, done in (
-            ("passkey, full at 250", 250),
-            ("passkey, full at 250", 500),
-            ("passkey, dca at 250", 500),
-            ("passkey, dca at 250", 750),
-            ("passkey, dca at 250", 1000),
-            ("code, full at 250", 1000),
-            ("code, full at 250", 1250),
-            ("code, full at 250", 1500),
-            ("code, dca at 250", 1500),
-            ("code, dca at 250", 1750),
-        )
-    ]
+    steps = {"passkey, full": (250, 500), "passkey, dca": (500, 750, 1000), "code, full": (1000, 1250, 1500)}
+    steps["code, dca"] = (1500, 1750)
+    expected = [f"{cell} at 250: {done:,} of 2,000," for cell, some in steps.items() for done in some]
+    assert [" ".join(line.split()[:-1]) for line in said] == expected
     again = run(*RUN[:-1], *args, "--lengths", "250,200").stderr
     assert "code, dca at 200: 1,400 of 1,600, " in again
 
@@ -146,12 +134,9 @@ def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, 
     whole = run(*args, "--json", "--record", record, "--predictions", kept)
     assert whole.exit_code == 0, whole.stderr
     found = json.loads(whole.stdout)
-    assert [(x["method"], x["task"], x["samples"]) for x in found] == [
-        ("full", "passage_retrieval_zh", 1),
-        ("streaming", "passage_retrieval_zh", 1),
-        ("full", "lcc", 3),
-        ("streaming", "lcc", 3),
-    ]
+    tasks = {"passage_retrieval_zh": 1, "lcc": 3}
+    cells = [(method, *task) for task in tasks.items() for method in ("full", "streaming")]
+    assert [(x["method"], x["task"], x["samples"]) for x in found] == cells
     assert all(0 <= x["low"] <= x["score"] <= x["high"] <= 100 for x in found)
     before = record.read_bytes()
     again = run(*args, "--record", record)
@@ -197,10 +182,8 @@ def test_a_broken_file_of_a_folder_is_named_and_the_others_are_scored(tmp_path: 
         (tmp_path / f"{name}.jsonl").write_text(f"{text}\n")
     found = run("eval", "score", tmp_path, "--suite", "longbench")
     assert found.exit_code == 3
-    assert [line.split()[:3] for line in found.stdout.splitlines()[1:]] == [
-        ["musique", "1", "100.00"],
-        ["qasper", "1", "100.00"],
-    ]
+    scored = [line.split()[:3] for line in found.stdout.splitlines()[1:]]
+    assert scored == [["musique", "1", "100.00"], ["qasper", "1", "100.00"]]
     named, error = found.stderr.splitlines()
     assert "not scored: line 2 of" in named
     assert "hotpotqa.jsonl" in named
