@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,23 +19,14 @@ from typing import Any
 import pytest
 import yaml
 
+import lce
+from lce_serve.command import serve
+from lce_serve.service import Service, Settings
 from tests.checkpoints import save_chat
 from tests.command import Process, until
-
-pytest.importorskip("starlette", reason="lce[serve] is not installed")
+from tests.lce_serve.conftest import free_ports, is_healthy
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "routing"
-
-
-def free_ports(n: int) -> list[int]:
-    socks = [socket.socket() for _ in range(n)]
-    try:
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
-    finally:
-        for sock in socks:
-            sock.close()
 
 
 def ask(port: int, number: int) -> Any:
@@ -53,14 +43,6 @@ def ask(port: int, number: int) -> Any:
     url = f"http://127.0.0.1:{port}/v1/completions"
     with urllib.request.urlopen(urllib.request.Request(url, late(), headers), timeout=60) as answer:
         return json.load(answer)
-
-
-def is_up(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 @contextmanager
@@ -104,11 +86,10 @@ def test_sessions_stay_and_a_killed_server_is_left_out(
     for before, after in zip(("8000", "8001", "8002"), (port, *ports), strict=True):
         text = text.replace(f"127.0.0.1:{before}", f"127.0.0.1:{after}")
     (tmp_path / name).write_text(text)
-    code = "from lce.cli import main; main()"
-    start = [sys.executable, "-c", code, "serve", "-m", model, "--cache-dir", tmp_path / "kept"]
+    start = [sys.executable, "-m", "lce", "serve", "-m", model, "--cache-dir", tmp_path / "kept"]
     servers = [[*start, "--port", str(each), "--name", f"server {each}"] for each in ports]
     with running(servers[0]) as first, running(servers[1]), running(line):
-        until(lambda: all(map(is_up, [*ports, port])))
+        until(lambda: all(is_healthy(f"http://127.0.0.1:{each}") for each in (*ports, port)))
         until(lambda: len({ask(port, number)["model"] for number in range(100, 112)}) == 2)  # the router knows both
         answers = [[ask(port, number) for _ in range(3)] for number in range(12)]
         homes = [{each["model"] for each in several} for several in answers]
@@ -132,9 +113,6 @@ def documents(name: str) -> list[Any]:
 
 
 def test_the_manifest_names_figures_that_there_are(model: Path) -> None:
-    import lce
-    from lce_serve.service import Service, Settings
-
     found = documents("llm-d.yaml")
     kinds = ["Deployment", "PersistentVolumeClaim", "InferencePool", "HTTPRoute", "ConfigMap"]
     assert [each["kind"] for each in found] == kinds
@@ -149,8 +127,6 @@ def test_the_manifest_names_figures_that_there_are(model: Path) -> None:
 
 
 def test_the_manifest_starts_a_command_that_there_is() -> None:
-    from lce_serve.command import serve
-
     deployment, *_ = documents("llm-d.yaml")
     program, command, *options = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert (program, command) == ("lce", "serve")

@@ -1,8 +1,11 @@
 """A tiny chat model behind the server: in this process by Starlette's client, or by uvicorn on a port."""
 
+import http.client
+import json
 import threading
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,20 @@ def serving(service: Service) -> Iterator[str]:
         thread.join(10)
         sock.close()
         assert not thread.is_alive()
+
+
+def free_ports(n: int) -> list[int]:
+    with ExitStack() as open_socks:
+        socks = [open_socks.enter_context(running.bound("127.0.0.1", 0)) for _ in range(n)]
+        return [sock.getsockname()[1] for sock in socks]
+
+
+def is_healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return bool(json.load(answer)["status"] == "ok")
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def with_options(service: Service, **options: Any) -> list[Any]:

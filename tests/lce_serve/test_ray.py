@@ -1,11 +1,9 @@
 """Replicas on a real Ray: two engines of a tiny model behind one address. Starting Ray takes time, so all are slow."""
 
-import http.client
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +24,7 @@ import lce
 from lce_serve.app import application
 from lce_serve.service import Service, Settings
 from tests.command import Process, until
-from tests.lce_serve.conftest import URL, events
+from tests.lce_serve.conftest import URL, events, free_ports, is_healthy
 
 pytest.importorskip("ray.serve", reason="lce[ray] is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -58,10 +56,11 @@ class Server:
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [each for each in found if "ServeReplica:default:Replica" in _title(each)]
 
-    def healthy(self) -> int:
-        """Return how many replicas tell their figures."""
+    def running(self) -> list[float]:
+        """Return how many requests each replica runs that tells its figures."""
         with self.open("/metrics") as answer:
-            return answer.read().count(b"vllm:num_requests_running{")
+            lines = answer.read().decode().splitlines()
+        return [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
 
 
 def _title(process: psutil.Process) -> str:
@@ -74,8 +73,7 @@ def _title(process: psutil.Process) -> str:
 @contextmanager
 def started(model: Path, *options: str) -> Iterator[tuple[Process, list[str]]]:
     """Start `lce serve --replicas 2`, and end it. Gives the process, and what it has said on stderr so far."""
-    code = "import sys; from lce.cli import main; sys.argv[0] = 'lce'; main()"
-    line = [sys.executable, "-c", code, "serve", "-m", model, "--port", "0", "--replicas", "2", *options]
+    line = [sys.executable, "-m", "lce", "serve", "-m", model, "--port", "0", "--replicas", "2", *options]
     own = {name: value for name, value in os.environ.items() if name != "LCE_API_KEY"} | {"OMP_NUM_THREADS": "1"}
     process, said = Process(line, env=own), list[str]()
     reading = threading.Thread(target=lambda: said.extend(iter(process.stderr.readline, "")), daemon=True)
@@ -182,26 +180,13 @@ def test_sessions_stay_where_their_contexts_are(server: Server, capsys: pytest.C
     assert all(len(found) == 1 for found in replicas.values())
 
 
-def test_without_a_key_the_known_beginning_decides(server: Server) -> None:
-    for number in range(100, 106):
-        text = text_of(number)
-        _, first = server.ask(completion(text))
-        found, again = server.ask(completion(text + "what then?"))
-        assert again == first
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-
-
 def _is_kept(path: Path, ids: bytes) -> bool:
     return path.with_suffix(".lce").exists() and path.read_bytes().startswith(ids)
 
 
 def two_sessions(server: Server) -> tuple[str, str]:
     """Return sessions of different replicas."""
-    found: dict[str, str] = {}
-    for number in range(64):
-        found.setdefault(server.ask(completion("x", 1), f"s{number}")[1], f"s{number}")
-        if len(found) == 2:
-            break
+    found = {server.ask(completion("x", 1), f"s{number}")[1]: f"s{number}" for number in range(24)}
     one, other = found.values()
     return one, other
 
@@ -218,7 +203,7 @@ def test_a_replica_finds_the_contexts_of_another_on_disk(server: Server, cache: 
 
 
 def test_a_killed_replica_loses_no_whole_answer(server: Server, single: TestClient) -> None:
-    until(lambda: server.healthy() == 2, START_S)
+    until(lambda: len(server.running()) == 2, START_S)
     bodies = [completion(f"question {number}: " + text_of(number), 40) for number in range(24)]
     expected = [single.post(COMPLETE, json=body).json()["choices"] for body in bodies]
     with ThreadPoolExecutor(8) as pool:
@@ -227,11 +212,11 @@ def test_a_killed_replica_loses_no_whole_answer(server: Server, single: TestClie
         server.replicas()[0].kill()
         found = [each.result(100) for each in asked]
     assert [answer["choices"] for answer, _ in found] == expected
-    until(lambda: server.healthy() == 2, START_S)
+    until(lambda: len(server.running()) == 2, START_S)
 
 
 def test_a_stream_whose_replica_is_killed_ends_with_an_error(server: Server) -> None:
-    until(lambda: server.healthy() == 2, START_S)
+    until(lambda: len(server.running()) == 2, START_S)
     body = completion("endless", 3000, stream=True, logit_bias={"77": 100})
     streams = [server.open(COMPLETE, body, session) for session in two_sessions(server)]
     for stream in streams:
@@ -241,51 +226,36 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error(server: Server) -> 
     assert sorted(end == "[DONE]" for end in ends) == [False, True], ends
     error = json.loads(next(end for end in ends if end != "[DONE]"))["error"]
     assert error["code"] == "replica_lost"
-    until(lambda: server.healthy() == 2, START_S)
+    until(lambda: len(server.running()) == 2, START_S)
 
 
 def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
-    until(lambda: server.healthy() == 2, START_S)
+    until(lambda: len(server.running()) == 2, START_S)
     with server.open(COMPLETE, completion("endless", 3000, stream=True, logit_bias={"77": 100})) as stream:
         until(lambda: stream.readline(1 << 16).startswith(b"data: "))
-    until(lambda: _running(server) == 0, 20)
-
-
-def _running(server: Server) -> float:
-    with server.open("/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+    until(lambda: not sum(server.running()), 20)
 
 
 def test_the_example_of_a_cluster_answers_behind_rays_proxy(
     chat_model: Path, single: TestClient, tmp_path: Path
 ) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    changes = {
-        "smollm2": chat_model,
-        "self_extend": "full",
-        "/shared/lce": tmp_path / "kept",
-        "8000": port,
-        "threads: 4": "threads: 1",
-        "max_replicas: 8": "max_replicas: 2",
-    }
+    (port,) = free_ports(1)
+    changes = {"smollm2": chat_model, "self_extend": "full", "/shared/lce": tmp_path / "kept", "8000": port}
+    changes |= {"threads: 4": "threads: 1", "max_replicas: 8": "max_replicas: 2"}
     text = (ROOT / "examples" / "routing" / "serve.yaml").read_text()
     for before, after in changes.items():
         assert before in text
         text = text.replace(before, str(after))
     (tmp_path / "serve.yaml").write_text(text)
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # even if this process ignores it
-    )
+    # Ctrl-C works there even if this process ignores it.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from ray.serve.scripts import cli; cli()"
     own = {name: value for name, value in os.environ.items() if name != "LCE_API_KEY"} | {"RAY_ADDRESS": "local"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": own | {"RAY_USAGE_STATS_ENABLED": "0"}}
     with Process([sys.executable, "-c", code, "run", tmp_path / "serve.yaml"], **quiet) as process:
         try:
             server = Server(process, f"http://127.0.0.1:{port}")
-            until(lambda: _answers(server), START_S)
+            until(lambda: is_healthy(server.address), START_S)
             found, replica = server.ask(completion("behind a proxy"))
             assert found["choices"] == single.post(COMPLETE, json=completion("behind a proxy")).json()["choices"]
             with server.open(COMPLETE, completion("behind a proxy", stream=True)) as answer:
@@ -294,14 +264,6 @@ def test_the_example_of_a_cluster_answers_behind_rays_proxy(
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-
-
-def _answers(server: Server) -> bool:
-    try:
-        with server.open("/health") as answer:
-            return json.load(answer)["status"] == "ok"
-    except (OSError, http.client.HTTPException):
-        return False
 
 
 def test_a_damaged_model_is_one_line(chat_model: Path, tmp_path: Path) -> None:

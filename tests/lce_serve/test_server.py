@@ -1,6 +1,5 @@
 """The real server: clients that go away or are slow, what is not HTTP, the command, and the end."""
 
-import http.client
 import json
 import signal
 import socket
@@ -17,7 +16,7 @@ import pytest
 
 from lce_serve.service import Service
 from tests.command import Process, assert_error, output, run, until
-from tests.lce_serve.conftest import serving, with_options
+from tests.lce_serve.conftest import is_healthy, serving, with_options
 
 HI: Any = [{"role": "user", "content": "the quick fox"}]
 
@@ -69,25 +68,17 @@ def test_connections_are_bounded(service: Service) -> None:
     service.settings = replace(service.settings, most_connections=2)
     with serving(service) as address:
         kept = [connected(address) for _ in range(2)]
-        until(lambda: not _answers(address))
+        until(lambda: not is_healthy(address))
         for sock in kept:
             sock.close()
-        until(lambda: _answers(address))
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
+        until(lambda: is_healthy(address))
 
 
 def test_what_is_not_http_is_refused(address: str) -> None:
     with closing(connected(address)) as sock:
         sock.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert b" 400 " in sock.recv(1 << 16).partition(b"\r\n")[0]
-    assert _answers(address)
+    assert is_healthy(address)
 
 
 @pytest.mark.parametrize(
