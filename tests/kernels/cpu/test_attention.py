@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from lce.kernels.cpu.attention import ChosenTiles, attend
+from tests.attention.truth import dense_truth
+from tests.kernels.truth import random
+from tests.running import threads as with_threads
 
 MOST = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-SHAPES = [  # G, R, T, N, D, window
+SHAPES = [  # G, heads of a group, T, N, D, window
     (1, 1, 1, 1, 8, None),
     (2, 1, 1, 15, 64, None),
     (1, 8, 1, 17, 64, 16),
@@ -31,38 +34,22 @@ SHAPES = [  # G, R, T, N, D, window
 ]
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """`attend` of `q [G, R, T, D]`."""
-    out, lse = attend(q.flatten(0, 1), k, v, causal, window)
-    return out.view(q.shape), lse.view(q.shape[:-1])
-
-
-def truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    n_queries, n_keys = q.shape[2], k.shape[1]
-    scores = torch.einsum("grtd,gnd->grtn", q.double(), k.double()) / math.sqrt(q.shape[3])
-    if causal:
-        away = torch.arange(n_queries)[:, None] + n_keys - n_queries - torch.arange(n_keys)
-        scores = scores.masked_fill((away < 0) | (away >= (window or n_keys)), -math.inf)
-    return torch.einsum("grtn,gnd->grtd", scores.softmax(-1), v.double()), scores.logsumexp(-1)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_at_the_borders_of_blocks(
     any_threads: None, shape: tuple[int, int, int, int, int, int | None], dtype: torch.dtype
 ) -> None:
     groups, rep, n_queries, n_keys, dim, window = shape
-    random = torch.Generator().manual_seed(n_keys)
-    q = torch.randn(groups, rep, n_queries, dim, generator=random).to(dtype)
-    k, v = (torch.randn(groups, n_keys, dim, generator=random).to(dtype) for _ in range(2))
+    q = random(groups * rep, n_queries, dim, dtype=dtype)
+    k, v = (random(groups, n_keys, dim, dtype=dtype, seed=seed) for seed in (2, 3))
     for causal in (False, True):
         found, within = [], window if causal else None
         for n in (1, 2):
             torch.set_num_threads(n)
-            found.append(grouped(q, k, v, causal, within))
+            found.append(attend(q, k, v, causal, within))
         (out, lse), other = found
         assert torch.equal(out, other[0])
         assert torch.equal(lse, other[1])
-        expected, expected_lse = truth(q, k, v, causal, within)
+        expected, expected_lse = dense_truth(q, k, v, causal, within)
         assert (out - expected).abs().max() < MOST[dtype]
         assert (lse - expected_lse).abs().max() < 3e-5
 
@@ -74,11 +61,11 @@ def test_scores_that_rise_or_fall_from_key_to_key(n_queries: int, slope: float, 
     n_keys, dim = 600, 64
     if dtype is torch.float16 and slope * n_keys > 60_000:
         pytest.skip("the keys exceed float16")
-    q = torch.ones(2, 1, n_queries, dim).to(dtype)
+    q = torch.ones(2, n_queries, dim).to(dtype)
     k = (torch.arange(n_keys)[:, None] * slope / math.sqrt(dim)).expand(2, n_keys, dim).to(dtype).contiguous()
     v = torch.randn(2, n_keys, dim).to(dtype)
-    out, lse = grouped(q, k, v, causal=False)
-    expected, expected_lse = truth(q, k, v, causal=False, window=None)
+    out, lse = attend(q, k, v, causal=False)
+    expected, expected_lse = dense_truth(q, k, v, causal=False)
     rounding = 1e-6 * expected_lse.abs().max()  # of scores in float32
     assert (out - expected).abs().max() < max(MOST[dtype], rounding)
     assert (lse - expected_lse).abs().max() < max(3e-5, rounding)
@@ -89,26 +76,23 @@ def test_scores_that_rise_or_fall_from_key_to_key(n_queries: int, slope: float, 
 def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> None:
     """Where a number is none, the result is none: else a model with such weights would write text all the same."""
     for n_keys, dim in ((40, 24), (700, 64)):
-        q = torch.randn(2, 2, n_queries, dim).to(dtype)
+        q = torch.randn(4, n_queries, dim).to(dtype)
         k, v = (torch.randn(2, n_keys, dim).to(dtype) for _ in range(2))
         damaged = {"q": q, "k": k, "v": v}[which]
         damaged[0].view(-1, dim)[0, 3] = math.nan
-        out, _ = grouped(q, k, v, causal=False)
-        assert torch.equal(out.isnan().any(-1), truth(q, k, v, causal=False, window=None)[0].isnan().any(-1))
+        out, _ = attend(q, k, v, causal=False)
+        assert torch.equal(out.isnan().any(-1), dense_truth(q, k, v, causal=False)[0].isnan().any(-1))
 
 
 @pytest.mark.parametrize("n_queries", [2, 3, 8])
 @pytest.mark.parametrize("n_keys", [17, 20, 50, 113])
 def test_what_a_call_leaves_in_memory_changes_no_bit(n_queries: int, n_keys: int, dtype: torch.dtype) -> None:
     """Kernels of all contexts share a thread's memory."""
-    q, k = torch.randn(1, 2, n_queries, 64).to(dtype), torch.randn(1, n_keys, 64).to(dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    out, lse = grouped(q, k, k, causal=True)
+    q, k = torch.randn(2, n_queries, 64).to(dtype), torch.randn(1, n_keys, 64).to(dtype)
+    out, lse = attend(q, k, k, causal=True)
     bad = torch.full((1, 256, 64), math.nan).to(dtype)
-    grouped(q, bad, bad, causal=True)
-    again = grouped(q, k, k, causal=True)
-    torch.set_num_threads(before)
+    attend(q, bad, bad, causal=True)
+    again = attend(q, k, k, causal=True)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
 
@@ -137,12 +121,10 @@ def test_rounds_of_tiles_and_threads_change_no_bit(
     rotated = angle.cos().to(dtype), angle.sin().to(dtype), torch.randint(0, 9, (n_queries, 5))
 
     def run(order: Tensor, threads: int, *rounds: Tensor) -> tuple[Tensor, Tensor]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
         found = ChosenTiles(q, *rotated, chosen)
-        for tile in rounds:
-            found.add(k[order.argsort()], v[order.argsort()], torch.where(tile < 0, tile, order[tile]))
-        torch.set_num_threads(before)
+        with with_threads(threads):
+            for tile in rounds:
+                found.add(k[order.argsort()], v[order.argsort()], torch.where(tile < 0, tile, order[tile]))
         return found.finish()
 
     tile = torch.arange(16).view(2, 8)

@@ -1,7 +1,7 @@
 """A decode step that replays the kernels of an earlier one computes the same as the model's own code."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from lce.methods.step import Step
 from tests.checkpoints import save_tiny, tokens
 from tests.command import together
 
+T = TypeVar("T")
 FAMILIES = {  # and whether their steps are replayed: PyTorch adds and converts between kernels in the others
     ("LlamaForCausalLM", "llama"): True,
     ("Qwen3ForCausalLM", "qwen3"): True,
@@ -31,32 +32,28 @@ def steps(engine: lce.Engine) -> list[tuple[int, float]]:
     return [(each.token_id, each.logprob) for each in found.logprobs or []]
 
 
+def calls_of(owner: type[T], name: str, patch: pytest.MonkeyPatch) -> list[T]:
+    """The objects whose method of this name is called, as it is called."""
+    found, method = list[T](), getattr(owner, name)
+
+    def noted(self: T, *args: Any) -> Any:
+        found.append(self)
+        return method(self, *args)
+
+    patch.setattr(owner, name, noted)
+    return found
+
+
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Jobs]:
     """The recorded kernels that were run again."""
-    found: list[Jobs] = []
-    linked = Jobs.linked
-
-    def noted(self: Jobs, following: int) -> int:
-        found.append(self)
-        return linked(self, following)
-
-    monkeypatch.setattr(Jobs, "linked", noted)
-    return found
+    return calls_of(Jobs, "linked", monkeypatch)
 
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> list[LayerJobs]:
     """The kernels of one layer's attention that were run for other layers."""
-    found: list[LayerJobs] = []
-    make = LayerJobs.set
-
-    def noted(self: LayerJobs, *args: Any) -> None:
-        found.append(self)
-        make(self, *args)
-
-    monkeypatch.setattr(LayerJobs, "set", noted)
-    return found
+    return calls_of(LayerJobs, "set", monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,44 +70,27 @@ def test_a_replayed_step_has_the_same_bits(
         assert ours == steps(lce.load(tmp_path, method=method))
 
 
-ALIKE: dict[str, list[dict[str, object]]] = {
-    "full": [{}],
-    "dca": [{}],
-    "streaming": [{}],
-    "rerope": [{}],
-    "self_extend": [{}],
-    "lm_infinite": [{}],
-    "xattention": [{}],
-    "longheads": [{"chunk_size": 8}, {"chunk_size": 8, "placement": "true"}],
-    "quest": [{"dense_layers": 0, "page": 4, "budget": 24}],
-    "pages": [
-        {"page": 4, "budget": 24, **knobs}
-        for knobs in ({}, {"share": "group"}, {"select": "mean", "placement": "true"})
-    ],
-}
-NOT_ALIKE: dict[str, list[dict[str, object]]] = {
-    "quest": [{}],  # layers of two kinds
-    "longheads": [{"chunk_size": 8, "top_p": 0.5}],  # operators choose fewer
-    "esa": [{"compress": "none", "sinks": 4}],
-    "infllm": [{}],
-    "reattention": [{}],
-}
-
-
-OTHERS: dict[str, list[dict[str, object]]] = {
-    name: [{}] for name in lce.methods.available() if not {name} & {*ALIKE, *NOT_ALIKE}
-}
+PAGES: dict[str, object] = {"page": 4, "budget": 24}
+ALIKE: list[tuple[str, dict[str, object]]] = [
+    *((name, {}) for name in "full dca streaming rerope self_extend lm_infinite xattention".split()),
+    *(("longheads", {"chunk_size": 8, **knobs}) for knobs in ({}, {"placement": "true"})),
+    ("quest", {"dense_layers": 0, **PAGES}),
+    *(("pages", PAGES | knobs) for knobs in ({}, {"share": "group"}, {"select": "mean", "placement": "true"})),
+]
+NOT_ALIKE: list[tuple[str, dict[str, object]]] = [
+    ("quest", {}),  # layers of two kinds
+    ("longheads", {"chunk_size": 8, "top_p": 0.5}),  # operators choose fewer
+    ("esa", {"compress": "none", "sinks": 4}),
+    ("infllm", {}),
+    ("reattention", {}),
+]
+OTHERS = [(name, {}) for name in lce.methods.available() if name not in dict([*ALIKE, *NOT_ALIKE])]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8-device"])
 @pytest.mark.parametrize(
     ("method", "knobs", "serves"),
-    [
-        (name, knobs, serves)
-        for serves, cases in ((True, ALIKE), (False, NOT_ALIKE), (None, OTHERS))
-        for name, settings in cases.items()
-        for knobs in settings
-    ],
+    [(*case, serves) for serves, cases in ((True, ALIKE), (False, NOT_ALIKE), (None, OTHERS)) for case in cases],
     ids=str,
 )
 @pytest.mark.covering("method", "serves")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from lce.kernels.cpu.scores import add_weights, best_below_top, scores_of_few, scores_of_many, weight_sums
 
@@ -11,10 +12,8 @@ from lce.kernels.cpu.scores import add_weights, best_below_top, scores_of_few, s
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (3, 1, 300, 64), (2, 4, 700, 16)])
 def test_few_queries(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     n_groups, n, n_keys, dim = shape
-    q, keys = (
-        torch.randn(n_groups, n, dim).to(dtype),
-        torch.randn(n_groups, n_keys + 9, dim).to(dtype)[:, 5 : n_keys + 5],
-    )
+    q, keys = torch.randn(n_groups, n, dim).to(dtype), torch.randn(n_groups, n_keys + 9, dim).to(dtype)
+    keys = keys[:, 5 : n_keys + 5]
     scores = scores_of_few(q, keys)
     assert scores.dtype == torch.float32
     assert (scores - q.float() @ keys.float().mT).abs().max() < 1e-4
@@ -56,6 +55,12 @@ def test_what_tokens_are_worth(dtype: torch.dtype, shape: tuple[int, int]) -> No
     assert torch.equal(best_below_top(scores), (wide - wide.amax(dim=0)).amax(dim=1))
 
 
+def unseen(n: int, n_keys: int, window: int) -> Tensor:
+    """`[T, N]`: whether one of the last `n` tokens does not see a key."""
+    distance = (n_keys - n + torch.arange(n))[:, None] - torch.arange(n_keys)
+    return (distance < 0) | (distance >= window)
+
+
 @pytest.mark.parametrize(
     ("n", "n_keys", "window"), [(1, 300, 100), (1, 1, 5), (40, 40, 12), (70, 600, 300), (9, 20, 99)]
 )
@@ -63,9 +68,7 @@ def test_weights_of_the_keys_that_are_seen(dtype: torch.dtype, n: int, n_keys: i
     logits, lse = torch.randn(3, n, n_keys).to(dtype), torch.rand(3, n) + 4
     into = torch.ones(3, n_keys + 4)[:, 2:-2]
     add_weights(logits, lse, 0.5, into, n_keys - n, window)
-    distance = (n_keys - n + torch.arange(n))[:, None] - torch.arange(n_keys)
-    unseen = (distance < 0) | (distance >= window)
-    truth = (logits.float() * 0.5 - lse[..., None]).masked_fill(unseen, -math.inf).exp().sum(dim=1)
+    truth = (logits.float() * 0.5 - lse[..., None]).masked_fill(unseen(n, n_keys, window), -math.inf).exp().sum(dim=1)
     assert (into - 1 - truth).abs().max() < 1e-5
 
 
@@ -74,9 +77,7 @@ def test_weights_of_keys_recomputed_for_many_queries(dtype: torch.dtype, n: int,
     q, keys = torch.randn(6, n, 64).to(dtype), torch.randn(2, n_keys + 5, 64).to(dtype)[:, 2 : n_keys + 2]
     lse = torch.rand(6, n) + 4
     logits = q.double() @ keys.double().repeat_interleave(3, 0).mT * 0.25
-    distance = (n_keys - n + torch.arange(n))[:, None] - torch.arange(n_keys)
-    unseen = (distance < 0) | (distance >= window)
-    truth = (logits - lse[..., None]).masked_fill(unseen, -math.inf).exp().sum(dim=1)
+    truth = (logits - lse[..., None]).masked_fill(unseen(n, n_keys, window), -math.inf).exp().sum(dim=1)
     torch.testing.assert_close(weight_sums(q, keys, lse, 0.25, window).double(), truth, rtol=1e-4, atol=1e-5)
 
 
