@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,15 +100,9 @@ def test_the_evaluation_harness_scores_as_in_process(engine: lce.Engine, address
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    model = LocalCompletionsAPI(
-        base_url=f"{address}/v1/completions",
-        model="tiny",
-        tokenizer=str(chat_model),
-        tokenizer_backend="huggingface",
-        num_concurrent=2,
-        max_length=512,
-        max_retries=1,
-    )
+    how: dict[str, Any] = {"tokenizer": str(chat_model), "tokenizer_backend": "huggingface", "num_concurrent": 2}
+    url = f"{address}/v1/completions"
+    model = LocalCompletionsAPI(base_url=url, model="tiny", max_length=512, max_retries=1, **how)
     pairs = [("one two three", " four"), ("a b", " c d"), ("hello", " world")]
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     for (before, after), (logprob, greedy) in zip(pairs, model.loglikelihood(asked), strict=True):
@@ -117,20 +110,6 @@ def test_the_evaluation_harness_scores_as_in_process(engine: lce.Engine, address
         scores = engine.score(whole, first=len(first))
         assert logprob == pytest.approx(float(scores.logprobs.sum()), abs=1e-3)
         assert greedy == bool(scores.likeliest.all())
-
-
-@pytest.mark.slow
-def test_llm_with_its_own_plugin(address: str, tmp_path: Path) -> None:
-    pytest.importorskip("llm")
-    text = f"- model_id: tiny-lce\n  model_name: tiny\n  api_base: {address}/v1\n"
-    (tmp_path / "extra-openai-models.yaml").write_text(text)
-    own = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "", "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    for more in ([], ["--no-stream"]):
-        command = [sys.executable, "-m", "llm", "-m", "tiny-lce", "--key", "none", "-o", "max_tokens", "8", *more, "hi"]
-        with Process(command, env=own) as process:
-            out, err = process.communicate()
-        assert process.returncode == 0, err
-        assert out.strip()
 
 
 @pytest.mark.slow

@@ -21,33 +21,26 @@ def client(smollm2: Path) -> Iterator[TestClient]:
 
 
 def ask(client: TestClient, text: str, **how: Any) -> Any:
-    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}], **how})
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 60, **how}
+    answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]
+    return answer.json()["choices"][0]["message"]
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": [*properties], "additionalProperties": False, "properties": properties}
 
 
 def test_a_schema_is_filled_in(client: TestClient) -> None:
-    schema = {
-        "type": "object",
-        "required": ["city", "country"],
-        "additionalProperties": False,
-        "properties": {"city": {"type": "string", "maxLength": 20}, "country": {"enum": ["France", "Norway"]}},
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
-    found = ask(client, "Where is the Eiffel Tower? Answer in JSON.", response_format=form, max_tokens=60)
-    assert json.loads(found["message"]["content"])["country"] == "France"
+    place = schema(city={"type": "string", "maxLength": 20}, country={"enum": ["France", "Norway"]})
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": place}}
+    found = ask(client, "Where is the Eiffel Tower? Answer in JSON.", response_format=form)
+    assert json.loads(found["content"])["country"] == "France"
 
 
 def test_a_tool_is_called_by_a_template_that_knows_none(client: TestClient) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Oslo"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
-    tool = {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": schema}}
-    how: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "parallel_tool_calls": False}
-    found = ask(client, "What is the weather in Oslo?", **how)
-    assert found["finish_reason"] == "tool_calls"
-    (call,) = found["message"]["tool_calls"]
+    tool = {"name": "weather", "description": "The weather", "parameters": schema(city={"enum": ["Paris", "Oslo"]})}
+    how: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    found = ask(client, "What is the weather in Oslo?", tools=[{"type": "function", "function": tool}], **how)
+    (call,) = found["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
