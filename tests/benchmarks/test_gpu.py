@@ -87,14 +87,12 @@ def test_without_a_gpu_every_stage_says_so(gpu: ModuleType, tmp_path: Path) -> N
 def test_bars_are_read_off_the_figures(gpu: ModuleType) -> None:
     cell = {"method": "full", "length": 32768, "decoded at": 32768, "decode ms": 8.0, "decode bytes": 30e9}
     fast = {**cell, "method": "longheads", "decode ms": 5.0, "decode bytes": 15e9}
+    times = {"resident": 4.0, "offloaded": 9.0}
     results = {
         0: {"status": "ran", "copy": {"bytes_per_s": 4.3e12}},
         4: {"status": "ran", "full at 32768": cell, "longheads at 32768": fast},
-        5: {
-            "status": "ran",
-            "longheads resident": {"decode ms": 4.0, "decoded at": 9},
-            "longheads offloaded": {"decode ms": 9.0, "decoded at": 9},
-        },
+        5: {"status": "ran"}
+        | {f"longheads {where}": {"decode ms": ms, "decoded at": 9} for where, ms in times.items()},
     }
     lines = {line.split("  ")[0]: line.split()[-1] for line in gpu.summary(results).splitlines() if "=" in line}
     assert lines["full decode, of copying, 32k"] == "held"  # 30 GB in 8 ms are 87% of 4.3 TB/s

@@ -11,14 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import lce
 
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 32000,
-}
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture
@@ -35,7 +29,7 @@ def test_the_same_weights_give_the_same_logits(vs_llama_cpp: ModuleType, tmp_pat
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
     models = sys.modules["models"]
-    models.SHAPES["tiny"] = {**SHAPE, "num_key_value_heads": kv_heads}
+    models.SHAPES["tiny"] = {**SHAPE, "vocab_size": 32000, "num_key_value_heads": kv_heads}
     folder = models.checkpoint(tmp_path, "tiny", "bfloat16")
     assert models.checkpoint(tmp_path, "tiny", "bfloat16") == folder
     weights = load_file(folder / "model.safetensors")  # so large that attention and its rotation decide the logits

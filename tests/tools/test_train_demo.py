@@ -2,18 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from tokenizers import Tokenizer
 
 import lce
 from lce.weights.source import DEMO
 from tools.train_demo import Model, Shape, attention, dropped_keys, resume, save
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 
 
 def test_the_training_attention_is_plain_causal_attention() -> None:
@@ -30,13 +24,13 @@ def test_the_first_key_is_never_dropped() -> None:
     assert (dropped_keys(1, 2, 50, 0.0) == 0).all()
 
 
-def test_what_is_saved_is_the_model_that_was_trained(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_is_saved_is_the_model_that_was_trained(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = Shape(n_layers=2)
     model = Model(shape)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    save(model, tokenizer, shape, tmp_path)
+    save(model, Tokenizer.from_file(str(DEMO / "tokenizer.json")), shape, tmp_path)
     ids = [0, *range(5, 132)]  # a whole slice of queries
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         trained = model(torch.tensor([ids]), dropped_keys(2, 1, len(ids), 0.0))[0]

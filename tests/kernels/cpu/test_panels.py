@@ -1,6 +1,7 @@
 """Products of many rows, with weights of any kind."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -93,54 +94,59 @@ def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(
     assert torch.equal(product(x[7:20]), whole[7:20])
 
 
+Pretended = Callable[..., None]
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    """Pretends another processor, and variables that restrict it."""
+
+    def pretend(has: str, level: str = "", most: str = "") -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has.split(), True))
+        monkeypatch.setenv("LCE_CPU", level)
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+        forget()
+
+    def forget() -> None:
+        panels.slow_dtypes.cache_clear()
+        panels.arithmetic.cache_clear()
+
+    yield pretend
+    forget()
+
+
 @pytest.mark.parametrize(
     ("has", "level", "most", "slow"),
     [
-        ("avx2", "", "", {"bfloat16", "float16"}),
-        ("avx2 avx512_f avx512_bf16", "", "", {"float16"}),
-        ("avx2 avx512_f avx512_bf16", "v3", "", {"bfloat16", "float16"}),
-        ("avx2 avx512_f avx512_bf16", "v4-bf16", "AVX2", {"bfloat16", "float16"}),
-        ("avx2 avx512_f avx512_bf16", "", "avx512_core_bf16", {"float16"}),
-        ("avx512_bf16 avx512_fp16 amx_bf16", "", "ALL", set()),
-        ("avx512_bf16 avx512_fp16 amx_bf16", "", "AVX512_CORE_VNNI", {"bfloat16", "float16"}),
-        ("neon bf16", "", "", {"float16"}),
-        ("neon fp16_arith", "", "", {"bfloat16", "float16"}),
+        ("avx2", "", "", "bfloat16 float16"),
+        ("avx2 avx512_f avx512_bf16", "", "", "float16"),
+        ("avx2 avx512_f avx512_bf16", "v3", "", "bfloat16 float16"),
+        ("avx2 avx512_f avx512_bf16", "v4-bf16", "AVX2", "bfloat16 float16"),
+        ("avx2 avx512_f avx512_bf16", "", "avx512_core_bf16", "float16"),
+        ("avx512_bf16 avx512_fp16 amx_bf16", "", "ALL", ""),
+        ("avx512_bf16 avx512_fp16 amx_bf16", "", "AVX512_CORE_VNNI", "bfloat16 float16"),
+        ("neon bf16", "", "", "float16"),
+        ("neon fp16_arith", "", "", "bfloat16 float16"),
     ],
 )
-def test_slow_dtypes_follow_the_processor(
-    has: str, level: str, most: str, slow: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has.split(), True))
-    monkeypatch.setenv("LCE_CPU", level)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
-    panels.slow_dtypes.cache_clear()
-    try:
-        assert panels.slow_dtypes() == {getattr(torch, name) for name in slow}
-    finally:
-        panels.slow_dtypes.cache_clear()
+def test_slow_dtypes_follow_the_processor(has: str, level: str, most: str, slow: str, pretended: Pretended) -> None:
+    pretended(has, level, most)
+    assert panels.slow_dtypes() == {getattr(torch, name) for name in slow.split()}
 
 
 @pytest.mark.parametrize(
     ("has", "level", "computed"),
     [
-        ("avx2", "v3", ["float32", "float32", "float32"]),
-        ("avx2 avx512_f", "v4", ["float32", "float32", "float32"]),
-        ("avx2 avx512_f avx512_bf16", "v4-bf16", ["float32", "bfloat16", "float32"]),
-        ("avx2 avx512_f avx512_bf16 avx512_fp16 amx_bf16", "v4-bf16", ["float32", "None", "None"]),
-        ("neon bf16", "arm64", ["float32", "None", "float32"]),
+        ("avx2", "v3", "float32 float32 float32"),
+        ("avx2 avx512_f", "v4", "float32 float32 float32"),
+        ("avx2 avx512_f avx512_bf16", "v4-bf16", "float32 bfloat16 float32"),
+        ("avx2 avx512_f avx512_bf16 avx512_fp16 amx_bf16", "v4-bf16", "float32 None None"),
+        ("neon bf16", "arm64", "float32 None float32"),
     ],
 )
 def test_what_is_computed_in_follows_the_processor(
-    has: str, level: str, computed: list[str], monkeypatch: pytest.MonkeyPatch
+    has: str, level: str, computed: str, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has.split(), True))
     monkeypatch.setattr(levels, "current", lambda: levels.LEVELS[level])
-    monkeypatch.delenv("LCE_CPU", raising=False)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    for function in (panels.slow_dtypes, panels.arithmetic):
-        function.cache_clear()
-    try:
-        assert [str(panels.arithmetic(dtype)).removeprefix("torch.") for dtype in DTYPES] == computed
-    finally:
-        for function in (panels.slow_dtypes, panels.arithmetic):
-            function.cache_clear()
+    pretended(has)
+    assert [str(panels.arithmetic(dtype)).removeprefix("torch.") for dtype in DTYPES] == computed.split()

@@ -61,20 +61,19 @@ def test_no_nan_is_hidden(which: str) -> None:
     assert out[0].isnan().any(-1).nonzero().flatten().tolist() == seen
 
 
-@pytest.mark.parametrize(
-    ("dtype", "n_heads", "n_queries", "n_slots", "size", "dim", "per_slot"),
-    [
-        (torch.float32, 2, 1, 3, 5, 16, True),  # every row alone
-        (torch.bfloat16, 4, 2, 3, 64, 80, False),
-        (torch.float32, 4, 9, 2, 5, 16, False),
-        (torch.bfloat16, 2, 70, 2, 64, 64, True),  # more than a block of rows of one tile
-        (torch.float16, 2, 20, 3, 70, 96, True),
-    ],
-)
-def test_attend_tiles(
-    dtype: torch.dtype, n_heads: int, n_queries: int, n_slots: int, size: int, dim: int, per_slot: bool
-) -> None:
+TILES = [  # H, T, slots, L, D, a turn for each slot, dtype
+    (2, 1, 3, 5, 16, True, torch.float32),  # every row alone
+    (4, 2, 3, 64, 80, False, torch.bfloat16),
+    (4, 9, 2, 5, 16, False, torch.float32),
+    (2, 70, 2, 64, 64, True, torch.bfloat16),  # more than a block of rows of one tile
+    (2, 20, 3, 70, 96, True, torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", TILES, ids=str)
+def test_attend_tiles(case: tuple[int, int, int, int, int, bool, torch.dtype]) -> None:
     """Some rows have no tile: what `out` holds for them stays. Tiles that nobody chose are not read."""
+    n_heads, n_queries, n_slots, size, dim, per_slot, dtype = case
     n_tiles = 8
     q = random(n_heads, n_queries, dim, dtype=dtype, seed=1)
     k, v = (random(n_tiles, size, dim, dtype=dtype, seed=seed) for seed in (2, 3))
@@ -109,9 +108,8 @@ def test_a_row_does_not_depend_on_the_rows_and_tiles_beside_it() -> None:
     whole, parts = torch.zeros(2, 40, dim).bfloat16().to(DEVICE), torch.zeros(2, 40).to(DEVICE)
     attend_tiles(q, cos, sin, tile, k, k, whole[0], parts[0])
     for some in (0, 1):  # the even tiles, then the odd ones
-        attend_tiles(
-            q, cos, sin, torch.where(tile % 2 == some, tile // 2, -1), k[some::2], k[some::2], whole[1], parts[1]
-        )
+        own = torch.where(tile % 2 == some, tile // 2, -1)
+        attend_tiles(q, cos, sin, own, k[some::2], k[some::2], whole[1], parts[1])
     assert torch.equal(whole[0], whole[1])
     assert torch.equal(parts[0], parts[1])
 

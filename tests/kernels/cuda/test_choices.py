@@ -8,7 +8,7 @@ from lce.kernels.cpu import choices as cpu
 
 pytest.importorskip("triton")
 from lce.kernels.cuda import choices
-from tests.kernels.truth import DEVICE, ON_GPU
+from tests.kernels.truth import DEVICE, ON_GPU, on_device
 
 pytestmark = ON_GPU
 ODD = [torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, -1.0, 1e-40]
@@ -63,14 +63,12 @@ def decoded(q: Tensor, kept: Tensor, position: int, size: int, n: int, choosers:
     return cpu.best_chunks(scores[:, None].float(), forced, n, position, size)[:, 0]
 
 
+CASES = [(4, False, False, torch.float32), (2, False, True, torch.bfloat16), (1, False, False, torch.float32)]
+
+
 @pytest.mark.parametrize(
     ("choosers", "bounds", "least", "dtype"),
-    [
-        (4, False, False, torch.float32),
-        (2, False, True, torch.bfloat16),
-        (1, False, False, torch.float32),
-        pytest.param(4, True, False, torch.float32, marks=pytest.mark.slow),
-    ],
+    [*CASES, pytest.param(4, True, False, torch.float32, marks=pytest.mark.slow)],
 )
 def test_a_query_chooses_at_any_position_with_the_same_tensors(
     choosers: int, bounds: bool, least: bool, dtype: torch.dtype
@@ -84,21 +82,8 @@ def test_a_query_chooses_at_any_position_with_the_same_tensors(
         kept[:, position // size :] = torch.nan
         at.fill_(position)
         for own in (False, True):
-            first, count = (
-                x.cpu()
-                for x in choices.best_runs(
-                    q.to(DEVICE),
-                    kept.to(DEVICE),
-                    at,
-                    size,
-                    n,
-                    choosers=choosers,
-                    keep_first=True,
-                    keep_last=True,
-                    least=least,
-                    own=own,
-                )
-            )
+            how = {"choosers": choosers, "keep_first": True, "keep_last": True, "least": least, "own": own}
+            first, count = (x.cpu() for x in choices.best_runs(*on_device(q, kept), at, size, n, **how))
             assert first.shape == count.shape == (choosers, n + own)
             expected = decoded(q, kept, position, size, n, choosers, least)
             chosen = expected.shape[1]

@@ -13,25 +13,25 @@ pytestmark = ON_GPU
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "n", "size", "rows", "biased", "normed", "gated", "adds"),
-    [
-        (torch.float32, 1, 48, 20, False, False, False, False),
-        (torch.float32, 2, 1100, 6, True, True, True, False),  # ragged rows and columns, several steps
-        (torch.bfloat16, 1, 64, 24, False, True, False, False),
-        (torch.bfloat16, 3, 80, 10, True, True, True, True),
-        (torch.float16, 4, 96, 9, True, False, False, True),
-    ],
-)
-def test_a_product_is_that_of_float64(
-    dtype: torch.dtype, n: int, size: int, rows: int, biased: bool, normed: bool, gated: bool, adds: bool
-) -> None:
+CASES = [  # T, in, out, dtype, and what there is: a bias, a norm, a gate, hidden states to add to
+    (1, 48, 20, torch.float32, ""),
+    (2, 1100, 6, torch.float32, "bias norm gate"),  # ragged rows and columns, several steps
+    (1, 64, 24, torch.bfloat16, "norm"),
+    (3, 80, 10, torch.bfloat16, "bias norm gate onto"),
+    (4, 96, 9, torch.float16, "bias onto"),
+]
+
+
+@pytest.mark.parametrize(("n", "size", "rows", "dtype", "there"), CASES, ids=str)
+def test_a_product_is_that_of_float64(n: int, size: int, rows: int, dtype: torch.dtype, there: str) -> None:
+    gated = "gate" in there
+
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape).to(DEVICE, dtype)
 
     x, w = some(n, size), some(rows, size) / size**0.5
-    bias, norm = some(rows) if biased else None, some(size) if normed else None
-    onto = some(n, rows // 2 if gated else rows) if adds else None
+    bias, norm = some(rows) if "bias" in there else None, some(size) if "norm" in there else None
+    onto = some(n, rows // 2 if gated else rows) if "onto" in there else None
     expected = truth.product(x, w, bias, norm=norm, gate="silu" if gated else None, onto=onto)
     if onto is None:
         wide = product(x, w, bias, norm=norm, eps=EPS, gated=gated, out_dtype=torch.float32)
@@ -51,6 +51,5 @@ def test_products_of_a_model_of_7b(size: int, rows: int, gated: bool) -> None:
     norm = torch.ones(size, device=DEVICE, dtype=torch.bfloat16)
     out = product(x, w, norm=norm, eps=EPS, gated=gated)
     assert torch.equal(out, product(x, w, norm=norm, eps=EPS, gated=gated)), "results repeat to the bit"
-    torch.testing.assert_close(
-        out.double(), truth.product(x, w, norm=norm, gate="silu" if gated else None), rtol=2e-2, atol=2e-2
-    )
+    expected = truth.product(x, w, norm=norm, gate="silu" if gated else None)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
