@@ -109,7 +109,7 @@ class Launched:
 
 
 @dataclass(eq=False)
-class Recording:
+class RecordedStep:
     """A decode step for texts up to `bound` tokens: `work` runs it kernel by kernel, `replay` as a CUDA graph.
 
     `memory` refers weakly to the step's cache tensors, which a growing cache frees. `warm` says that `work` has run.
@@ -129,15 +129,13 @@ class DecodeGraph:
     """
 
     def __init__(self, model: Model, driver: Driver, device: torch.device, tape: CudaTape) -> None:
-        self.model = model
-        self.driver = driver
-        self.tape = tape
+        self.model, self.driver, self.tape = model, driver, tape
         self.token, self.index = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self.logits = torch.zeros(model.config.vocab_size, dtype=torch.float32, device=device)
         self.numbers = torch.zeros(2, dtype=torch.int64, device=device)
         self.refused = ""
         self.n_recorded = self.n_replayed = 0
-        self._recording: Recording | None = None
+        self._step: RecordedStep | None = None
         self._early: tuple[Launched, int] | None = None  # the step launched early, if any, and its token
 
     def append(self, lane: Lane) -> bool:
@@ -151,10 +149,9 @@ class DecodeGraph:
             return False
         start, cache, token_id = lane.start, lane.cache, lane.token_ids[0]
         cache.make_space(start + 1)
-        bound = self._bound_of(cache, start)
-        if bound is None:
+        if (bound := self._bound_of(cache, start)) is None:
             return False
-        if self._recording is None and any(x is not None and x.device != self.index.device for x in cache.memory):
+        if self._step is None and any(x is not None and x.device != self.index.device for x in cache.memory):
             self._refuse("its layers are on several devices")
             return False
         try:
@@ -163,9 +160,9 @@ class DecodeGraph:
                 now = early[0]
             else:
                 now = self._launch(self._prepared(cache, lane.rope, bound), cache, start, token_id)
-            recording, following = self._recording, None
-            if lane.ahead and recording and recording.replay and self._bound_of(cache, start + 1) == recording.bound:
-                following = self._launch(recording, cache, start + 1, None)
+            step, following = self._step, None
+            if lane.ahead and step and step.replay and self._bound_of(cache, start + 1) == step.bound:
+                following = self._launch(step, cache, start + 1, None)
             likeliest, finite = now.read()
             if not finite:
                 check_logits(now.logits[None], start)
@@ -187,22 +184,16 @@ class DecodeGraph:
         """Return the longest text for which a step recorded at `start` is valid; None: do not record that step."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
-    def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> Recording:
-        """Return the current recording, or a new one if `bound` or the tensors of the cache have changed."""
+    def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> RecordedStep:
+        """Return the current step, or a new one if `bound` or the tensors of the cache have changed."""
         memory = [None if x is None else ref(x) for x in cache.memory]  # a tensor's `ref` is always the same object
-        found, layers = self._recording, cache.layers
+        found, layers = self._step, cache.layers
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
             return found
-        self._recording = None  # frees the memory of the graph
+        self._step = None  # frees the memory of the graph
         # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
-        model, driver, token, index, kept, numbers = (
-            self.model,
-            self.driver,
-            self.token,
-            self.index,
-            self.logits,
-            self.numbers,
-        )
+        model, driver = self.model, self.driver
+        token, index, kept, numbers = self.token, self.index, self.logits, self.numbers
 
         def work() -> None:
             """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
@@ -211,38 +202,38 @@ class DecodeGraph:
             kept.copy_(logits)
             numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
 
-        self._recording = Recording(bound, memory, work)
-        return self._recording
+        self._step = step = RecordedStep(bound, memory, work)
+        return step
 
-    def _launch(self, recording: Recording, cache: KVCache, start: int, token_id: int | None) -> Launched:
+    def _launch(self, step: RecordedStep, cache: KVCache, start: int, token_id: int | None) -> Launched:
         """Launch the step of the token at `start`. If `token_id` is None, the token is the previous step's likeliest.
 
-        The first launch of a recording runs kernel by kernel. The second one records the step and replays it.
+        The first launch of a step runs kernel by kernel. The second one records the step and replays it.
         """
         if token_id is None:
             self.token.copy_(self.numbers[:1])
         else:
             self.token.fill_(token_id)
         self.index.fill_(start)
-        if recording.replay is None and recording.warm:
-            self._record(recording)
-        if recording.replay is None:
-            self.tape.warm_up(recording.work)
-            recording.warm = True
+        if step.replay is None and step.warm:
+            self._record(step)
+        if step.replay is None:
+            self.tape.warm_up(step.work)
+            step.warm = True
         else:
-            recording.replay()
+            step.replay()
             self.n_replayed += 1
         return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
 
-    def _record(self, recording: Recording) -> None:
+    def _record(self, step: RecordedStep) -> None:
         """Record the step if possible. While another thread records, do nothing; a later launch tries again."""
         try:
             if not _capturing.locked():
                 with _capturing:
-                    recording.replay = self.tape.record(recording.work)
+                    step.replay = self.tape.record(step.work)
                 self.n_recorded += 1
         except RuntimeError as error:
             self._refuse(f"{type(error).__name__}: {error}")
 
     def _refuse(self, why: str) -> None:
-        self.refused, self._recording = why, None
+        self.refused, self._step = why, None

@@ -8,10 +8,9 @@ the bits of a lane's results do not depend on other lanes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +24,6 @@ from lce.models.rope import Rope
 from lce.profiling import timed
 
 
-class Recorder(Protocol):
-    """The recorded decode steps of a context."""
-
-    def append(self, lane: Lane) -> bool:
-        """Append the token of `lane` by a recorded step, and set its results; False if there is no such step."""
-
-
 @dataclass(eq=False)
 class Lane:
     """The T tokens that one context adds in a pass. `start` rows of the context's cache precede them.
@@ -39,15 +31,16 @@ class Lane:
     After a `forward` that succeeds the cache has the tokens, `logits [vocab]` (float32) follow the last token, and
     `hidden [T, hidden]` are the last layer's states. After a failure the cache is as before, and `error` says why.
 
-    `recorder` holds the context's recorded decode steps, if any. A recorded step sets `likeliest`, the likeliest next
-    token, instead of `hidden`. With `ahead` the step of the token `likeliest` may be launched early.
+    `recorded`, if any, appends the lane's token by a recorded step, or returns False if there is no such step. A
+    recorded step sets `likeliest`, the likeliest next token, instead of `hidden`. With `ahead` the step of the token
+    `likeliest` may be launched early.
     """
 
     driver: Driver
     cache: KVCache
     rope: Rope
     token_ids: Sequence[int]
-    recorder: Recorder | None = None
+    recorded: Callable[[Lane], bool] | None = None
     ahead: bool = False
     decoding: bool = False  # whether the lane's token was sampled: see `Step`
     logits: Tensor | None = None
@@ -83,7 +76,7 @@ class Lane:
     def replayed(self) -> bool:
         """Replay a recorded step if possible. Return True if the step was replayed or failed."""
         try:
-            return self.recorder is not None and self.recorder.append(self)
+            return self.recorded is not None and self.recorded(self)
         except Exception as error:
             self.fail(error)
             return True

@@ -87,8 +87,9 @@ def lane_of(
         from lce.engine.graph import DecodeGraph
 
         context.graph = DecodeGraph(setup.model, setup.driver, setup.device, setup.tape(setup.device))
-    recorder = context.graph if driver is None and setup.tape is not None else None
-    return Lane(driver or setup.driver, context.cache, context.rope, ids, recorder, ahead=ahead, decoding=decoding)
+    graph = context.graph if driver is None and setup.tape is not None else None
+    recorded = None if graph is None else graph.append
+    return Lane(driver or setup.driver, context.cache, context.rope, ids, recorded, ahead=ahead, decoding=decoding)
 
 
 def append(

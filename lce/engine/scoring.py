@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from lce.errors import UsageError
 from lce.progress import Progress, reported
 from lce.sizes import count
 
-LOGITS_AT_ONCE = 1 << 24  # the most logits that a `Scorer` holds at a time: 64 MiB in float32
+LOGITS_AT_ONCE = 1 << 24  # the most logits that `score` holds at a time: 64 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -34,43 +34,6 @@ class TokenScores:
 
     def __len__(self) -> int:
         return len(self.logprobs)
-
-
-class Scorer:
-    """A collector of a text's scores, block by block. `head` maps hidden states `[n, hidden]` to logits `[n, vocab]`.
-
-    Holds at most `LOGITS_AT_ONCE` logits, or those of one token, and 5 bytes for each token.
-    """
-
-    def __init__(self, token_ids: Sequence[int], first: int, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-        self.token_ids = token_ids
-        self.first = first
-        self.head = head
-        self.at_once = max(1, LOGITS_AT_ONCE // vocab_size)
-        self._logprobs = [torch.zeros(0)]
-        self._likeliest = [torch.zeros(0, dtype=torch.bool)]
-
-    def add(self, hidden: Tensor, start: int, before: int = 0) -> None:
-        """Add the hidden states `[n, hidden]` of the text's tokens from `start` on.
-
-        `before` tokens of a context precede the text; token numbers in error messages include them.
-        """
-        stop = min(start + len(hidden), len(self.token_ids) - 1)  # the last token has no next token to score
-        for index in range(max(start, self.first - 1), stop, self.at_once):
-            some = hidden[index - start : min(index + self.at_once, stop) - start]
-            logits = self.head(some)
-            check_logits(logits, before + index)
-            self.note(logits, index + 1)
-
-    def note(self, logits: Tensor, index: int) -> None:
-        """Record the scores of n tokens from `index` on, given the logits `[n, vocab]` that predict them."""
-        targets = torch.tensor(self.token_ids[index : index + len(logits)], device=logits.device)
-        self._logprobs.append((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu())
-        self._likeliest.append((logits.argmax(-1) == targets).cpu())
-
-    def scores(self) -> TokenScores:
-        """Return the collected scores."""
-        return TokenScores(self.first, torch.cat(self._logprobs), torch.cat(self._likeliest))
 
 
 @torch.inference_mode()
@@ -99,20 +62,31 @@ def score(
     first = least if first is None else count(first, "first", least)
     if first > len(ids):
         raise UsageError(f"first is {first}; expected {len(ids)} or less, the number of tokens")
-    scorer = Scorer(ids, first, setup.model.logits, setup.model.config.vocab_size)
+    n_at_once = max(1, LOGITS_AT_ONCE // setup.model.config.vocab_size)
+    logprobs, likeliest = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
+
+    def note(logits: Tensor, index: int) -> None:
+        """Add the scores of tokens from `index` on, given the logits `[n, vocab]` that predict them."""
+        targets = torch.tensor(ids[index : index + len(logits)], device=logits.device)
+        logprobs.append((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu())
+        likeliest.append((logits.argmax(-1) == targets).cpu())
 
     def scores(held: Context) -> TokenScores:
         if before:
             read(setup, held)
         if first == 0 and ids:
             assert held.logits is not None
-            scorer.note(held.logits[None], 0)
+            note(held.logits[None], 0)
         held.token_ids.extend(ids)
         with reported(progress, "score") as tell:
             for part in blocks(held.uncached, setup.block, tell):
                 start = held.cache.n_tokens - before
-                scorer.add(_hidden(setup, held, part), start, before)
-        return scorer.scores()
+                hidden, stop = _hidden(setup, held, part), min(start + len(part), len(ids) - 1)  # the last has no next
+                for index in range(max(start, first - 1), stop, n_at_once):
+                    logits = setup.model.logits(hidden[index - start : min(index + n_at_once, stop) - start])
+                    check_logits(logits, before + index)
+                    note(logits, index + 1)
+        return TokenScores(first, torch.cat(logprobs), torch.cat(likeliest))
 
     return appended(setup, context, len(ids), 0, scores)
 
