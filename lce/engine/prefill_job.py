@@ -11,11 +11,10 @@ from torch import Tensor
 from lce.cache import manifest as headers
 from lce.cache.context_file import Draft, Snapshot, restored, write_rows
 from lce.cache.kv import KVCache
-from lce.cache.layout import CacheLayout, FileLayout
+from lce.cache.layout import FileLayout
 from lce.cache.manifest import REMEDY
 from lce.cache.row_file import raw_bytes
-from lce.engine.identity import Identity
-from lce.engine.saving import ContextData, Target, check_texts, data_of, finish, part_of, state_of, text_hash
+from lce.engine.saving import ContextData, ContextFiles, Target, part_of, state_of, text_hash
 from lce.errors import DataError, UsageError
 from lce.files import check_target, named, open_regular, path_of, remove_leftover, sweep, write_whole
 
@@ -28,29 +27,22 @@ class PrefillJob:
     After an error call `abandon`.
     """
 
-    def __init__(
-        self, target: Target, layout: CacheLayout, identity: Identity, ids: Sequence[int], announced: int
-    ) -> None:
+    def __init__(self, target: Target, files: ContextFiles, ids: Sequence[int], announced: int) -> None:
         target.check()
         sweep(target.path)
-        self.target = target
-        self.identity = identity
-        identity.model  # noqa: B018  read now, so that unreadable weights fail before the work
+        self.target, self.files, self.token_ids, self.announced = target, files, ids, announced
+        files.identity.model  # noqa: B018  read now, so that unreadable weights fail before the work
         self.part, self.state = part_of(target.path), path_of(state_of(target.path))  # raises if the name is too long
         for each in (self.part, self.state):
             check_target(each, UsageError)
-        self.layout = FileLayout(layout, len(ids))
-        self.token_ids = ids
-        self.announced = announced
+        self.layout = FileLayout(files.layout, len(ids))
         self.n_written = 0
         self._draft: Draft | None = None  # the unfinished file, after `start`
 
     def start(self, before: ContextData | None = None) -> ContextData:
         """Resume the job at its last checkpoint, or begin the job after a copy of the context `before`."""
-        if os.path.lexists(self.state) and os.path.lexists(self.part):
-            cache, logits = self._resume()
-        else:
-            cache, logits = self._begin(before)
+        resumed = os.path.lexists(self.state) and os.path.lexists(self.part)
+        cache, logits = self._resume() if resumed else self._begin(before)
         self.n_written = cache.length
         return ContextData(cache, self.token_ids, logits, self.announced)
 
@@ -68,26 +60,25 @@ class PrefillJob:
 
     def _resume(self) -> tuple[KVCache, Tensor | None]:
         """Return the cache and the logits of the last checkpoint: a context file without keys and values."""
-        path, vocab_size = self.state, self.identity.vocab_size
+        path, files = self.state, self.files
         remedy = f"remove it and {named(self.part.name)}, or name another file"
         descriptor = open_regular(path, follow=False)
         try:
             header = headers.read_header(descriptor, path)
-            manifest = header.manifest
-            self.identity.check(path, manifest.identity, remedy)
-            tensors = headers.read_small(header, self.layout.cache, partial(check_texts, path, vocab_size, own=True))
+            files.identity.check(path, header.manifest.identity, remedy)
+            tensors = headers.read_small(header, files.layout, partial(files.check_texts, path, own=True))
         except DataError as error:
             text = str(error)
             raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
         finally:
             os.close(descriptor)
+        manifest, begun = header.manifest, header.manifest.announced
         if manifest.text != text_hash(self.token_ids):
             raise DataError(f"{named(path)} belongs to another text; {remedy}")
-        if manifest.announced != self.announced:  # keys may be rotated for the announced length
-            begun = manifest.announced
+        if begun != self.announced:  # keys may be rotated for the announced length
             raise DataError(f"{named(path)} was begun with a length of {begun}; give --length {begun}, or {remedy}")
         self._draft = draft = Draft(self.part, self.layout, manifest.file_id)
-        found = data_of(path, self.layout.cache, Snapshot(manifest, tensors, draft.rows), vocab_size, own=True)
+        found = files.data_of(path, Snapshot(manifest, tensors, draft.rows), own=True)
         return found.cache, found.logits
 
     def checkpoint(self, data: ContextData) -> None:
@@ -96,7 +87,7 @@ class PrefillJob:
         write_rows(data.cache, self._draft.rows, self.n_written)
         self._draft.rows.flush()
         tensors = data.tensors()
-        manifest = headers.signed(data.manifest(self.identity.facts, self._draft), tensors)
+        manifest = headers.signed(data.manifest(self.files.identity.facts, self._draft), tensors)
         raw = (raw_bytes(x) for _, x in sorted(tensors.items()))
         write_whole(self.state, b"".join((headers.header_bytes(headers.tensor_entries(tensors), manifest), *raw)))
         self.n_written = data.cache.length
@@ -106,7 +97,7 @@ class PrefillJob:
         assert self._draft is not None
         write_rows(data.cache, self._draft.rows, self.n_written)
         try:
-            finish(self._draft, self.target, data, self.identity)
+            self.files.finish(self._draft, self.target, data)
         except UsageError:  # another file appeared there; a checkpoint keeps the work
             self.checkpoint(data)
             raise

@@ -74,7 +74,7 @@ def prefill_file(
         ALLOWANCE.planner(setup.layout, into_file=True).check(len(ids))
         setup.warn(len(ids))
         target = Target(path, force, () if before is None else before.saves)
-        job = PrefillJob(target, setup.layout, setup.identity, ids, announced)
+        job = PrefillJob(target, setup.files, ids, announced)
         try:
             held = context_of(setup, job.start(before))
             ALLOWANCE.promise(held.cache, len(ids))

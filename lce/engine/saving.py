@@ -131,7 +131,7 @@ class ContextFiles:
             draft = Draft.create(draft_at, FileLayout(cache.layout, cache.length))
             data.saves.add(draft.file_id)  # now, because Ctrl-C may come when the file has just appeared
             write_rows(cache, draft.rows)
-            finish(draft, target, data, self.identity)
+            self.finish(draft, target, data)
         except BaseException:
             draft_at.unlink(missing_ok=True)
             raise
@@ -141,8 +141,7 @@ class ContextFiles:
         sweep(path)
         if not os.path.lexists(part_of(path)):
             remove_leftover(state_of(path))  # left by a process that was killed in `PrefillJob.finish`
-        snapshot = _snapshot(path, self.layout, self.identity)
-        return data_of(path, self.layout, snapshot, self.identity.vocab_size, own=False)
+        return self.data_of(path, self._snapshot(path, self.layout))
 
     def check_space(self, path: Path, n_tokens: int) -> None:
         """Raise `CapacityError` unless a context of `n_tokens` tokens can be saved at `path`.
@@ -152,36 +151,78 @@ class ContextFiles:
         check_writable(path)
         Draft.create(draft_path(path), FileLayout(self.layout, n_tokens)).discard()
 
+    def finish(self, draft: Draft, target: Target, data: ContextData) -> None:
+        """Complete a draft that has all rows, and rename the file to `target`, if the file opens as a reader opens it.
 
-def finish(draft: Draft, target: Target, data: ContextData, identity: Identity) -> None:
-    """Complete a draft that has all rows, and rename the file to `target`, if the file opens as a reader opens it.
+        Raises `UsageError` if another file appeared at `target` in the meantime.
+        """
 
-    Raises `UsageError` if another file appeared at `target` in the meantime.
-    """
+        def check(path: Path) -> None:
+            layout = draft.layout.cache
+            try:
+                snapshot = self._snapshot(path, layout)
+                self._ids_of(path, snapshot)
+                for index in range(layout.n_layers):
+                    restored_states(device_layout(layout, index), index, snapshot.small)
+            except (DataError, KeyError, *_MISFITS) as error:
+                if not isinstance(error, DataError | KeyError) and not _is_misfit(error):
+                    raise
+                what = str(error).replace(named(path), "the new file").removesuffix(f"; {REMEDY}")
+                raise LceError(
+                    f"internal error: {named(target.path)} was not written, because what was to be written does not "
+                    f"open ({type(error).__name__}: {shown(what, 200)}); an earlier file there stays; report this error"
+                ) from error
+            target.check()
 
-    def check(path: Path) -> None:
-        layout = draft.layout.cache
+        draft.finish(target.path, data.tensors(), data.manifest(self.identity.facts, draft), check)
+
+    def _snapshot(self, path: Path, layout: CacheLayout) -> Snapshot:
+        def identify(manifest: Manifest) -> None:
+            self.identity.check(path, manifest.identity)
+
+        return open_snapshot(path, layout, identify, partial(self.check_texts, path))
+
+    def check_texts(self, path: Path, manifest: Manifest, small: dict[str, FileTensor], *, own: bool = False) -> None:
+        """Check and remove the token ids and the logits in `small`, a file's tensors besides keys and values.
+
+        Raises `DataError` for ids or logits that contradict `manifest`. `own`: the file is a prefill job's unfinished
+        file.
+        """
+        tokens, logits = small.pop("tokens", None), small.pop("logits", None)
+        most, vocab = manifest.capacity if own else MOST_TOKENS, (self.identity.vocab_size,)
+        if (
+            tokens is None
+            or tokens.dtype != torch.int32
+            or len(tokens.shape) != 1
+            or not max(1, manifest.n_tokens) <= tokens.shape[0] <= most
+            or manifest.capacity != (tokens.shape[0] if own else manifest.read)
+            or (logits is not None and (logits.dtype, logits.shape) != (torch.float32, vocab))
+        ):
+            raise contradiction(path)
+
+    def data_of(self, path: Path, snapshot: Snapshot, *, own: bool = False) -> ContextData:
+        """Return the context of an opened file. The file's rows are read-only, unless it is a prefill job's `own`."""
+        manifest, tensors, ids = snapshot.manifest, snapshot.small, self._ids_of(path, snapshot)
         try:
-            snapshot = _snapshot(path, layout, identity)
-            _ids_of(path, snapshot, identity.vocab_size)
-            for index in range(layout.n_layers):
-                restored_states(device_layout(layout, index), index, snapshot.small)
-        except (DataError, KeyError, *_MISFITS) as error:
-            if not isinstance(error, DataError | KeyError) and not _is_misfit(error):
-                raise
-            what = str(error).replace(named(path), "the new file").removesuffix(f"; {REMEDY}")
-            raise LceError(
-                f"internal error: {named(target.path)} was not written, because what was to be written does not open "
-                f"({type(error).__name__}: {shown(what, 200)}); an earlier file there stays; report this error"
-            ) from error
-        target.check()
+            cache = restored(self.layout, snapshot.rows, manifest.read, tensors, own=own)
+            cache.evicted = manifest.evicted
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            raise contradiction(path) from None
+        logits = tensors.get("logits")
+        last = None if logits is None else logits.to(all_devices(self.layout)[-1])
+        return ContextData(cache, ids, last, manifest.announced, named(path), {manifest.file_id})
 
-    draft.finish(target.path, data.tensors(), data.manifest(identity.facts, draft), check)
-
-
-def _snapshot(path: Path, layout: CacheLayout, identity: Identity) -> Snapshot:
-    check = partial(check_texts, path, identity.vocab_size, own=False)
-    return open_snapshot(path, layout, lambda manifest: identity.check(path, manifest.identity), check)
+    def _ids_of(self, path: Path, snapshot: Snapshot) -> list[int]:
+        """Return the token ids of an opened file. Raises `DataError` for ids or logits that cannot be the model's."""
+        tokens, logits = snapshot.small["tokens"], snapshot.small.get("logits")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.identity.vocab_size:
+            raise DataError(f"{named(path)} has token ids that the model does not have; {REMEDY}")
+        if logits is not None and not logits.isfinite().all():
+            raise DataError(f"{named(path)} has logits that are no numbers; {REMEDY}")
+        ids = tokens.tolist()
+        if snapshot.manifest.text != text_hash(ids):
+            raise contradiction(path)
+        return ids
 
 
 def part_of(path: Path) -> Path:
@@ -190,50 +231,6 @@ def part_of(path: Path) -> Path:
 
 def state_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.state")
-
-
-def check_texts(path: Path, vocab_size: int, manifest: Manifest, small: dict[str, FileTensor], own: bool) -> None:
-    """Check and remove the token ids and the logits in `small`, a context file's tensors besides keys and values.
-
-    Raises `DataError` for ids or logits that contradict `manifest`. `own`: the file is a prefill job's unfinished file.
-    """
-    tokens, logits = small.pop("tokens", None), small.pop("logits", None)
-    most = manifest.capacity if own else MOST_TOKENS
-    if (
-        tokens is None
-        or tokens.dtype != torch.int32
-        or len(tokens.shape) != 1
-        or not max(1, manifest.n_tokens) <= tokens.shape[0] <= most
-        or manifest.capacity != (tokens.shape[0] if own else manifest.read)
-        or (logits is not None and (logits.dtype, logits.shape) != (torch.float32, (vocab_size,)))
-    ):
-        raise contradiction(path)
-
-
-def data_of(path: Path, layout: CacheLayout, snapshot: Snapshot, vocab_size: int, *, own: bool) -> ContextData:
-    """Return the context of an opened file. The file's rows are read-only, unless the file is a prefill job's `own`."""
-    manifest, tensors, ids = snapshot.manifest, snapshot.small, _ids_of(path, snapshot, vocab_size)
-    try:
-        cache = restored(layout, snapshot.rows, manifest.read, tensors, own=own)
-        cache.evicted = manifest.evicted
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise contradiction(path) from None
-    logits = tensors.get("logits")
-    last = None if logits is None else logits.to(all_devices(layout)[-1])
-    return ContextData(cache, ids, last, manifest.announced, named(path), {manifest.file_id})
-
-
-def _ids_of(path: Path, snapshot: Snapshot, vocab_size: int) -> list[int]:
-    """Return the token ids of an opened file. Raises `DataError` for ids or logits that cannot be the model's."""
-    tokens, logits = snapshot.small["tokens"], snapshot.small.get("logits")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-        raise DataError(f"{named(path)} has token ids that the model does not have; {REMEDY}")
-    if logits is not None and not logits.isfinite().all():
-        raise DataError(f"{named(path)} has logits that are no numbers; {REMEDY}")
-    ids = tokens.tolist()
-    if snapshot.manifest.text != text_hash(ids):
-        raise contradiction(path)
-    return ids
 
 
 def text_hash(token_ids: Sequence[int]) -> str:
