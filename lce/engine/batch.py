@@ -76,10 +76,10 @@ class Batch(Unique):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"cache_dir is {shown(str(folder))}: {error.strerror}; name another folder") from None
-        self._changed = threading.Condition()
         memory = (free_host_memory() or 8 << 30) // 2
         if cache_memory is not None:
             memory = in_bytes(cache_memory, "cache_memory")
+        self._changed = threading.Condition()
         self._prefixes = PrefixCache(folder, memory, budget, self._changed, reuse)
         self._choosing = threading.Lock()  # for `_setups`
         self._setups: dict[Method, Setup] = {setup.method: setup}
@@ -232,11 +232,7 @@ class Batch(Unique):
 
     def gauges(self) -> dict[str, float]:
         """Return figures about the batch: requests now, tokens so far, and the share of memory that contexts use."""
-        found = self._scheduler.gauges()
-        kept, free = self._prefixes.memory_bytes, free_host_memory() or 0
-        used = found.pop("held_bytes") + kept
-        mine = {"contexts": self._prefixes.n_contexts, "kept_bytes": kept, "kv_usage": used / max(1, used + free)}
-        return found | mine
+        return self._scheduler.gauges()
 
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more requests, let running ones go on for `drain_s` seconds, and save contexts that are not saved.
@@ -247,7 +243,7 @@ class Batch(Unique):
             raise UsageError(f"drain_s is {shown(drain_s)}; expected a number of seconds")
         if threading.get_ident() in self._scheduler.threads and self._scheduler.thread.is_alive():
             raise UsageError("a request's callback cannot close its batch; cancel the request, or close later")
-        self._stop(drain_s, save=self._prefixes.reuse)
+        self._stop(drain_s, save=True)
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from lce.engine.answer import GenerationOptions, generation_options
+from lce.engine.answer import GenerationOptions
 from lce.engine.context import Context, Unique, new_context
-from lce.engine.running import Rest, prompt_ids, stream
+from lce.engine.running import Rest, checked_options, prompt_ids, stream
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Generation, Stream
 from lce.errors import UsageError
@@ -115,20 +115,17 @@ class Conversation(Unique):
         """Answer like `ask`, but stream the text. A turn that fails before its answer begins leaves no message."""
         if options.pop("context", None) is not None:
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
-        checked = generation_options(options)
+        checked = checked_options(self.setup, options)
         self._settle()
-        new: list[Any] = [message]  # `render_chat` checks the messages
-        if isinstance(message, str):
-            new = [{"role": "user", "content": message}]
-        elif isinstance(message, Sequence | Mapping):
-            new = list(message)
-        chat = self._render([*self._past.messages, *new])
-        ids = self._fit(chat)
-        assert self.context is not None
-        ids = prompt_ids(self.setup, ids, self.context)
-        found = stream(self.setup, ids, replace(checked, context=self.context), CancelFlag(), self._rest)
+        new: list[Any] = [{"role": "user", "content": message}]
+        if not isinstance(message, str):  # `render_chat` checks the messages
+            new = list(message) if isinstance(message, Sequence | Mapping) else [message]
+        chat = self.setup.tokenizer.render_chat([*self._past.messages, *new], following=bool(self._before))
+        context, ids = self._fit(chat)
+        prompt_ids(self.setup, ids, context)
+        found = stream(self.setup, ids, replace(checked, context=context), CancelFlag(), self._rest)
         self.tokens_read = len(ids)
-        turn = _Turn([dict(message) for message in new], chat, len(self.context) + len(ids), found)
+        turn = _Turn([dict(message) for message in new], chat, len(context) + len(ids), found)
         self._past = replace(self._past, turn=turn)
         return found
 
@@ -164,22 +161,18 @@ class Conversation(Unique):
             return
         turn.stream.close()
         assert self.context is not None
-        said, result = turn.messages, turn.stream.result
-        if not said:
+        if not (said := turn.messages):
             self._past = replace(past, turn=None)  # `_fit` finds out which of the new tokens the context holds
             return
+        result = turn.stream.result
         text, marks = turn.chat.text + result.text, [*past.marks, (len(turn.chat.text), turn.n_asked)]
         whole = self.setup.tokenizer.decode(result.token_ids) == result.text  # False if a stop string was cut off
         if whole and len(self.context) == turn.n_asked + len(result.token_ids):
             marks.append((len(text), len(self.context)))
         self._past = _Past([*past.messages, *said], text, marks, len(self.context))
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> ChatText:
-        """Return the chat template's text of the messages, as a continuation of the context given at first, if any."""
-        return self.setup.tokenizer.render_chat(messages, following=bool(self._before))
-
-    def _fit(self, chat: ChatText) -> list[int]:
-        """Truncate the context to the tokens that agree with the text `chat`; return the ids to prefill after them."""
+    def _fit(self, chat: ChatText) -> tuple[Context, list[int]]:
+        """Truncate the context to the tokens that agree with the text `chat`; return it, and the ids to prefill."""
         past = self._past
         n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
         marks = [mark for mark in past.marks if mark[0] <= n_same and mark[1] <= n_held]
@@ -190,15 +183,16 @@ class Conversation(Unique):
             ids = [*self._before, *ids]
         if self.context is None:
             self.context = new_context(self.setup, max(len(ids), self._length))
-        wanted = [*self.context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed
-        n_kept, cache = _common(self.context.token_ids, wanted[:-1]), self.context.cache
-        if n_kept < min(len(self.context), cache.n_tokens):  # the last token is read again for its logits
+        context, cache = self.context, self.context.cache
+        wanted = [*context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed
+        n_kept = _common(context.token_ids, wanted[:-1])
+        if n_kept < min(len(context), cache.n_tokens):  # the last token is read again for its logits
             n_kept = cache.nearest(max(0, n_kept - 1)) + 1
         whole = past.n_tokens if past.n_tokens is not None and past.n_tokens <= n_kept else None
         self._past = _Past(past.messages, chat.text, marks or [(0, len(self._before))], whole)
-        if n_kept < len(self.context):
-            self.context.truncate(n_kept)
-        return wanted[n_kept:]
+        if n_kept < len(context):
+            context.truncate(n_kept)
+        return context, wanted[n_kept:]
 
     def _mark_of_answer(self, text: str, n_same: int) -> list[tuple[int, int]]:
         """Return the mark at the end of the last answer if `text` has this answer with other white space around it."""

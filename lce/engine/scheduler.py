@@ -34,6 +34,7 @@ from lce.errors import BusyError, CapacityError, DataError, UsageError
 from lce.models.layers import Model
 from lce.models.products import Slices
 from lce.progress import reported
+from lce.system import free_host_memory
 
 SLOWDOWN = 1.6  # A pass of decode and the slice of prefill after it take so many times the shortest pass of decode.
 FORGET = 1.002  # With each pass, what counts as the shortest one grows by this factor.
@@ -83,13 +84,16 @@ class Scheduler:
             self._changed.notify_all()
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of requests now, the bytes of their contexts, and the counts of tokens so far."""
+        """Return figures: requests now, tokens so far, and the share of memory that contexts use."""
         held = 0
         for context in [each.context for each in [*self._running]]:
             with suppress(UsageError, RuntimeError):  # it was closed just now, or its memory is being rearranged
                 held += 0 if context is None else sum(context.cache.bytes_by_tier.values())
+        kept, free = self.prefixes.memory_bytes, free_host_memory() or 0
+        usage = (held + kept) / max(1, held + kept + free)
+        found = {"running": len(self._running), "waiting": len(self._waiting), "contexts": self.prefixes.n_contexts}
         counts = {name: self.totals[name] for name in ("prompt_tokens", "cached_tokens", "decode_tokens")}
-        return {"running": len(self._running), "waiting": len(self._waiting), "held_bytes": held, **counts}
+        return {**found, **counts, "kept_bytes": kept, "kv_usage": usage}
 
     def close(self, drain_s: float) -> None:
         """Take no more requests, let running ones go on for `drain_s` seconds, and end the threads."""
@@ -141,18 +145,14 @@ class Scheduler:
     def _decode_all(self, asked: Sequence[Request]) -> None:
         self.threads.add(threading.get_ident())
         began = time.perf_counter()
-        lanes = []
-        for each in asked:
-            assert each.context is not None
-            ids = each.context.uncached
-            lanes.append(lane_of(each.setup, each.context, ids, decoding=True))
+        pairs = [(each, each.context) for each in asked if each.context is not None]
+        lanes = [lane_of(each.setup, context, context.uncached, decoding=True) for each, context in pairs]
         forward(self.model, lanes)
-        for request, lane in zip(asked, lanes, strict=True):
-            assert request.context is not None
+        for (request, context), lane in zip(pairs, lanes, strict=True):
             request.is_sound = lane.error is None
             try:
                 lane.check()
-                request.context.store_logits(lane)
+                context.store_logits(lane)
                 self._say(request, lane.likeliest)
             except BaseException as error:  # a callback may raise any, and it must not end the thread
                 self._end(request, error)
@@ -185,15 +185,15 @@ class Scheduler:
         """Read a block of the oldest prompt. While a prompt waits for memory, no later one begins."""
         is_short = False
         for request in [each for each in self._running if each.state in ("waiting", "prefill")]:
-            if request.state == "waiting" and is_short and not request.cancelled:
+            if request.cancelled:
+                self._end(request)
                 continue
             try:
-                if request.cancelled:
-                    self._end(request)
-                    continue
-                if request.state == "waiting" and (begun := self._begin(request)) != "begun":
+                if request.state == "waiting":
+                    begun = "no memory" if is_short else self._begin(request)
                     is_short = begun == "no memory"
-                    continue
+                    if begun != "begun":
+                        continue
                 self._read_block(request)
             except BaseException as error:  # a callback may raise any, and it must not end the thread
                 if not self._begins_again(request, error):
@@ -233,10 +233,8 @@ class Scheduler:
 
     def _begins_again(self, request: Request, error: BaseException) -> bool:
         """Return whether a prompt is to be read anew, because a file of the cache with its beginning is damaged."""
-        context = request.context
-        if request.is_sound or context is None or not isinstance(error, DataError):
-            return False
-        if not self.prefixes.forget(context, error):
+        context, is_damage = request.context, isinstance(error, DataError) and not request.is_sound
+        if context is None or not is_damage or not self.prefixes.forget(context, error):
             return False
         request.closing.close()
         request.context, request.state, request.is_sound, request.n_read = None, "waiting", True, 0
@@ -261,8 +259,7 @@ class Scheduler:
             self._end(request)
             return
         request.n_said, request.state = len(context), "decode"
-        eos_ids, tokenizer = setup.eos_ids, setup.tokenizer
-        request.answer = Answer(request.options, eos_ids, tokenizer, request.result, context.token_ids)
+        request.answer = Answer(request.options, setup.eos_ids, setup.tokenizer, request.result, context.token_ids)
         self._say(request)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:

@@ -211,7 +211,7 @@ def test_whatever_happens_the_context_holds_what_the_template_writes(
     assert said == reply.token_ids
     assert read[: len(before)] == before
     assert engine.generate(read, max_tokens=6).token_ids == said
-    written = conversation._render(conversation.messages[:-1]).text
+    written = conversation.setup.tokenizer.render_chat(conversation.messages[:-1], following=behind).text
     assert words(engine.tokenizer.decode(read[len(before) :], skip_special=False)) == words(written)
 
 
