@@ -115,10 +115,9 @@ class Sampler:
 
 
 def biased(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return logits `[vocab]` with `logit_bias` added. Raises `UsageError` for ids that the logits do not have."""
+    """Return logits `[vocab]` with `logit_bias` added."""
     if not sampling.logit_bias:
         return logits
-    sampling.check(len(logits))
     logits = logits.float().cpu().clone()
     logits[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()))
     return logits
@@ -204,43 +203,36 @@ class Answer:
 
         `likeliest` is the argmax of the logits, if known. A call that fails changes nothing.
         """
-        options, result, stats, stop = self.options, self.result, self.result.stats, self.options.sampling.stop
-        n, said, reason = len(result.token_ids), result.text, result.finish_reason
-        try:
-            constraint = options.constraint
-            allowed = logits if constraint is None else constraint.apply(logits.clone())
-            known = likeliest if options.sampling.greedy and constraint is None else None
-            token_id = self._sampler.pick(allowed, result.token_ids) if known is None else known
-            if constraint is not None:
-                constraint.accept(token_id)
-            now = time.perf_counter()
-            if not n:
-                stats.first_token_s, self._since = stats.prefill_s + now - self._since, now
-            stats.decode_s = now - self._since
-            text = ""
-            if token_id in self._eos_ids:
-                result.finish_reason = "stop"
-            else:
-                if result.logprobs is not None and options.logprobs is not None:
-                    result.logprobs.append(logprobs_of(logits, token_id, options.logprobs))
-                result.token_ids.append(token_id)
-                stats.generated_tokens = n + 1
-                text = self._watch.push(self._detokenizer.push(token_id))
-                if self._watch.stopped or (callable(stop) and stop(said + text)):
-                    result.finish_reason = "stop"
-                elif n + 1 == options.max_tokens:
-                    result.finish_reason = "length"
-            if result.finish_reason:
-                text += self._watch.push(self._detokenizer.finish()) + self._watch.finish()
-                if self._watch.stopped:
-                    result.finish_reason = "stop"
-            result.text = said + text
-        except BaseException:
-            del result.token_ids[n:]
-            if result.logprobs is not None:
-                del result.logprobs[n:]
-            stats.generated_tokens, result.text, result.finish_reason = n, said, reason
-            raise
+        options, result, stats, n = self.options, self.result, self.result.stats, len(self.result.token_ids)
+        constraint, stop = options.constraint, options.sampling.stop
+        allowed = logits if constraint is None else constraint.apply(logits.clone())
+        known = likeliest if options.sampling.greedy and constraint is None else None
+        token_id = self._sampler.pick(allowed, result.token_ids) if known is None else known
+        if constraint is not None:
+            constraint.accept(token_id)
+        now = time.perf_counter()
+        ids, entries, text, reason = [token_id], list[TokenLogprobs](), "", ""
+        if token_id in self._eos_ids:
+            ids, reason = [], "stop"
+        else:
+            if options.logprobs is not None:
+                entries = [logprobs_of(logits, token_id, options.logprobs)]
+            text = self._watch.push(self._detokenizer.push(token_id))
+            if self._watch.stopped or (callable(stop) and stop(result.text + text)):
+                reason = "stop"
+            elif n + 1 == options.max_tokens:
+                reason = "length"
+        if reason:
+            text += self._watch.push(self._detokenizer.finish()) + self._watch.finish()
+            reason = "stop" if self._watch.stopped else reason
+        n_said = n + len(ids)
+        if not n:  # from here on nothing is called, so nothing can fail or be interrupted
+            stats.first_token_s, self._since = stats.prefill_s + now - self._since, now
+        stats.decode_s, stats.generated_tokens = now - self._since, n_said
+        result.token_ids += ids
+        if result.logprobs is not None:
+            result.logprobs += entries
+        result.text, result.finish_reason = result.text + text, reason
         return text
 
 
