@@ -18,7 +18,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lce.attention import int8_rows
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
 from lce.attention.turn import SlotTurns, Turn, Turns
 from lce.errors import UsageError, nearest, shown
@@ -74,14 +73,7 @@ class Attention(ABC):
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-        k, v = self.readable(q, k, v)
         return self.attend(q, k, v, causal=causal, window=window, turn=turn)
-
-    def readable(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values that this backend can read: rows of 8 bits are copied to the dtype of the queries."""
-        if k.dtype is not int8_rows.ROW:
-            return k, v
-        return int8_rows.widened(k, q.shape[-1], q.dtype), int8_rows.widened(v, q.shape[-1], q.dtype)
 
     @abstractmethod
     def attend(
@@ -119,7 +111,7 @@ class Attention(ABC):
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every chosen chunk is in exactly one round
             queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))
-            self.dispatch(queries, some.chosen(chunk_ids), *self.readable(q, some.k, some.v), (out, lse))
+            self.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
@@ -167,7 +159,7 @@ class Attention(ABC):
             if not size:
                 continue
             columns = torch.arange(size, device=k.device)
-            at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * k.element_size()))
+            at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * queries.q.element_size()))
             for some in (load == size).nonzero().squeeze(1).split(at_once):
                 # Padding repeats the last row of a tile; the result of that row is written several times.
                 rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lce.attention import int8_rows
 from lce.attention.attention import Attended, Memory
-from lce.attention.tiles import SlotQueries, Tiles
+from lce.attention.tiles import Tiles
 from lce.attention.torch import Torch
 from lce.attention.turn import SlotTurns, Turn, Turns
 from lce.kernels.cpu import attention
@@ -32,15 +32,12 @@ class Compiled(Torch):
                 return None
         return attention
 
-    def readable(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k, v
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         """Compute attention with a kernel that also rotates the queries."""
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
-            return super().attend(q, *super().readable(q, k, v), causal=causal, window=window, turn=turn)
+            return super().attend(q, k, v, causal=causal, window=window, turn=turn)
         found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
         return found
 
@@ -59,6 +56,3 @@ class Compiled(Torch):
         for some in tiles:
             found.add(some.k, some.v, some.index)
         return found.finish()
-
-    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        super().dispatch(queries, tile, *super().readable(queries.q, k, v), into)

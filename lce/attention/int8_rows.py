@@ -31,6 +31,11 @@ def widened(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return (rows[..., :dim].view(torch.int8) * row_scales(rows)).to(dtype)
 
 
+def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values as vectors: rows of 8 bits are copied to the dtype of the queries."""
+    return (k, v) if k.dtype is not ROW else (widened(k, q.shape[-1], q.dtype), widened(v, q.shape[-1], q.dtype))
+
+
 def append_rows(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int, turn: Turn | None = None) -> None:
     """Do what `append` does, into rows of 8 bits."""
     for x, into in ((k if turn is None else rotate(k, turn), into_k), (v, into_v)):

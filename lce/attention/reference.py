@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from lce.attention.attention import Attended, Attention, causal_mask
+from lce.attention.int8_rows import readable
 from lce.attention.turn import Turn, rotate
 
 
@@ -18,7 +19,7 @@ class Reference(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        q = q if turn is None else rotate(q, turn)
+        q, (k, v) = q if turn is None else rotate(q, turn), readable(q, k, v)
         rows = q.float().reshape(len(k), -1, q.shape[-1])  # [G, H/G·T, D]
         scores = (rows @ k.float().mT).view(*q.shape[:-1], -1) / math.sqrt(q.shape[-1])
         if causal:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.attention import Attended, Attention, causal_mask, combine, join
+from lce.attention.int8_rows import readable
 from lce.attention.reference import Reference
 from lce.attention.scores import SCORES_AT_ONCE
 from lce.attention.tiles import SlotQueries
@@ -30,7 +31,7 @@ class Torch(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        q = q if turn is None else rotate(q, turn)
+        q, (k, v) = q if turn is None else rotate(q, turn), readable(q, k, v)
         if flash_takes(q):
             return self._attend_flash(q, k, v, causal, window)
         if q.is_cuda:
@@ -86,6 +87,7 @@ class Torch(Attention):
         """
         if q.is_cuda or len(q) == 1 or q.shape[1] > FEW_ROWS:
             return super().attend_tiles(q, k, v)
+        k, v = readable(q, k, v)
         scores = torch.bmm(q.float() * q.shape[-1] ** -0.5, k.mT.float())
         lse = scores.logsumexp(-1, keepdim=True)
         out = torch.bmm((scores - lse).exp_(), v.float())
@@ -95,6 +97,7 @@ class Torch(Attention):
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
         """Compute `grouped` on CUDA by the variable-length kernel, without waiting. Memory: three copies of q."""
+        k, v = readable(queries.q, k, v)
         if not flash_takes(k):
             super().grouped(queries, counts, order, k, v, into)
             return
