@@ -25,13 +25,9 @@ def test_full_attention_answers_within_the_window_and_fails_beyond_it() -> None:
 
 
 @pytest.mark.slow
-def test_longheads_answers_beyond_the_window() -> None:
-    assert pass_keys(lce.load("demo", method="longheads"), 3000, 6).mean >= 0.8
-
-
-@pytest.mark.slow
-def test_esa_answers_beyond_the_window() -> None:
-    assert pass_keys(lce.load("demo", method="esa"), 3000, 6).mean >= 0.8
+@pytest.mark.parametrize("method", ["longheads", "esa"])
+def test_it_answers_beyond_the_window(method: str) -> None:
+    assert pass_keys(lce.load("demo", method=method), 3000, 6).mean >= 0.8
 
 
 @pytest.mark.slow

@@ -10,24 +10,15 @@ import lce
 from lce import errors
 from lce.errors import BusyError, CapacityError, DataError, LceError, ModelError, RankError, UsageError, nearest, shown
 
-EXIT_CODES = {
-    "LceError": 1,
-    "UsageError": 2,
-    "ModelError": 3,
-    "DataError": 3,
-    "CapacityError": 4,
-    "BusyError": 1,
-    "RankError": 1,
-}
+EXIT_CODES = {LceError: 1, UsageError: 2, ModelError: 3, DataError: 3, CapacityError: 4, BusyError: 1, RankError: 1}
 
 
 def test_the_tree_at_the_top_is_the_tree() -> None:
     drawn = re.findall(r"(\w+Error) +(\d)", errors.__doc__ or "")
-    kinds = [LceError, UsageError, ModelError, DataError, CapacityError, BusyError, RankError]
-    assert drawn == [(error.__name__, str(error.exit_code)) for error in kinds]
-    assert drawn == [(name, str(code)) for name, code in EXIT_CODES.items()]
-    assert [error for error in kinds if issubclass(error, ValueError | OSError | MemoryError)] == [UsageError]
-    assert {name for name in lce.__all__ if name.endswith("Error")} == EXIT_CODES.keys()
+    assert drawn == [(error.__name__, str(code)) for error, code in EXIT_CODES.items()]
+    assert all(error.exit_code == code for error, code in EXIT_CODES.items())
+    assert [error for error in EXIT_CODES if issubclass(error, ValueError | OSError | MemoryError)] == [UsageError]
+    assert {name for name in lce.__all__ if name.endswith("Error")} == {error.__name__ for error in EXIT_CODES}
 
 
 def test_the_nearest_name() -> None:

@@ -1,18 +1,20 @@
-"""The public face, and the methods: one file each, exported, documented, in the README."""
+"""The public face, and the methods: one file each, exported, documented, in the README; what scripts import exists."""
 
+import ast
 import dataclasses
+import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import lce
 from lce_lab.analysis import oracle as analysis
+from tests.command import output
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(file for name in "benchmarks docs examples tools".split() for file in (ROOT / name).rglob("*.py"))
 SHARED = set(  # files of lce/methods that hold no method that users name
     "__init__ attending auto base best_tokens budget choosing costs decoding grouped_keys handover hooks joint knobs "
     "local lowdim joint_pages lowdim_pages map_file parts placement recent registry renamed run selection selective "
@@ -31,7 +33,7 @@ def test_all_of_the_face_resolves(name: str) -> None:
 def test_the_face_has_nothing_else() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = lce.nothing
-    assert lce.__all__ == sorted(lce.__all__, key=lambda name: (name.islower(), name))
+    assert lce.__all__ == sorted(lce.__all__)
 
 
 def test_one_file_a_method() -> None:
@@ -53,7 +55,8 @@ def test_every_method_is_exported_and_documented_with_its_knobs(name: str) -> No
 
 
 READ_BY_ALL = """
-import sys, lce
+import sys, warnings, lce
+warnings.simplefilter("ignore")
 for name in lce.methods.available():
     options = {"compress": "pca"} if name == "esa" else None
     lce.load(sys.argv[1], lce.methods.make(name, options)).generate(list(range(200)), max_tokens=2)
@@ -64,9 +67,16 @@ print(*sys.modules)
 @pytest.mark.slow
 def test_no_method_imports_a_compiler(tiny_model: Path) -> None:
     """Some functions of PyTorch import torch._dynamo or sympy at their first call, which takes up to 2 s."""
-    command = [sys.executable, "-W", "ignore", "-c", READ_BY_ALL, tiny_model]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert not {"torch._dynamo", "sympy"} & {*loaded.stdout.split()}
+    assert not {"torch._dynamo", "sympy"} & {*output(READ_BY_ALL, tiny_model).split()}
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_what_a_script_imports_of_lce_exists(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and re.match(r"lce(_serve|_lab)?(\.|$)", node.module or ""):
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
 
 
 def section(page: Path, title: str) -> str:
