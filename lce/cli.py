@@ -87,7 +87,8 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
         output.generation(stream)
     if save.path is not None:
         asked.save(save.path, force=save.force)
-    output.object({**figures.generation_object(stream.result, engine.method), "context": save.path})
+    if output.json:
+        output.object({**figures.generation_object(stream.result, engine.method), "context": save.path})
     if hint := figures.empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
         output.figures(hint)
     output.figures(figures.generation_line(stream.result.stats))

@@ -244,20 +244,21 @@ def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
         raise JsonError(f"more than {most} JSON values; expected far fewer")
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
-    except JsonError:
-        raise
-    except json.JSONDecodeError as error:
-        raise JsonError(f"not valid JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise JsonError(f"not valid JSON: byte {error.start} is not UTF-8") from None
-    except RecursionError:
-        raise JsonError("not valid JSON: nested too deeply") from None
-    except ValueError:  # Python limits the digits of an integer
-        raise JsonError("not valid JSON: a number of thousands of digits") from None
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"not valid JSON: {_json_fault(error)}") from None
+
+
+def _json_fault(error: ValueError | RecursionError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    known = isinstance(error, json.JSONDecodeError | JsonError)
+    return str(error) if known else "a number of thousands of digits"  # Python limits the digits of an integer
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise JsonError("not valid JSON: a name appears twice")
+        raise JsonError("a name appears twice")
     return found

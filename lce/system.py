@@ -171,9 +171,11 @@ def uses_threads() -> None:
     """
     import torch
 
-    here, n = os.getpid(), torch.get_num_threads()
-    if n == 1 or here in _threaded:
-        return
+    if torch.get_num_threads() > 1 and os.getpid() not in _threaded:
+        _start_threads(torch.get_num_threads())
+
+
+def _start_threads(n: int) -> None:
     if _threaded:
         fault = "this process was forked from one that had computed with several threads, which would hang here"
         remedy = "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"
@@ -183,7 +185,7 @@ def uses_threads() -> None:
     if isinstance(others, InCaller):
         fault = f"the system starts no more threads for this process, which computes with {n}"
         raise CapacityError(f"{fault}; give --threads 1 (threads=1), or raise the limit (ulimit -u)")
-    _threaded.add(here)
+    _threaded.add(os.getpid())
 
 
 def peak_memory() -> dict[str, int]:

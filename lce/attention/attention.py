@@ -211,6 +211,10 @@ def combine(parts: Sequence[Attended]) -> Attended:
         from lce.kernels.cuda.merging import combined
 
         return combined(parts)
+    return _combined(parts)
+
+
+def _combined(parts: Sequence[Attended]) -> Attended:
     lses = torch.stack([lse for _, lse in parts])
     total = lses.logsumexp(0)
     weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()

@@ -126,20 +126,24 @@ class NewFile(NamedTuple):
 
 
 def new_file(path: str | None, force: bool) -> NewFile:
-    """Check the path of a file that a command will write, before any work. Accepts None: no file.
+    """Check the path of a file that a command will write, before any work. Accepts None: no file."""
+    if path is not None:
+        _check_target(path, force)
+    return NewFile(path, force)
 
-    Raises `DataError` for a path that is not a regular file, and `UsageError` for an existing file unless `force`, or
-    unless the file is the command's `--context`: `Context.save` then finds out whether the file is still the same.
+
+def _check_target(path: str, force: bool) -> None:
+    """Raise `DataError` for a path that is not a regular file, and `UsageError` for an existing file unless `force`.
+
+    The command's `--context` may be replaced: `Context.save` finds out whether the file is still the same.
     """
     if path == "":
         raise UsageError("the file to write has no name; give one, for example document.lce")
-    if path is not None:
-        opened = click.get_current_context().params.get("context_file")
-        check_new(path, force, lambda path: opened is not None and os.path.realpath(opened) == os.path.realpath(path))
-        if os.path.exists(path):
-            note(f"{named(path)} exists and will be replaced")
-        check_folder(path)
-    return NewFile(path, force)
+    opened = click.get_current_context().params.get("context_file")
+    check_new(path, force, lambda path: opened is not None and os.path.realpath(opened) == os.path.realpath(path))
+    if os.path.exists(path):
+        note(f"{named(path)} exists and will be replaced")
+    check_folder(path)
 
 
 def _note_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
