@@ -30,6 +30,16 @@ def at(share: float, n: int = 20) -> list[float]:
     return [float(i < share * n) for i in range(n)]
 
 
+def shares(**of: dict[int, float]) -> list[dict[str, Any]]:
+    """Twenty answers of some methods, of which a share is right at each length."""
+    return [
+        each
+        for method, by in of.items()
+        for length, share in by.items()
+        for each in answers(method, length, *at(share))
+    ]
+
+
 CEILING = answers("full", 500, *at(1), ceiling=True)
 
 
@@ -41,16 +51,8 @@ def board(folder: Path, *lines: dict[str, Any]) -> Board:
 
 
 def test_methods_are_ranked_by_reach_then_by_quality(tmp_path: Path) -> None:
-    found = board(
-        tmp_path,
-        *CEILING,
-        *answers("dca", 1024, *at(0.95)),
-        *answers("dca", 2048, *at(0.5)),
-        *answers("quest", 1024, *at(0.6)),
-        *answers("quest", 2048, *at(0.1)),
-        *answers("full", 1024, *at(0.2)),
-        *answers("full", 2048, *at(0)),
-    )
+    dca, quest = {1024: 0.95, 2048: 0.5}, {1024: 0.6, 2048: 0.1}
+    found = board(tmp_path, *CEILING, *shares(dca=dca, quest=quest, full={1024: 0.2, 2048: 0}))
     assert found.length == 2048
     assert [(x.method, x.rank, x.tied, x.reach, x.first) for x in found.standings] == [
         ("dca", 1, False, 1024, 1024),
@@ -62,18 +64,9 @@ def test_methods_are_ranked_by_reach_then_by_quality(tmp_path: Path) -> None:
 
 def test_methods_that_may_be_equal_are_tied(tmp_path: Path) -> None:
     """19 of 20 and 18 of 20: one question tells too little; but full attention answers none."""
-    found = board(
-        tmp_path,
-        *CEILING,
-        *answers("dca", 1024, *at(0.95)),
-        *answers("quest", 1024, *at(0.9)),
-        *answers("full", 1024, *at(0)),
-    )
-    assert [(x.method, x.rank, x.tied) for x in found.standings] == [
-        ("dca", 1, True),
-        ("quest", 1, True),
-        ("full", 3, False),
-    ]
+    found = board(tmp_path, *CEILING, *shares(dca={1024: 0.95}, quest={1024: 0.9}, full={1024: 0}))
+    ranks = [(x.method, x.rank, x.tied) for x in found.standings]
+    assert ranks == [("dca", 1, True), ("quest", 1, True), ("full", 3, False)]
 
 
 def test_one_question_ranks_no_method_above_another(tmp_path: Path) -> None:
@@ -86,18 +79,10 @@ def test_one_question_ranks_no_method_above_another(tmp_path: Path) -> None:
 def test_methods_are_not_tied_where_all_of_them_fail(tmp_path: Path) -> None:
     """At 4096 the best fails as `full` does. `quest` is better than `full` at each length."""
     scores = {"dca": (0.9, 0.9, 0.05), "quest": (1, 0.5, 0.5), "full": (0.1, 0, 0)}
-    made = [
-        each
-        for method, shares in scores.items()
-        for length, share in zip((1024, 2048, 4096), shares, strict=True)
-        for each in answers(method, length, *at(share))
-    ]
-    found = board(tmp_path, *CEILING, *made)
-    assert [(x.method, x.rank, x.reach) for x in found.standings] == [
-        ("dca", 1, 2048),
-        ("quest", 2, 1024),
-        ("full", 3, 0),
-    ]
+    made = {method: dict(zip((1024, 2048, 4096), some, strict=True)) for method, some in scores.items()}
+    found = board(tmp_path, *CEILING, *shares(**made))
+    ranks = [(x.method, x.rank, x.reach) for x in found.standings]
+    assert ranks == [("dca", 1, 2048), ("quest", 2, 1024), ("full", 3, 0)]
 
 
 def test_the_order_of_files_and_lines_changes_nothing(tmp_path: Path) -> None:
@@ -123,7 +108,7 @@ def test_the_order_of_files_and_lines_changes_nothing(tmp_path: Path) -> None:
 
 def test_tasks_that_do_not_tell_methods_apart_do_not_count(tmp_path: Path) -> None:
     """`hard` fails within the window, and every method can do `easy`."""
-    made = [*CEILING, *answers("dca", 1024, *at(0.8)), *answers("quest", 1024, *at(0.2))]
+    made = [*CEILING, *shares(dca={1024: 0.8}, quest={1024: 0.2})]
     alone = board(tmp_path, *made)
     hard = [*answers("full", 500, *at(0.2), task="hard", ceiling=True), *answers("quest", 1024, *at(1), task="hard")]
     hard += answers("dca", 1024, *at(0), task="hard")
@@ -137,7 +122,7 @@ def test_tasks_that_do_not_tell_methods_apart_do_not_count(tmp_path: Path) -> No
 
 def test_a_task_that_few_were_asked_does_not_count(tmp_path: Path) -> None:
     more = [*answers("full", 500, *at(1), task="more", ceiling=True), *answers("dca", 1024, *at(0), task="more")]
-    made = [each for method in ENGINES for each in answers(method, 1024, *at(0.5))]
+    made = shares(**{method: {1024: 0.5} for method in ENGINES})
     found = board(tmp_path, *CEILING, *made, *more)
     assert [table.task for table in found.counted(1024)] == ["made"]
     only = answers("dca", 1024, *at(0.5), engine=DCA.replace("384", "128"), task="more")
@@ -152,29 +137,19 @@ def test_rope_scaling_is_a_row_by_kind_whatever_the_factor(tmp_path: Path) -> No
     ]
     odd = {"engine": FULL.replace("512", "700"), "rope": YARN.replace("1.0)", f"{1700 / 700})")}
     assert fitted(answers("full", 1700, 1, **odd)[0])["rope"] != odd["rope"], "a quotient with a rounding error"
-    plain = [each for length in (1024, 2048) for each in answers("full", length, *at(0))]
+    plain = shares(full={1024: 0, 2048: 0})
     found = board(tmp_path / "a", *CEILING, *scaled, *plain)
     assert [(x.method, x.reach) for x in found.standings] == [("full rope=yarn", 2048), ("full", 0)]
     other = answers("full", 1024, *at(0.5), rope=YARN.replace("1.0)", "8.0)"))
     found = board(tmp_path / "b", *CEILING, *scaled, *plain, *other)
-    assert [(x.method, x.reach) for x in found.standings] == [
-        ("full rope=yarn", 2048),
-        ("full rope=yarn rope_factor=8", 0),
-        ("full", 0),
-    ]
+    reaches = [(x.method, x.reach) for x in found.standings]
+    assert reaches == [("full rope=yarn", 2048), ("full rope=yarn rope_factor=8", 0), ("full", 0)]
 
 
 def test_failing_at_the_first_length_asked_is_no_less_than_failing_later(tmp_path: Path) -> None:
     """Yarn is not asked within the window, where it would be full attention."""
-    found = board(
-        tmp_path,
-        *CEILING,
-        *answers("full", 500, *at(1)),
-        *answers("full", 1024, *at(0.1)),
-        *answers("quest", 500, *at(1)),
-        *answers("quest", 1024, *at(0.2)),
-        *answers("full", 1024, *at(0.7), rope=YARN),
-    )
+    plain = shares(full={500: 1, 1024: 0.1}, quest={500: 1, 1024: 0.2})
+    found = board(tmp_path, *CEILING, *plain, *answers("full", 1024, *at(0.7), rope=YARN))
     assert [(x.method, x.reach) for x in found.standings] == [("full rope=yarn", 0), ("quest", 500), ("full", 500)]
 
 
