@@ -152,11 +152,15 @@ def test_the_command_runs_a_method(folder: Path, tasks: Path) -> None:
     assert "lce: error: unknown model argument 'chunk_siz'" in err.splitlines()[-1]
 
 
-@pytest.fixture
-def lm(folder: Path) -> Any:
+def model_of(*what: Any, **how: Any) -> Any:
     from lce_lab.eval.harness import LceLM
 
-    return LceLM(folder)
+    return LceLM(*what, **how)
+
+
+@pytest.fixture
+def lm(folder: Path) -> Any:
+    return model_of(folder)
 
 
 def request(*arguments: Any) -> Any:
@@ -177,17 +181,15 @@ def test_tokens_are_those_of_transformers(lm: Any, folder: Path) -> None:
 
 
 def test_the_prefix_and_bos_may_be_chosen(folder: Path) -> None:
-    from lce_lab.eval.harness import LceLM
-
     engine = lce.load(folder)
-    lm = LceLM(engine, prefix_token_id=7, add_bos_token=False, max_length=20)
+    lm = model_of(engine, prefix_token_id=7, add_bos_token=False, max_length=20)
     assert lm.engine is engine
     assert (lm.prefix_token_id, lm.max_length) == (7, 20)
     assert lm.tok_encode("the") == engine.tokenizer.encode("the", bos=False)
     with pytest.raises(UsageError, match="unknown model argument 'method' beside an engine"):
-        LceLM(engine, method="longheads")
+        model_of(engine, method="longheads")
     with pytest.raises(UsageError, match="pretrained=PATH"):
-        LceLM(method="longheads")
+        model_of(method="longheads")
 
 
 def test_requests_that_are_cut_are_told(lm: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,9 +232,7 @@ def test_what_was_answered_is_kept_after_an_interruption(lm: Any, monkeypatch: p
 def test_chats_are_those_of_transformers(template: str, tmp_path: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    from lce_lab.eval.harness import LceLM
-
-    ours, theirs = LceLM(save_chat(tmp_path, template)), HFLM(str(tmp_path), device="cpu")
+    ours, theirs = model_of(save_chat(tmp_path, template)), HFLM(str(tmp_path), device="cpu")
     chat = [{"role": "user", "content": "Hello "}, {"role": "assistant", "content": "I say "}]
     assert ours.chat_template(True) == theirs.chat_template(True) == template
     assert ours.apply_chat_template(chat[:1]) == theirs.apply_chat_template(chat[:1])
@@ -242,9 +242,7 @@ def test_chats_are_those_of_transformers(template: str, tmp_path: Path) -> None:
 
 
 def test_a_template_may_refuse_the_system(tmp_path: Path) -> None:
-    from lce_lab.eval.harness import LceLM
-
-    lm = LceLM(save_chat(tmp_path, STRICT))
+    lm = model_of(save_chat(tmp_path, STRICT))
     user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind"}
     assert lm.apply_chat_template([system, user]) == lm.apply_chat_template([user])
     with pytest.raises(lce.DataError):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -37,13 +38,13 @@ def test_shards_make_the_report_of_one_file_in_any_order(tmp_path: Path) -> None
     parts = Report.read([second, first, second])
     assert parts.conflicts == 0
     (table,), (other,) = whole.tables, parts.tables
-    assert {place: cell.score for place, cell in table.cells.items()} == {
-        place: cell.score for place, cell in other.cells.items()
-    }
+    scores, others = ({place: cell.score for place, cell in each.cells.items()} for each in (table, other))
+    assert scores == others
     assert (table.model, table.lengths, len(table.cells)) == ("tiny abcdef01", [512, 1024], 4)
     changed = Report.read([first, file(tmp_path / "changed", {**lines[0], "score": 0.5, "right": False})])
     assert changed.conflicts == 1
-    assert changed.tables[0].cells["full", 512].score.mean == other_mean(lines)
+    own = [x["score"] for x in lines if (x["engine"], x["length"], x["index"] % 2) == (FULL, 512, 0)]
+    assert changed.tables[0].cells["full", 512].score.mean == pytest.approx(fmean(own)), "the first file counts"
 
 
 def test_a_document_with_questions_of_several_tasks_has_a_table_for_each(tmp_path: Path) -> None:
@@ -65,24 +66,14 @@ def test_a_window_is_named_where_it_is_not_the_largest(tmp_path: Path) -> None:
     assert table.methods == ["full", "quest", "quest window=384", "rerope"]
 
 
-def other_mean(lines: list[dict[str, Any]]) -> float:
-    """The mean of the first shard's `full` at 512."""
-    scores = [x["score"] for x in lines if x["engine"] == FULL and x["length"] == 512 and x["index"] % 2 == 0]
-    return pytest.approx(sum(scores) / len(scores))  # type: ignore[return-value]
-
-
 def test_engines_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     one = "Engine(LongHeads(chunk_size=16, placement='side_by_side'), window=512, block=512, cpu, torch.float32)"
     engines = [one, one.replace("side_by_side", "true"), FULL]
     lines = [line(i, engine=x, method="full" if x == FULL else "longheads") for i, x in enumerate(engines)]
     scaled = line(9, rope="RopeConfig(kind='linear', theta=10000.0, factor=4.0)", weights="int8")
     (table,) = Report.read([file(tmp_path / "record", *lines, scaled)]).tables
-    assert table.methods == [
-        "longheads placement=side_by_side",
-        "longheads placement=true",
-        "full",
-        "full rope=linear",
-    ]
+    placed = ["longheads placement=side_by_side", "longheads placement=true"]
+    assert table.methods == [*placed, "full", "full rope=linear"]
 
 
 def test_tasks_that_do_not_discriminate_say_why(tmp_path: Path) -> None:
@@ -159,14 +150,8 @@ def test_damaged_lines_are_refused(changed: dict[str, Any], tmp_path: Path) -> N
 
 def test_names_stay_on_their_line_and_are_no_markup(tmp_path: Path) -> None:
     odd = "<b onclick='x'> ![a](http://b) $\\frac$ a|b`\n" * 99
-    names = {
-        "task": odd,
-        "method": odd,
-        "checkpoint": odd.replace("/", ""),
-        "other": odd,
-        "engine": "Engine((",
-        "rope": "x",
-    }
+    names = {"task": odd, "method": odd, "checkpoint": odd.replace("/", ""), "other": odd}
+    names |= {"engine": "Engine((", "rope": "x"}
     (table,) = Report.read([file(tmp_path / "record", line(0, **names))]).tables
     for name in (table.model, table.title, *table.methods):
         assert name.isprintable()

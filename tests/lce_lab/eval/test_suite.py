@@ -32,15 +32,9 @@ def test_what_is_as_usual_is_not_in_a_setting() -> None:
     usual = {"task": "passkey", "filler": "prose", "length": 100, "samples": 20, "seed": 0}
     assert MadeSuite().setting(TASKS["passkey"](), 100) == usual
     suite = MadeSuite(samples=2, filler="essays:/some/where", depths=(0.0, 1.0), asking=Asking("turns"))
-    assert suite.setting(make_tasks(["variables"], {"hops": "3"})[0], 100) == {
-        **usual,
-        "task": "variables",
-        "filler": "essays",
-        "samples": 2,
-        "task_knobs": {"hops": 3},
-        "depths": [0.0, 1.0],
-        "questions": 4,
-    }
+    changed = {"task": "variables", "filler": "essays", "samples": 2, "questions": 4}
+    changed |= {"task_knobs": {"hops": 3}, "depths": [0.0, 1.0]}
+    assert suite.setting(make_tasks(["variables"], {"hops": "3"})[0], 100) == {**usual, **changed}
     assert MadeSuite(filler="noise").setting(TASKS["pairs"](), 100)["filler"] == "none"
 
 
@@ -71,20 +65,12 @@ def test_what_cannot_be_a_suite_is_refused() -> None:
 
 def test_knobs_that_are_too_large_are_refused_and_do_not_hang(tiny_model: Path) -> None:
     engine = lce.load(tiny_model)
-    for name, knobs in (
-        ("several_keys", {"keys": "9999"}),
-        ("nth_request", {"same": "9"}),
-        ("several_values", {"values": "9999"}),
-        ("split_passkey", {"parts": "9999"}),
-    ):
+    large = {"several_keys": "keys", "nth_request": "same", "several_values": "values", "split_passkey": "parts"}
+    for name, knob in large.items():
         with pytest.raises(lce.UsageError, match=r"cannot be made: .*; take smaller knobs"):
-            MadeSuite(samples=2).make(engine, make_tasks([name], knobs)[0], 9000)
-    for name, knob, value in (
-        ("whereabouts", "events", "1000000000"),
-        ("common_words", "ratio", "9" * 400),
-        ("frequent_words", "exponent", "nan"),
-        ("frequent_words", "exponent", "inf"),
-    ):
+            MadeSuite(samples=2).make(engine, make_tasks([name], {knob: "9999"})[0], 9000)
+    exponents = [("frequent_words", "exponent", value) for value in ("nan", "inf")]
+    for name, knob, value in (("whereabouts", "events", "1" * 9), ("common_words", "ratio", "9" * 400), *exponents):
         with pytest.raises(lce.UsageError, match="above 0, and at most 10,000"):
             make_tasks([name], {knob: value})
     with pytest.raises(lce.UsageError, match="passkey take none"):

@@ -16,6 +16,7 @@ from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.methods import Method, Step, available, make, settings
 from lce_lab.analysis.oracle import selects
+from lce_lab.papers import ENTRIES
 from lce_lab.study.explain import HEADS, KV_HEADS, MOST_TOKENS, REACH, explain, vectors
 from tests import oracle
 from tests.command import assert_error, run
@@ -54,21 +55,7 @@ def knobs_of(name: str, text: str) -> dict[str, object]:
 
 KNOBS = {name: [knobs_of(name, text) for text in texts.split(";")] for name, texts in SETTINGS.items()}
 # Figure 2 of Dual Chunk Attention: 12 tokens, chunks of 6, a model trained on 10.
-FIGURE_2 = """
-    0
-    1 0
-    2 1 0
-    3 2 1 0
-    4 3 2 1 0
-    5 4 3 2 1 0
-    6 5 4 3 2 1 0
-    7 6 5 4 3 2 1 0
-    8 7 6 5 4 3 2 1 0
-    9 8 7 6 5 4 3 2 1 0
-    9 8 7 6 5 4 4 3 2 1 0
-    9 8 7 6 5 4 5 4 3 2 1 0
-"""
-FIGURE_2_ROWS = [[int(d) for d in line.split()] for line in FIGURE_2.strip().splitlines()]
+FIGURE_2 = [line.split() for line in ENTRIES["dca:figure2"].measures[0].printed["with successive"].split("\n") if line]
 FIGURE_2_ARGS = ("explain", "dca", "--tokens", "12", "--window", "10", "-o", "chunk_size=6")
 
 
@@ -90,11 +77,6 @@ def test_finds_what_the_definition_says(name: str, knobs: dict[str, object], blo
     several = found.attended.sum(dim=-1) > 1  # one weight is 1 whatever its logit is multiplied by
     assert (found.factor - scale)[several].abs().max() < 1e-3 if several.any() else True
     assert found.factor[~several].eq(1).all()
-
-
-def test_figure_2_of_dual_chunk_attention() -> None:
-    found = explain(make("dca", {"chunk_size": 6}), tokens=12, window=10)
-    assert found.rows() == [row + [None] * (12 - len(row)) for row in FIGURE_2_ROWS]
 
 
 def test_large_distances() -> None:
@@ -192,20 +174,12 @@ def test_a_choice_that_changes_between_runs_does_not_mislead() -> None:
     assert Fickle.runs > 30  # of which every third could be used
 
 
-@pytest.mark.parametrize(
-    ("method", "why"),
-    [
-        (Seen(stretch=0.5), "not whole"),
-        (Fickle(every=0), "attends other keys at the slightest change"),
-        (NoMean(), "no weighted mean"),
-        (Squared(), "no softmax over products"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_method_that_cannot_be_read_is_refused(method: Method, why: str) -> None:
+def test_a_method_that_cannot_be_read_is_refused() -> None:
     Fickle.runs = 0
-    with pytest.raises(UsageError, match=f"seen: the distances cannot be read off its output: .*{why}"):
-        explain(method)
+    refused = {Seen(stretch=0.5): "not whole", Fickle(every=0): "attends other keys at the slightest change"}
+    for method, why in (refused | {NoMean(): "no weighted mean", Squared(): "no softmax over products"}).items():
+        with pytest.raises(UsageError, match=f"seen: the distances cannot be read off its output: .*{why}"):
+            explain(method)
 
 
 def test_what_cannot_be_asked() -> None:
@@ -257,10 +231,9 @@ def test_prints_an_aligned_matrix_or_json() -> None:
     assert setting.startswith("window 10, 12 tokens, block 12, head 0")
     assert (empty, rule, heads.split()) == ("", "----+" + "-" * 36, ["i\\j", "|", *map(str, range(12))])
     assert {len(line) for line in (heads, rule, *rows)} == {41}
-    expected = [[str(i), "|", *map(str, row), *"." * (11 - i)] for i, row in enumerate(FIGURE_2_ROWS)]
-    assert [row.split() for row in rows] == expected
+    assert [row.split() for row in rows] == [[str(i), "|", *row] for i, row in enumerate(FIGURE_2)]
     got = json.loads(run(*FIGURE_2_ARGS, "--json", "--block", "5", "--head", "2").stdout)
-    assert got.pop("distances") == [row + [None] * (12 - len(row)) for row in FIGURE_2_ROWS]
+    assert got.pop("distances") == [[None if d == "." else int(d) for d in row] for row in FIGURE_2]
     knobs = {"chunk_size": 6, "parts": "all", "temperature": False, "far": 9}
     assert got == {"method": "dca", "knobs": knobs, "window": 10, "tokens": 12, "block": 5, "head": 2, "seed": 0}
 
