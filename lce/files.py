@@ -216,12 +216,12 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
     return raw
 
 
-def object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
+def object_of(raw: bytes | None, path: Path, most: int = MAX_JSON_VALUES, *, unique: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file's bytes, {} for None. Raises `ModelError`, naming `path`, for other JSON."""
     if raw is None:
         return {}
     try:
-        content = parse_json(raw, MAX_JSON_VALUES)
+        content = parse_json(raw, most, unique=unique)
     except JsonError as error:
         raise ModelError(f"{named(path)}: {error}; correct the file or download it again") from None
     if not isinstance(content, dict):

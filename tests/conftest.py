@@ -71,7 +71,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct. Skips the test where its package is not installed."""
     try:
-        return source_of("smollm2").place
+        return source_of("smollm2").path
     except ModelError as error:
         pytest.skip(str(error))
 

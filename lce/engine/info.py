@@ -133,7 +133,7 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
         with reported(progress, "check", "B") as report:
             checked = checkpoint.verify(report)
     return ModelInfo(
-        folder=source.place,
+        folder=source.path,
         family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
         config=config,
         parameters=sum(math.prod(shape) for shape in shapes.values()),

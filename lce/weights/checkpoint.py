@@ -31,13 +31,27 @@ from lce.errors import CapacityError, ModelError, shown
 from lce.files import named, open_regular, read_file
 from lce.progress import notice
 from lce.sizes import size_text
-from lce.weights import safetensors_file
 from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks
 from lce.weights.gguf_types import BY_NAME
 from lce.weights.packed import LARGEST, METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
-from lce.weights.safetensors_file import DTYPES, STORED, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
+from lce.weights.safetensors_file import (
+    AGAIN,
+    DTYPES,
+    STORED,
+    Damaged,
+    TensorInfo,
+    allocate,
+    few,
+    fill,
+    only_name,
+    pread,
+    read_header,
+    read_shards,
+    stamp_of,
+)
 
 _CPU = torch.device("cpu")
+_IN_BLOCKS = BY_NAME.keys() - DTYPES.keys()
 _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
 
 
@@ -110,13 +124,18 @@ class Checkpoint:
         """
         whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         if not os.path.lexists(whole) and os.path.lexists(index):
-            return cls(folder, *safetensors_file.read_shards(folder, index))
-        file = whole if os.path.lexists(whole) else safetensors_file.only_file(folder)
-        tensors, metadata, stamp = safetensors_file.read_header(file)
-        manifest = Manifest.read(metadata[METADATA], file, tensors) if METADATA in metadata else None
+            return cls(folder, *read_shards(folder, index))
+        if not os.path.lexists(whole):
+            try:
+                whole = folder / only_name(sorted(os.listdir(folder)), named(folder))
+            except OSError as error:
+                fault = f"cannot be read ({error.strerror}); check the path and its permissions"
+                raise ModelError(f"{named(folder)} {fault}") from None
+        tensors, metadata, stamp = read_header(whole)
+        manifest = Manifest.read(metadata[METADATA], whole, tensors) if METADATA in metadata else None
         if manifest:
             tensors = {name: replace(info, checks=tuple(manifest.checks[name])) for name, info in tensors.items()}
-        return cls(folder, tensors, {file: stamp}, manifest)
+        return cls(folder, tensors, {whole: stamp}, manifest)
 
     @cached_property
     def schemes(self) -> Mapping[str, Scheme]:
@@ -139,7 +158,7 @@ class Checkpoint:
         """What the weights are quantised to: lce's scheme, or the GGUF type of most bytes. None for plain weights."""
         if self.manifest:
             return self.manifest.weights
-        kinds = [kind for kind in self._sizes if kind in BY_NAME and kind not in DTYPES]
+        kinds = [kind for kind in self._sizes if kind in _IN_BLOCKS]
         return max(kinds, key=self._sizes.__getitem__, default=None)
 
     def load(
@@ -170,12 +189,10 @@ class Checkpoint:
         self.check(shapes, ignore)
         places = {key: device if isinstance(device, torch.device) else device(key) for key in wanted}
         stored = self._kept(wanted, places, dtype) if self.quantised else {}
-        schemes = stored or schemes or {}
-        groups: dict[str, Sequence[str]] = {key: [name] for key, (name, _) in wanted.items()}
-        stacked: dict[str, Sequence[str]] = {}
-        names: Sequence[str]
+        schemes, stacked = stored or schemes or {}, dict[str, Sequence[str]]()
+        groups = {key: [name] for key, (name, _) in wanted.items()}
         for key, parts in (joined or {}).items():
-            names = [wanted[part][0] for part in parts]
+            names, places[key] = [wanted[part][0] for part in parts], places[parts[0]]
             whole_blocks = names[0] not in schemes or all(shapes[name][0] % ROW_BLOCK == 0 for name in names)
             if whole_blocks and len({schemes.get(name) for name in names}) == 1:
                 groups[key] = [name for part in parts for name in groups.pop(part)]
@@ -183,16 +200,18 @@ class Checkpoint:
                 stacked[key] = parts
         targets = {}
         for key, names in groups.items():
-            place = places[key] if key in places else places[(joined or {})[key][0]]
-            scheme, kind = schemes.get(names[0]), None
-            if names[0] not in stored:
-                kind = torch.float32 if key in wide else dtype
-                if scheme or dtype is None:
-                    kind = functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
-            targets[key] = _Target(names, [shapes[name] for name in names], scheme, kind, place)
+            scheme, kind = schemes.get(names[0]), torch.float32 if key in wide else dtype
+            if names[0] in stored:
+                kind = None
+            elif scheme or dtype is None:
+                kind = functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
+            targets[key] = _Target(names, [shapes[name] for name in names], scheme, kind, places[key])
         self._allocate(targets.values())
         with self._opened() as files:
-            self._read(files, targets.values(), dtype)
+            outs = [target.split(target.parts) for target in targets.values() if not target.staged]
+            self._fill(dict(each for split in outs for each in split.items()), files, dtype)
+            if rounded := [target for target in targets.values() if target.staged]:
+                self._quantise(rounded, files, dtype)
             self.fingerprint()  # computed now, while the bytes that it samples are in the system's page cache
         found: dict[str, Any] = {key: target.value() for key, target in targets.items()}
         return found | {key: Stacked([found.pop(part) for part in parts]) for key, parts in stacked.items()}
@@ -231,14 +250,10 @@ class Checkpoint:
             for target in own:
                 target.parts = {part: next(memory) for part in target.sizes}
 
-    def _read(self, files: Mapping[Path, int], targets: Collection[_Target], dtype: torch.dtype | None) -> None:
-        """Read all targets. Matrices to quantise come last: each is read into one buffer and quantised from there."""
-        outs = [target.split(target.parts) for target in targets if not target.staged]
-        self._fill(dict(each for split in outs for each in split.items()), files, dtype)
-        if not (rounded := [target for target in targets if target.staged]):
-            return
-        (stage,) = allocate([((max(target.staged for target in rounded),), torch.uint8)], _CPU)
-        for target in rounded:
+    def _quantise(self, targets: Sequence[_Target], files: Mapping[Path, int], dtype: torch.dtype | None) -> None:
+        """Read each matrix into one buffer, and quantise it from there."""
+        (stage,) = allocate([((max(target.staged for target in targets),), torch.uint8)], _CPU)
+        for target in targets:
             assert target.scheme is not None
             assert target.dtype is not None
             weight = stage[: target.staged].view(target.dtype).view(target.shape)
@@ -263,7 +278,6 @@ class Checkpoint:
     @contextmanager
     def _opened(self) -> Iterator[dict[Path, int]]:
         """Open all files. Raises ModelError if one has changed since its header was read, now or when it is closed."""
-        files: dict[Path, int] = {}
 
         def check() -> None:
             for file, descriptor in files.items():
@@ -272,9 +286,8 @@ class Checkpoint:
                     raise ModelError(f"{named(file)} {fault}")
 
         with ExitStack() as at_end:
-            for file in self.stamps:
-                files[file] = open_regular(file, ModelError)
-                at_end.callback(os.close, files[file])
+            opened = ((file, os.fdopen(open_regular(file, ModelError), "rb")) for file in self.stamps)
+            files = {file: at_end.enter_context(each).fileno() for file, each in opened}
             check()
             at_end.callback(check)  # after an error, too: a changed file may be the cause
             yield files
@@ -285,7 +298,7 @@ class Checkpoint:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes = Counter[str]()
         for kind, n_bytes in self._sizes.items():
-            sizes["BF16" if kind in BY_NAME and kind not in DTYPES else kind] += n_bytes
+            sizes["BF16" if kind in _IN_BLOCKS else kind] += n_bytes
         found = max(DTYPES, key=sizes.__getitem__)
         if not sizes[found]:
             known = ", ".join(DTYPES)
@@ -322,12 +335,12 @@ class Checkpoint:
         """
         for name, digest in self.manifest.files.items() if self.manifest else ():
             if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):
-                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", safetensors_file.AGAIN)
+                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", AGAIN)
         done, total = 0, sum(info.stop - info.start for info in self.tensors.values())
         with self._opened() as files:
             for name, info in self.tensors.items():
                 size = info.stop - info.start
-                if info.dtype in BY_NAME and info.dtype not in DTYPES:
+                if info.dtype in _IN_BLOCKS:
                     fill_blocks([Blocks(name, info, None, {}, torch.float32)], files)
                 else:
                     kind = info.dtype if info.dtype in STORED else "U8"
@@ -351,19 +364,21 @@ class Checkpoint:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         """Raise ModelError unless all of `wanted` are there, and all other tensors match a pattern in `ignore`."""
-        published, where = self.shapes, named(self.folder)
-        faults = {"missing": sorted(wanted.keys() - published.keys())}
+        published, fault, remedy = self.shapes, "", "check that the config belongs to these weights"
+        kinds = {name: self.tensors[name].dtype for name in sorted(wanted) if name in self.tensors}
         extra = [name for name in published if name not in wanted]
+        faults = {"missing": sorted(wanted.keys() - published.keys())}
         faults["unexpected"] = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignore)]
         if any(faults.values()):
-            text = " and ".join(f"{len(names)} {fault} ({few(names)})" for fault, names in faults.items() if names)
-            remedy = "check that the config belongs to these weights, or download the checkpoint again"
-            raise ModelError(f"{where}: tensors {text}; {remedy}")
-        if wrong := [name for name, shape in wanted.items() if published[name] != tuple(shape)]:
-            first = f"{shown(wrong[0])} is {list(published[wrong[0]])}, expected {list(wanted[wrong[0]])}"
-            remedy = "check that the config belongs to these weights"
-            raise ModelError(f"{where}: {len(wrong)} wrong shapes: {first}; {remedy}")
-        kinds = {name: self.tensors[name].dtype for name in sorted(wanted) if name in self.tensors}
-        if unread := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in BY_NAME]:
-            expected = f"expected weights in {', '.join(DTYPES)}"
-            raise ModelError(f"{where}: {expected}, got {few(unread)}; use an unquantized checkpoint")
+            texts = [f"{len(names)} {what} ({few(names)})" for what, names in faults.items() if names]
+            fault, remedy = f"tensors {' and '.join(texts)}", f"{remedy}, or download the checkpoint again"
+        elif wrong := [name for name, shape in wanted.items() if published[name] != tuple(shape)]:
+            name, n = wrong[0], len(wrong)
+            fault = f"{n} wrong shapes: {shown(name)} is {list(published[name])}, expected {list(wanted[name])}"
+        elif unread := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in BY_NAME]:
+            fault, remedy = (
+                f"expected weights in {', '.join(DTYPES)}, got {few(unread)}",
+                "use an unquantized checkpoint",
+            )
+        if fault:
+            raise ModelError(f"{named(self.folder)}: {fault}; {remedy}")

@@ -8,7 +8,6 @@ which RoPE rotates together are neighbours.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,12 +15,11 @@ from numpy.typing import NDArray
 
 from lce.errors import ModelError
 from lce.files import named
+from lce.weights.checkpoint import Checkpoint
 from lce.weights.gguf_file import GgufFile
-from lce.weights.gguf_keys import AGAIN, OTHER, Keys
-from lce.weights.gguf_rope import DIVISORS, rope_parameters
+from lce.weights.gguf_keys import AGAIN, DIVISORS, OTHER, Keys, rope_parameters
 from lce.weights.safetensors_file import TensorInfo, few
 
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
 # Keys of an architecture that change nothing in what lce computes.
 _HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type"))
@@ -91,7 +89,7 @@ class Llama:
         found = {
             "architectures": [self.family[0]],
             "model_type": self.family[1],
-            "dtype": self._dtype(),
+            "dtype": str(Checkpoint(self.file.path, self.file.tensors).dtype()).removeprefix("torch."),
             "vocab_size": embedding.shape[0],  # may be more than there are tokens
             "hidden_size": self.hidden_size,
             "intermediate_size": keys.integer("feed_forward_length"),
@@ -166,13 +164,6 @@ class Llama:
             raise ModelError(f"{named(self.file.path)}: {stored} is {list(shape)}; expected {expected}; {AGAIN}")
         rows = np.arange(n_rows, dtype=np.int64)
         return rows.reshape(n_heads, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-
-    def _dtype(self) -> str:
-        """Return the dtype that most bytes are stored in; quantised types count as bfloat16."""
-        sizes = Counter[str]()
-        for info in self.file.tensors.values():
-            sizes[_DTYPES.get(info.dtype, "bfloat16")] += info.stop - info.start
-        return max(sizes, key=sizes.__getitem__)
 
 
 class Mistral3(Llama):

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_PIECE = 1 << 18  # The weights that `GgufType.dequantise` unpacks at once: what it makes of them fits a core's cache.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of four-bit floats, doubled
 
@@ -36,19 +35,17 @@ class Exploded:
     dmin: NDArray[np.float16] | None = None  # [n]
     submin: NDArray[np.uint8] | None = None  # [n, groups]
 
-    def weights(self, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the weights `[n, size]`, in `out` if it is given."""
-        out = np.empty(self.codes.shape, np.float32) if out is None else out
+    def weights(self) -> NDArray[np.float32]:
+        """Return the weights `[n, size]`."""
         scales, low = self._products(self.d, self.sub), self._products(self.dmin, self.submin)
-        found = out.reshape(*scales.shape, out.shape[1] // scales.shape[1])
-        found[:] = self.codes.reshape(found.shape)
+        found = self.codes.reshape(*scales.shape, self.codes.shape[1] // scales.shape[1]).astype(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             found *= scales[..., None]
             if self.dmin is not None and self.submin is None:
                 found += low[..., None]
             elif self.dmin is not None:
                 found -= low[..., None]
-        return out
+        return found.reshape(self.codes.shape)
 
     @staticmethod
     def _products(d: NDArray[Any] | None, sub: NDArray[Any] | None) -> NDArray[np.float32]:  # [n, groups]
@@ -83,20 +80,12 @@ class GgufType:
         assert self._layout is not None
         return self._explode(np.ascontiguousarray(raw).view(self._layout)[:, 0])
 
-    def dequantise(self, raw: NDArray[np.uint8], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`, in the contiguous `out` if it is given."""
-        out = np.empty((len(raw), self.size), np.float32) if out is None else out
-        for first in range(0, len(raw), _PIECE // self.size):
-            rows = slice(first, first + _PIECE // self.size)
-            if self.codes:
-                self.explode(raw[rows]).weights(out[rows])
-            elif self.name == "BF16":
-                np.left_shift(
-                    np.ascontiguousarray(raw[rows]).view("<u2"), 16, out=out[rows].view(np.uint32), dtype=np.uint32
-                )
-            else:
-                out[rows] = np.ascontiguousarray(raw[rows]).view("<f4" if self.name == "F32" else "<f2")
-        return out
+    def dequantise(self, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`."""
+        if self.codes:
+            return self.explode(raw).weights()
+        found = np.ascontiguousarray(raw).view({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[self.name])
+        return (found.astype(np.uint32) << 16).view(np.float32) if self.name == "BF16" else found.astype(np.float32)
 
     def largest(self, exploded: Exploded) -> NDArray[np.float32]:
         """Return, for each block, a bound of its weights' absolute values, from its scales and `codes` alone.
@@ -224,32 +213,8 @@ TYPES = {kind.number: kind for kind in _PLAIN} | {
     for name, number, size, codes, explode, layout in _QUANTISED
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
-UNREAD = {
-    4: "Q4_2",
-    5: "Q4_3",
-    9: "Q8_1",
-    15: "Q8_K",
-    40: "NVFP4",
-    41: "Q1_0",
-    42: "Q2_0",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    29: "IQ1_M",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    31: "Q4_0_4_4",
-    32: "Q4_0_4_8",
-    33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-}
+UNREAD = dict(enumerate(("Q4_2", "Q4_3"), 4)) | {9: "Q8_1", 15: "Q8_K", 21: "IQ3_S", 22: "IQ2_S"}
+UNREAD |= dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), 16))
+UNREAD |= dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M"), 24))
+UNREAD |= dict(enumerate(("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0"), 31))
+UNREAD |= dict(enumerate(("IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"), 36)) | {40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}

