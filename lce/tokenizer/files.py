@@ -1,20 +1,178 @@
-"""Reads the small files beside a tokenizer's vocabulary into one `TokenizerConfig`.
+"""The files of a tokenizer: the two kinds of vocabulary behind one interface, and the small files beside them.
 
-tokenizer_config.json takes precedence over special_tokens_map.json. Older checkpoints have their added tokens in
-added_tokens.json. The chat template may have a file of its own. Every file is optional; a broken one raises ModelError.
+`JsonVocabulary` is tokenizer.json, read by the tokenizers library. `SentencePieceVocabulary` is tokenizer.model, read
+by sentencepiece. Both encode a text with special tokens in it. `token` maps an id to the token's string (None for an id
+that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `special` are the ids that decoding
+skips, `prefix` and `suffix` are the ids that the file puts before and after every text. An error of either library is
+raised as an error of lce with one line of text.
+
+`TokenizerConfig` is read from the small files. tokenizer_config.json takes precedence over special_tokens_map.json.
+Older checkpoints have their added tokens in added_tokens.json. The chat template may have a file of its own. Every
+small file is optional; a broken one raises ModelError.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from lce.errors import ModelError, shown
-from lce.files import MAX_FILE_BYTES, Reader, named, object_of
+import sentencepiece
+import tokenizers
 
+from lce.errors import DataError, LceError, ModelError, shown
+from lce.files import MAX_FILE_BYTES, Reader, named, object_of, parse_json
+from lce.tokenizer.spelling import MOST_STEPS, Spelling, check_steps
+
+# The protobuf field normalizer_spec.add_dummy_prefix = 0. Appended to a model's bytes, it overrides the model's field.
+_NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
+# Matches the JSON type of a step that can make a text longer, and any value with an escape, which may be such a type.
+_LENGTHENS = re.compile(rb':\s*"(?:Replace"|Prepend"|[^"\\]*\\u)')
+MOST_BYTE_LEVEL = 6  # The most ByteLevel steps, each of which may double a text. Published files have three.
+MOST_WORD = 1000  # The most characters of a word for WordPiece, which takes quadratic time. Published files say 100.
+MOST_VALUES = 8_000_000  # The most JSON values in a tokenizer.json. A vocabulary of 256,000 tokens has 2 million.
+MOST_AROUND = 64  # The most ids that a post-processor may add to a text. Published ones add up to three.
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
+
+
+@contextmanager
+def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
+    """Turn every error of a library into a one-line error of class `kind`. A Rust panic raises a BaseException."""
+    try:
+        yield
+    except (LceError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200]
+        reason = reason if reason.isprintable() else shown(reason)
+        raise kind(f"{what}: {reason}; {remedy}") from error
+
+
+class JsonVocabulary:
+    """The vocabulary in a tokenizer.json. Tokens that `special_names` lists become special."""
+
+    def __init__(self, raw: bytes, path: Path, special_names: Iterable[str]) -> None:
+        self._path = path
+        what = f"{named(path)} is not a tokenizer the tokenizers library accepts"
+        with _one_line(ModelError, what, "download the file again"):
+            _check_normalizer(raw)
+            self._library = library = tokenizers.Tokenizer.from_buffer(raw)
+            if library.pre_tokenizer is not None:
+                check_steps(json.loads(library.pre_tokenizer.__getstate__()), "pretokenizer")
+            if isinstance(library.model, tokenizers.models.WordPiece):
+                most = library.model.max_input_chars_per_word
+                if most > MOST_WORD:
+                    raise ModelError(f"max_input_chars_per_word is {most}; expected at most {MOST_WORD}")
+            if isinstance(library.model, tokenizers.models.BPE):
+                library.model.dropout = None  # in training, dropout skips merges at random
+            library.no_truncation()  # a file may ask for truncation or padding; encoding must do neither
+            library.no_padding()
+            self.token: Callable[[int], str | None] = library.id_to_token
+            self.id_of: Callable[[str], int | None] = library.token_to_id
+            library.add_special_tokens([name for name in special_names if self.id_of(name) is not None])
+            self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            added = library.get_added_tokens_decoder()
+            self.special = {token_id for token_id, token in added.items() if token.special}
+            decoder = library.decoder
+            self.spelling = Spelling.of_decoder(json.loads(decoder.__getstate__()) if decoder else None)
+            self.prefix, self.suffix = self._around(next((token.content for token in added.values()), "a"))
+        self.bos_id = self.prefix[0] if self.prefix else None
+        self.eos_id = self.suffix[-1] if self.suffix else None
+
+    def _around(self, probe: str) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor puts around a text; remove it, as it must do nothing else to ids."""
+        if (processor := self._library.post_processor) is None:
+            return [], []
+        if (n_added := processor.num_special_tokens_to_add(False)) > MOST_AROUND:
+            adds = f"its post-processor adds {n_added} tokens to every text; expected at most {MOST_AROUND}"
+            raise ModelError(f"{named(self._path)}: {adds}")
+        encoding = self._library.encode(probe)
+        self._library.post_processor = None
+        ids, mask, bare = encoding.ids, encoding.special_tokens_mask, self._library.encode(probe).ids
+        inside = [index for index, added in enumerate(mask) if not added] or [len(ids), len(ids) - 1]
+        prefix, suffix = ids[: inside[0]], ids[inside[-1] + 1 :]
+        if ids[inside[0] : inside[-1] + 1] != bare:
+            raise ModelError(f"{named(self._path)}: its post-processor changes the text itself; use another tokenizer")
+        return prefix, suffix
+
+    def encode(self, text: str) -> list[int]:
+        remedy = "its vocabulary lacks an unknown token or bytes; change the text, or use another tokenizer"
+        with _one_line(DataError, f"{named(self._path)} cannot encode this text", remedy):
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _check_normalizer(raw: bytes) -> None:
+    """Check the normalizer before the library applies it to added tokens. Parses only a file that may be refused."""
+    if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
+        content = parse_json(raw, MOST_VALUES)
+        check_steps(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
+
+
+class SentencePieceVocabulary:
+    """The vocabulary in a tokenizer.model. The tokens `added` by other files take precedence over the model's own.
+
+    Sentencepiece never finds a control token such as `<s>` in a text. So a text is split at special and added tokens
+    first, and each stretch between these tokens is encoded alone. Llama 2 puts a space before every stretch. With
+    `space_before_all=False` (transformers' `legacy: false`) only a stretch that begins the text gets a space.
+    """
+
+    def __init__(
+        self, raw: bytes, path: Path, special_names: Iterable[str], added: Mapping[str, int], space_before_all: bool
+    ) -> None:
+        self._path = path
+        remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is not one: use its tokenizer.json)"
+        with _one_line(ModelError, f"{named(path)} cannot be read", remedy):
+            if not raw:
+                raise ModelError(f"{named(path)} is empty; {remedy}")
+            self._opening = sentencepiece.SentencePieceProcessor(model_proto=raw)
+            bare = sentencepiece.SentencePieceProcessor(model_proto=raw + _NO_SPACE_BEFORE)
+            ids = list(range(len(self._opening)))
+            pieces: list[str] = self._opening.id_to_piece(ids)
+            controls = {i for i, control in enumerate(self._opening.is_control(ids)) if control}
+            spaced = self._opening.encode("a") != bare.encode("a")
+        controls.add(self._opening.unk_id())
+        self._inner = self._opening if space_before_all else bare
+        self._tokens = dict(enumerate(pieces)) | {token_id: token for token, token_id in added.items()}
+        self._ids = {token: token_id for token_id, token in self._tokens.items()}
+        self.token: Callable[[int], str | None] = self._tokens.get
+        self.id_of: Callable[[str], int | None] = self._ids.get
+        self.size = max(self._tokens) + 1
+        self.special = controls | {self._ids[name] for name in special_names if name in self._ids}
+        whole = {self._tokens[token_id] for token_id in self.special} | set(added)
+        self._split = re.compile(f"({_longest_of(whole)})")
+        self.spelling = Spelling((("▁", " "),), form="byte_fallback", strip=" ", strip_count=int(spaced))
+        ends = self._opening.bos_id(), self._opening.eos_id()
+        self.bos_id, self.eos_id = (token_id if token_id >= 0 else None for token_id in ends)
+        self.prefix = [] if self.bos_id is None else [self.bos_id]
+        self.suffix: list[int] = []
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        with _one_line(DataError, f"{named(self._path)} cannot encode this text", "please report it with the text"):
+            for index, stretch in enumerate(self._split.split(text)):
+                if index % 2:
+                    ids.append(self._ids[stretch])
+                else:
+                    ids += (self._inner if index else self._opening).encode(stretch)
+        return ids
+
+
+def _longest_of(tokens: Iterable[str]) -> str:
+    """Return a regular expression that matches the longest of `tokens`, grouped by two characters, for speed."""
+    groups: dict[str, list[str]] = {}
+    for token in sorted(tokens, key=len, reverse=True):
+        groups.setdefault(token[:2], []).append(re.escape(token[2:]))
+    ordered = sorted(groups.items(), key=lambda group: len(group[0]), reverse=True)
+    return "|".join(f"{re.escape(start)}(?:{'|'.join(ends)})" for start, ends in ordered)
+
+
+Vocabulary = JsonVocabulary | SentencePieceVocabulary
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from typing import Any, NoReturn
 from lce.errors import DataError, ModelError, UsageError, shown
 from lce.files import Reader, named
 from lce.tokenizer.chat import ChatText, render_chat
-from lce.tokenizer.files import TokenizerConfig
+from lce.tokenizer.files import JsonVocabulary, SentencePieceVocabulary, TokenizerConfig, Vocabulary
 from lce.tokenizer.spelling import Spelling
-from lce.tokenizer.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
 LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
 BYTES_A_TOKEN = 1024  # The most bytes of such a file per token of the vocabulary. Published files have about 130.

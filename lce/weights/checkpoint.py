@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce import system
-from lce.errors import CapacityError, ModelError, shown
+from lce.errors import CapacityError, ModelError, UsageError, nearest, shown
 from lce.files import named, open_regular, read_file
 from lce.progress import notice
 from lce.sizes import size_text
 from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks
 from lce.weights.gguf_types import BY_NAME
-from lce.weights.packed import LARGEST, METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
+from lce.weights.packed import LARGEST, METADATA, ROUNDED, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
 from lce.weights.safetensors_file import (
     AGAIN,
     DTYPES,
@@ -382,3 +382,11 @@ class Checkpoint:
             )
         if fault:
             raise ModelError(f"{named(self.folder)}: {fault}; {remedy}")
+
+
+def scheme_of(name: object) -> Scheme | None:
+    """Return the scheme that a user names; None for "auto" (weights as stored). Raises `UsageError` for other names."""
+    known: dict[object, Scheme | None] = {None: None, "auto": None, **ROUNDED}
+    if not isinstance(name, str | None) or name not in known:
+        raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *ROUNDED])}")
+    return known[name]
