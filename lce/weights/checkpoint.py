@@ -43,7 +43,7 @@ from lce.weights.safetensors_file import (
     allocate,
     few,
     fill,
-    only_name,
+    other_file,
     pread,
     read_header,
     read_shards,
@@ -123,18 +123,15 @@ class Checkpoint:
         else a single other `*.safetensors` file.
         """
         whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if not os.path.lexists(whole) and os.path.lexists(index):
-            return cls(folder, *read_shards(folder, index))
         if not os.path.lexists(whole):
-            try:
-                whole = folder / only_name(sorted(os.listdir(folder)), named(folder))
-            except OSError as error:
-                fault = f"cannot be read ({error.strerror}); check the path and its permissions"
-                raise ModelError(f"{named(folder)} {fault}") from None
+            if os.path.lexists(index):
+                return cls(folder, *read_shards(folder, index))
+            whole = other_file(folder)
         tensors, metadata, stamp = read_header(whole)
-        manifest = Manifest.read(metadata[METADATA], whole, tensors) if METADATA in metadata else None
-        if manifest:
-            tensors = {name: replace(info, checks=tuple(manifest.checks[name])) for name, info in tensors.items()}
+        if METADATA not in metadata:
+            return cls(folder, tensors, {whole: stamp})
+        manifest = Manifest.read(metadata[METADATA], whole, tensors)
+        tensors = {name: replace(info, checks=tuple(manifest.checks[name])) for name, info in tensors.items()}
         return cls(folder, tensors, {whole: stamp}, manifest)
 
     @cached_property
@@ -145,21 +142,15 @@ class Checkpoint:
         matrices = {name: info.dtype for name, info in self.tensors.items() if len(info.shape) == 2}
         return {name: SCHEMES[kind] for name, kind in matrices.items() if kind in SCHEMES}
 
-    @cached_property
-    def _sizes(self) -> Mapping[str, int]:
-        """The bytes of the tensors of each stored type."""
-        sizes = Counter[str]()
-        for info in self.tensors.values():
-            sizes[info.dtype] += info.stop - info.start
-        return sizes
-
     @property
     def quantised(self) -> str | None:
         """What the weights are quantised to: lce's scheme, or the GGUF type of most bytes. None for plain weights."""
         if self.manifest:
             return self.manifest.weights
-        kinds = [kind for kind in self._sizes if kind in _IN_BLOCKS]
-        return max(kinds, key=self._sizes.__getitem__, default=None)
+        sizes = Counter[str]()
+        for info in self.tensors.values():
+            sizes[info.dtype] += info.stop - info.start if info.dtype in _IN_BLOCKS else 0
+        return max(sizes, key=sizes.__getitem__) if any(sizes.values()) else None
 
     def load(
         self,
@@ -297,12 +288,12 @@ class Checkpoint:
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
         sizes = Counter[str]()
-        for kind, n_bytes in self._sizes.items():
-            sizes["BF16" if kind in _IN_BLOCKS else kind] += n_bytes
+        for info in self.tensors.values():
+            sizes["BF16" if info.dtype in _IN_BLOCKS else info.dtype] += info.stop - info.start
         found = max(DTYPES, key=sizes.__getitem__)
         if not sizes[found]:
-            known = ", ".join(DTYPES)
-            raise ModelError(f"{named(self.folder)} has no weights in {known}; use a checkpoint in one of these")
+            remedy = "use a checkpoint in one of these"
+            raise ModelError(f"{named(self.folder)} has no weights in {', '.join(DTYPES)}; {remedy}")
         return DTYPES[found]
 
     def fingerprint(self) -> str:
@@ -386,7 +377,8 @@ class Checkpoint:
 
 def scheme_of(name: object) -> Scheme | None:
     """Return the scheme that a user names; None for "auto" (weights as stored). Raises `UsageError` for other names."""
-    known: dict[object, Scheme | None] = {None: None, "auto": None, **ROUNDED}
-    if not isinstance(name, str | None) or name not in known:
+    if name is None or (isinstance(name, str) and name == "auto"):
+        return None
+    if not isinstance(name, str) or name not in ROUNDED:
         raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *ROUNDED])}")
-    return known[name]
+    return ROUNDED[name]

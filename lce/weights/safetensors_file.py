@@ -93,6 +93,15 @@ class Damaged(ModelError):
         super().__init__(f"{named(path)}: {what}; {remedy}")
 
 
+def other_file(folder: Path) -> Path:
+    """Return the only safetensors file of a folder that has neither `model.safetensors` nor an index."""
+    try:
+        return folder / only_name(sorted(os.listdir(folder)), named(folder))
+    except OSError as error:
+        fault = f"cannot be read ({error.strerror}); check the path and its permissions"
+        raise ModelError(f"{named(folder)} {fault}") from None
+
+
 def only_name(names: Sequence[str], where: str) -> str:
     """Return the only safetensors file among the `names` of a folder, which errors call `where`.
 
