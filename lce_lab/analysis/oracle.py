@@ -32,9 +32,8 @@ class Mass(ContextSelector, name="oracle"):
     def scores(
         self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step
     ) -> Tensor:
-        return TrueMass(method, cache, step, self.judge).of_chunks(
-            q, step.positions(q.device), selection.size, n_chunks
-        )
+        mass = TrueMass(method, cache, step, self.judge)
+        return mass.of_chunks(q, step.positions(q.device), selection.size, n_chunks)
 
     def together(self, scores: Tensor, n_choosers: int) -> Tensor:
         return scores if n_choosers == len(scores) else scores.unflatten(0, (n_choosers, -1)).logsumexp(1)
@@ -181,9 +180,8 @@ def cheating(method: Method, judge: Judge = "constant") -> Method:
     if isinstance(method, Pages):
         return replace(method, select=Mass(judge))
     if not selects(method):
-        raise UsageError(
-            f"{method.label} selects nothing, so no selection can be replaced; expected a selecting method"
-        )
+        why = f"{method.label} selects nothing, so no selection can be replaced"
+        raise UsageError(f"{why}; expected a selecting method")
     knobs: dict[str, Any] = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
     if isinstance(method, ESA):
         knobs |= {"eps": 0, "compress": "none", "maps": None}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from lce.errors import UsageError
 from lce_lab.board.ranking import Board, Standing
-from lce_lab.eval.plots import COLOURS, DPI, MARK, MARKERS, STYLE, WIDTH
+from lce_lab.eval.plots import DPI, MARK, STYLE, WIDTH, look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,9 +59,8 @@ def _draw(axes: Axes, board: Board, points: Sequence[Point], height: float) -> N
     axes.annotate("ceiling", (0, ceiling), (3, 3), xycoords=("axes fraction", "data"), textcoords="offset points")
     steps = _apart([(high - y) / (high - low) for y in values], LINE / height)
     for number, ((each, x, y), step) in enumerate(zip(points, steps, strict=True)):
-        look: Any = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-        axes.plot(x, y, markersize=7, zorder=3, **look)
-        axes.plot(1.06, 1 - step, markersize=5, transform=axes.transAxes, clip_on=False, **look)
+        axes.plot(x, y, markersize=7, zorder=3, **look(number))
+        axes.plot(1.06, 1 - step, markersize=5, transform=axes.transAxes, clip_on=False, **look(number))
         name = each.method if len(each.method) <= LETTERS else f"{each.method[: LETTERS - 3]}..."
         axes.text(1.09, 1 - step, name, transform=axes.transAxes, va="center")
         axes.annotate("", (x, y), (1.05, 1 - step), textcoords="axes fraction", arrowprops=LEADER)
@@ -72,11 +72,8 @@ def _draw(axes: Axes, board: Board, points: Sequence[Point], height: float) -> N
 
 def _apart(places: Sequence[float], gap: float) -> list[float]:
     """Move ascending places by as little as leaves `gap` between them, and the last at 1 or below."""
-    moved: list[float] = []
-    for place in places:
-        moved.append(max(place, moved[-1] + gap) if moved else place)
-    limit = 1.0
-    for index in range(len(moved) - 1, -1, -1):
+    moved, limit = list(accumulate(places, lambda before, place: max(place, before + gap))), 1.0
+    for index in reversed(range(len(moved))):
         moved[index] = min(moved[index], limit)
         limit = moved[index] - gap
     return moved

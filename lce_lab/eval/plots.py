@@ -25,20 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, DPI, LETTERS = 5.0, 200, 11  # width in inches, pixels per inch, font size in points
-STYLE: Any = {
-    "font.size": LETTERS - 1,
-    "axes.titlesize": LETTERS,
-    "axes.labelsize": LETTERS,
-    "figure.titlesize": LETTERS,
-    "xtick.labelsize": LETTERS - 1,
-    "ytick.labelsize": LETTERS - 1,
-    "legend.fontsize": LETTERS - 1,
-    "legend.frameon": False,
-    "axes.grid": True,
-    "grid.color": "0.9",
-    "axes.xmargin": 0.12,
-    "figure.constrained_layout.use": True,
-}
+STYLE: Any = dict.fromkeys(("axes.titlesize", "axes.labelsize", "figure.titlesize"), LETTERS)
+STYLE |= dict.fromkeys(("font.size", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), LETTERS - 1)
+STYLE |= {"legend.frameon": False, "axes.grid": True, "grid.color": "0.9", "axes.xmargin": 0.12}
+STYLE |= {"figure.constrained_layout.use": True}
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito without yellow
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":", "-.")
 MARK: dict[str, Any] = {"color": "0.4", "linestyle": (0, (6, 3)), "linewidth": 1.2, "zorder": 0}
@@ -246,19 +236,14 @@ def _figure(table: Table | LossTable) -> tuple[Figure, Axes]:
 
 def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Sequence[Span]) -> None:
     """Draw a method's values with intervals. The method's `number` determines the colour, marker and line style."""
-    axes.errorbar(
-        x,
-        [value for value, _, _ in spans],
-        yerr=_errors(spans),
-        label=_wrapped(method),
-        capsize=3,
-        linewidth=1.6,
-        elinewidth=0.9,
-        markersize=6,
-        color=COLOURS[number % len(COLOURS)],
-        marker=MARKERS[number % len(MARKERS)],
-        linestyle=LINES[number // len(COLOURS) % len(LINES)],
-    )
+    sizes = {"capsize": 3, "linewidth": 1.6, "elinewidth": 0.9, "markersize": 6}
+    style = {**look(number), "linestyle": LINES[number // len(COLOURS) % len(LINES)], "label": _wrapped(method)}
+    axes.errorbar(x, [value for value, _, _ in spans], yerr=_errors(spans), **sizes, **style)
+
+
+def look(number: int) -> dict[str, Any]:
+    """Return the colour and the marker of a method by its number."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def _errors(spans: Sequence[Span]) -> list[list[float]]:

@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
-from typing import Any, ClassVar
+from typing import Any
 
 from lce.errors import LceError, UsageError
 from lce.files import JsonError, parse_json
@@ -40,6 +40,9 @@ SILENT_S = 10.0  # Seconds of silence after which a connection is closed.
 ANSWER_S = 60.0  # Seconds that a client may take to receive an answer.
 DRAIN_S = 1.0  # After an answer, bytes from the client are read for so many seconds more.
 
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+HEADERS |= dict.fromkeys(("Cross-Origin-Resource-Policy", "Cross-Origin-Opener-Policy"), "same-origin")
+HEADERS |= {"X-Frame-Options": "DENY"}
 _SEGMENT = re.compile(r"data/([0-9a-f]{1,64})/(\d{1,4})-(\d{1,7})\.js")
 _KNOWN = re.compile(r"known=(\d{1,15})")
 
@@ -182,15 +185,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_json(self, status: int, value: Any) -> None:
         self._send(status, "application/json", json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n")
 
-    _HEADERS: ClassVar = {
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-store",
-        "Referrer-Policy": "no-referrer",
-        "X-Frame-Options": "DENY",
-        "Cross-Origin-Resource-Policy": "same-origin",
-        "Cross-Origin-Opener-Policy": "same-origin",
-    }
-
     def _send(self, status: int, kind: str, data: bytes) -> None:
         own = f"'nonce-{self.nonce}' " if self.nonce else ""
         policy = (
@@ -201,9 +195,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(ANSWER_S)
         self.request_version = "HTTP/1.0"  # for HTTP/0.9, http.server would send no status and no headers
         self.send_response(status)
-        for name, value in {**self._HEADERS, "Content-Security-Policy": policy, "Content-Type": kind}.items():
+        own_headers = {"Content-Security-Policy": policy, "Content-Type": kind, "Content-Length": str(len(data))}
+        for name, value in {**HEADERS, **own_headers}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 

@@ -194,19 +194,17 @@ def _run(
         segments.append({"start": start, "stop": stop, "rows": len(rows), "data": data, "looks": own})
     seconds = {"prefill_s": result.stats.prefill_s, "decode_s": result.stats.decode_s}
     seconds["recorded_s"] = time.perf_counter() - started
+    placement = method.selection.placement.name if isinstance(method, lce.methods.ChunkMethod) else None
+    knobs = {"label": label_of(method), "method": method.label, "knobs": _plain(lce.methods.settings(method))}
+    about = {"window": engine.window, "chunk_size": size, "first": first, "placement": placement}
+    chosen = {"choosing": choices.layers, **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True))}
     return {
-        "label": label_of(method),
-        "method": method.label,
-        "knobs": _plain(lce.methods.settings(method)),
-        "window": engine.window,
-        "chunk_size": size,
-        "first": first,
-        "placement": method.selection.placement.name if isinstance(method, lce.methods.ChunkMethod) else None,
+        **knobs,
+        **about,
         "blocks": [[block.start, block.stop] for block in choices.blocks],
         "generated": _generated(engine, text.ids, result),
         "layers": [{"chooses": layer in choices.layers} for layer in sorted(observer.layers)],
-        "choosing": choices.layers,
-        **dict(zip(("choosers", "k", "bits"), choices.sizes(), strict=True)),
+        **chosen,
         "warning": result.warning,
         "off": [list(pair) for pair in request.off],
         "looked": sorted(looks),

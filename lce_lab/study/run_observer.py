@@ -131,15 +131,9 @@ class RunObserver:
             key = query, tuple(map(tuple, own or ()))
             if key not in self._pieces:
                 self._pieces[key] = [piece for span in own or () for piece in _pieces(seen, query, *span)]
-            found[query] = SeenQuery(
-                query,
-                queries[:, n],
-                picked[:, n],
-                None if scores is None else scores[:, 0 if seen.together else n],
-                own,
-                self._pieces[key],
-                None if distances is None else distances[:, n],
-            )
+            scored = None if scores is None else scores[:, 0 if seen.together else n]
+            seen_at = None if distances is None else distances[:, n]
+            found[query] = SeenQuery(query, queries[:, n], picked[:, n], scored, own, self._pieces[key], seen_at)
         return found
 
 

@@ -44,9 +44,8 @@ def fill(run: SuiteRun, address: str, workers: int | None = None) -> None:
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:
-        raise UsageError(
-            f"--ray {address}: {' '.join(str(error).split())[:200]}; start a cluster, or leave it out"
-        ) from None
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(f"--ray {address}: {why}; start a cluster, or leave it out") from None
     try:
         ship_code(run.methods)
         _job(run, ray, workers)
@@ -99,15 +98,8 @@ class Worker:
         before = {key for key, _, _ in answers.items()}
         own = suite.asking.shard
         shard = Shard(own.index + own.count * int(number), own.count * self._shards)
-        part = replace(
-            self._run,
-            suite=replace(suite, asking=replace(suite.asking, shard=shard)),
-            tasks=[self._run.tasks[task]],
-            answers=answers,
-            objects=[],
-            scores={},
-        )
-        part.ask(self._engines)
+        asked = {"suite": replace(suite, asking=replace(suite.asking, shard=shard)), "tasks": [self._run.tasks[task]]}
+        replace(self._run, **asked, answers=answers, objects=[], scores={}).ask(self._engines)
         return [(sample, measured) for key, sample, measured in answers.items() if key not in before]
 
 

@@ -15,14 +15,8 @@ from lce.terminal.options import COUNT, KNOBS, Decorator, flag, knobs_option, pa
 from lce_lab.terminal.methods import methods_of
 
 _METHOD = flag("--method NAME", "One of `lce methods`, or a file FILE.py.", default="full", callback=parse_name)
-_METHODS = flag(
-    "--method NAME",
-    "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas.",
-    dest="names",
-    multiple=True,
-    default=["full"],
-    callback=parse_names,
-)
+_NAMES = "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas."
+_METHODS = flag("--method NAME", _NAMES, ["full"], dest="names", multiple=True, callback=parse_names)
 
 
 def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False) -> list[lce.Method]:
@@ -87,16 +81,13 @@ _SUITE = (
     flag("--contexts DIR", "With --mode shared or turns: save documents here, and open them again."),
     _SHARD,
 )
+_TEMPLATE = "What is around a prompt: the benchmark's own, the model's chat template, nothing, or TEXT with {prompt}."
 _PUBLISHED = (
     flag("--data DIR", "Your copy of the benchmark's files.", required=True),
     flag("--task NAME", "Repeatable, or a list with commas.  [default: those whose files are there]", **_TASKS),
     flag("--samples N", "Ask the first N questions of each task.  [default: all]", type=COUNT),
     flag("--prompts NAME", "One of the benchmark's sets of prompts.  [default: the first]"),
-    flag(
-        "--template auto|chat|none|TEXT",
-        "What is around a prompt: the benchmark's own, the model's chat template, nothing, or TEXT with {prompt}.",
-        default="auto",
-    ),
+    flag("--template auto|chat|none|TEXT", _TEMPLATE, "auto"),
     flag("--max-length TOKENS", "Cut longer prompts as the benchmark cuts them.", type=COUNT),
     flag("--mode single|shared", "Read a document for each question, or once.", default="single"),
     _SHARD,

@@ -169,16 +169,10 @@ def report_object(report: Report) -> dict[str, Any]:
 
 def _table_object(table: Table) -> dict[str, Any]:
     ceiling = None if table.ceiling is None else {"length": table.ceiling[0], **dataclasses.asdict(table.ceiling[1])}
-    return {
-        "model": table.model,
-        "task": table.task,
-        "way": table.way,
-        "ceiling": ceiling,
-        "discriminates": table.discriminates,
-        "notes": table.notes,
-        "holds_to": {method: table.holds_to(method) for method in table.methods},
-        "cells": [
-            {"method": name, "length": length, **dataclasses.asdict(cell.score), "discriminates": table.tells(length)}
-            for (name, length), cell in table.cells.items()
-        ],
-    }
+    about = {"model": table.model, "task": table.task, "way": table.way, "ceiling": ceiling}
+    told = {"discriminates": table.discriminates, "notes": table.notes}
+    cells = [
+        {"method": name, "length": length, **dataclasses.asdict(cell.score), "discriminates": table.tells(length)}
+        for (name, length), cell in table.cells.items()
+    ]
+    return {**about, **told, "holds_to": {method: table.holds_to(method) for method in table.methods}, "cells": cells}

@@ -273,16 +273,11 @@ def detail_lines(found: TaskScore) -> list[str]:
 
 def benchmark_object(benchmark: Benchmark) -> dict[str, Any]:
     """Return a benchmark's description as a JSON object."""
-    return {
-        "name": benchmark.name,
-        "title": benchmark.title,
-        "summary": " ".join((type(benchmark).__doc__ or "").split()),
-        "files": benchmark.layout,
-        "published": benchmark.data,
-        "prompts_and_metrics": benchmark.source,
-        "prompts": [name for name in benchmark.variants if name],
-        "tasks": [asdict(task) for task in benchmark.tasks],
-    }
+    summary = " ".join((type(benchmark).__doc__ or "").split())
+    found = {"name": benchmark.name, "title": benchmark.title, "summary": summary, "files": benchmark.layout}
+    found |= {"published": benchmark.data, "prompts_and_metrics": benchmark.source}
+    prompts, tasks = [name for name in benchmark.variants if name], [asdict(task) for task in benchmark.tasks]
+    return {**found, "prompts": prompts, "tasks": tasks}
 
 
 def benchmark_lines(benchmark: Benchmark) -> list[str]:

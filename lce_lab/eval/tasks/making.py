@@ -120,16 +120,8 @@ def _document(
         first = min(question.facts, default=0)
         where = depth if len(puzzle.statements) == 1 else (places[first] + first) / max(1, len(body))
         facts = tuple(puzzle.statements[i] for i in question.facts)
-        yield Sample(
-            document,
-            " " + question.text,
-            question.answers,
-            question.metric or task.metrics[0],
-            question.answer,
-            depth=where,
-            facts=facts,
-            kind=question.kind,
-        )
+        answered = question.answers, question.metric or task.metrics[0], question.answer
+        yield Sample(document, " " + question.text, *answered, depth=where, facts=facts, kind=question.kind)
 
 
 def _left(puzzle: Puzzle, asked: Sequence[Question], length: int, tokens: Tokens) -> int:
