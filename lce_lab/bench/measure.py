@@ -165,10 +165,7 @@ class Bench:
         profile: bool = False,
         **loading: Any,
     ) -> None:
-        """Load the model once for all methods. `loading` are options of `lce.load`.
-
-        Raises `UsageError` for invalid options, and `CapacityError` for a length that cannot fit.
-        """
+        """Load the model once for all methods. `loading` are options of `lce.load`."""
         self.model, self.seed, self.profile = str(model), count(seed, "seed", least=0), bool(profile)
         self.lengths = [count(length, "a length") for length in _several(lengths)]
         self.repeats, self.new_tokens = count(repeats, "repeats"), count(new_tokens, "new_tokens")

@@ -20,10 +20,7 @@ LEADER: Any = {"arrowstyle": "-", "color": "0.85", "linewidth": 0.7, "shrinkA": 
 
 
 def draw(boards: Sequence[Board]) -> bytes | None:
-    """Return a PNG file with a panel for each board that has a quality at its length; None if no board has.
-
-    Raises `UsageError` without matplotlib.
-    """
+    """Return a PNG file with a panel for each board that has a quality at its length; None if no board has."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

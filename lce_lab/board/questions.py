@@ -64,10 +64,7 @@ def rounds(
 
 
 def records(folder: str | Path) -> list[Path]:
-    """Return the records of a leaderboard's folder, which is made if missing.
-
-    Raises `DataError` for a folder with a `*.jsonl` that is no record, or with files but no record.
-    """
+    """Return the records of a leaderboard's folder, which is made if missing. A folder of something else is refused."""
     folder = path_of(folder, "the folder")
     make_folder(folder, "records")
     files = sorted(folder.glob("*.jsonl"))

@@ -157,11 +157,7 @@ class Board:
 
 
 def read_boards(folder: str | Path) -> list[Board]:
-    """Return a board for each model in the records of a folder, whose names end with `.jsonl`.
-
-    RoPE scaling whose factor is the length over the window is one method, whatever the length. Raises `DataError` for a
-    file that is no record, and for a folder without answers to tasks.
-    """
+    """Return a board for each model in the records of a folder, whose names end with `.jsonl`."""
     files = sorted(path_of(folder).glob("*.jsonl"))
     if not files:
         raise DataError(

@@ -68,10 +68,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Collecting(Wrapped):
-    """A method that passes each layer's keys, unrotated, and queries, rotated to `far`, to the function `sink`.
-
-    The names passed with them are "k.0" and "q.0" for layer 0, and so on.
-    """
+    """A method that passes each layer's unrotated keys and queries rotated to `far` to `sink`, as k.0, q.0 and on."""
 
     far: int | None = None
     sink: Callable[[str, Tensor], None] = lambda name, x: None

@@ -40,10 +40,7 @@ class WorkFolder:
         self._plan_digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
     def begin(self, needed: int) -> None:
-        """Make the folder if the disk has `needed` free bytes, or resume an earlier call's folder with the same plan.
-
-        Raises `UsageError` for the folder of another plan, and `CapacityError` for too little disk.
-        """
+        """Make the folder if the disk has `needed` free bytes, or resume the folder of an earlier, equal call."""
         name = named(self.folder)
         if os.path.lexists(self.folder) and (self.folder.is_symlink() or not self.folder.is_dir()):
             raise DataError(f"{name} is no folder; remove it, or give another name for the maps")

@@ -181,10 +181,7 @@ if NAME not in model_registry:  # lm_eval after 0.4.13 has read the entry point 
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the harness's command `lm_eval` with `arguments`, which may name the model `lce`.
-
-    Raises `UsageError` for arguments that the harness refuses, such as unknown tasks.
-    """
+    """Run the harness's command `lm_eval` with `arguments`, which may name the model `lce`."""
     from lm_eval.__main__ import cli_evaluate
 
     before = sys.argv

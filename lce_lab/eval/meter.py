@@ -136,10 +136,7 @@ class AttentionMeter:
             tally.add("hit5", rank < 5)
 
     def _count_choices(self, chosen: Tensor, known: Tensor, positions: Tensor) -> None:
-        """Add how often each chunk was chosen.
-
-        `chosen [heads, queries, n]` are chunk ids, -1 for none; `known [queries, chunks]` marks chunks open to a query.
-        """
+        """Add how often each chunk in `chosen [heads, queries, n]` (-1: none) was chosen, of those `known` to it."""
         for t, position in enumerate(positions.tolist()):
             times = torch.bincount(chosen[:, t].flatten().clamp(min=-1) + 1, minlength=known.shape[-1] + 1)[1:]
             times = times[: known.shape[-1]][known[t]].cpu()

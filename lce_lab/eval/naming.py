@@ -106,10 +106,7 @@ def method_names(measured: Iterable[Measured], without: Collection[str] = ()) ->
 
 
 def _telling(engines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a short list of knobs that distinguishes `engines` as well as all knobs do.
-
-    The window, which others follow from, and early knobs are preferred.
-    """
+    """Return a short list of knobs that tells `engines` apart as well as all knobs do; the window comes first."""
 
     def n_told(knobs: Iterable[str]) -> int:
         return len({tuple(engine.get(knob) for knob in knobs) for engine in engines})

@@ -41,10 +41,7 @@ Span = tuple[float, float, float]  # a value, and the low and the high end of it
 
 
 def draw_all(report: Report, folder: str | Path) -> list[Path]:
-    """Draw every table of a report as PNG files in `folder`, which is made if missing; return the files' paths.
-
-    Raises `UsageError` without matplotlib, and for a folder that cannot be used.
-    """
+    """Draw every table of a report as PNG files in `folder`, which is made if missing; return the files' paths."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -183,10 +180,7 @@ def by_depth(table: Table) -> Figure | None:
 
 
 def side_by_side(tables: Sequence[Table]) -> Figure:
-    """Draw the scores of one model's methods: one panel per task.
-
-    A panel shows the length at which most methods were measured, or the longest of several such lengths.
-    """
+    """Draw a panel per task, at the length at which most methods were measured, or the longest of several such."""
     from matplotlib.figure import Figure
 
     columns = min(MOST_COLUMNS, len(tables))

@@ -54,10 +54,7 @@ class Cell:
 
 @dataclass
 class Table:
-    """The results of one model on one task with one set of options: one cell per method and length.
-
-    Methods stand in the order in which the files name them.
-    """
+    """The results of one model on one task with one set of options: one cell per method and length."""
 
     model: str
     task: str
@@ -123,11 +120,7 @@ class Table:
         return None if top is None else says_little(scores, top)
 
     def holds_to(self, method: str) -> int | None:
-        """Return the longest length up to which a method's mean score is at least `HOLDS` times that of `full`.
-
-        The score of `full` within the window counts. Return None if `full` fails or was not measured, and 0 if the
-        method's score is lower at the shortest length.
-        """
+        """Return the longest length up to which a method has `HOLDS` of the ceiling; 0 if none, None if unknown."""
         if self.ceiling is None or not self.discriminates:
             return None
         top = self.ceiling[1].mean

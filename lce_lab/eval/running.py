@@ -159,10 +159,7 @@ class _Run:
         return {index: answer for index, answer in found.items() if answer}
 
     def document(self, number: int, group: Sequence[Numbered], single: Asked) -> Iterator[tuple[Sample, Answer]]:
-        """Yield one document's samples with their answers, from the record or the model.
-
-        `single` has the answers to all missing samples of the run, if the mode is `single`.
-        """
+        """Yield one document's samples with their answers; `single` has the missing answers of the mode `single`."""
         keys = {index: self.key(index, sample) for index, sample in group}
         known = self.known(group)
         missing = [asked for asked in group if asked[0] not in known]
@@ -268,10 +265,7 @@ class _Run:
 
 
 def make_folder(folder: str | Path, what: str) -> None:
-    """Create a folder for `what`, such as "pictures".
-
-    Raises `UsageError` if the folder cannot be created, and `DataError` if files cannot be written in the folder.
-    """
+    """Create a folder for `what`, such as "pictures". Raises an error if files cannot be written in the folder."""
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as error:

@@ -137,10 +137,7 @@ class Entry:
         return replace(cell, paper={of: number for of, number in numbers.items() if number is not None})
 
     def judged(self, cells: Sequence[Cell], setting: Setting) -> list[Cell]:
-        """Return the cells with verdicts: whether their differences from the baseline have the paper's direction.
-
-        A task that stands in for the paper's is compared with the paper's average, beyond the window alone.
-        """
+        """Return the cells with verdicts. A task that stands in for the paper's is compared with its average."""
         bases = {(cell.label, cell.length): cell for cell in cells if cell.row == self.baseline}
         judged = []
         for cell in cells:
@@ -195,10 +192,7 @@ def _measure(kind: str, **given: Any) -> Measure:
 def printed_sign(
     printed: Sequence[Printed], row: str, baseline: str, label: str, multiple: float, average: str
 ) -> float | None:
-    """Return 1 if the row's number is the larger in all printed tables, -1 if it is the smaller in all, 0 if unclear.
-
-    Return None if no table has both rows.
-    """
+    """Return 1 or -1 if the row's number is larger or smaller in all printed tables, 0 if unclear, None if in none."""
     signs = set()
     for table in printed:
         has_label = table.has(label)

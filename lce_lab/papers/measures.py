@@ -211,10 +211,7 @@ class Distances(Measure):
 
 @dataclass(frozen=True)
 class Speed(Measure):
-    """The median time of a step in seconds: a prefill, or the decoding of a token, called `called` in the paper.
-
-    The interval is from the fastest to the slowest run.
-    """
+    """The median seconds of a step, `called` so in the paper; the interval is from the fastest to the slowest run."""
 
     called: str
     step: Literal["prefill", "decode"] = "prefill"

@@ -169,10 +169,7 @@ class Setting:
         return {"rope": row.rope, "rope_factor": factor}
 
     def options(self, row: Row, length: int, only: Sequence[str] | None = None) -> list[str]:
-        """Return a command's options for model, method, knobs and loading, without those that have their default value.
-
-        `only` has the keys of `loading` to use.
-        """
+        """Return a command's options for model, method, knobs and loading (or `only` some), without default values."""
         method, words = self.method(row), ["--model", shlex.quote(self.model), "--method", row.method]
         usual = lce.methods.settings(type(method)())
         for name, value in lce.methods.settings(method).items():

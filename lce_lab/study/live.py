@@ -1,7 +1,4 @@
-"""Runs the prompts that the page of `lce inspect --live` sends, one at a time, in a thread that can be cancelled.
-
-`lce_lab.study.live_server` is the HTTP side. Requests are not trusted: every value is checked and bounded.
-"""
+"""Runs the prompts that the page of `lce inspect --live` sends, one at a time; `live_server` is the HTTP side."""
 
 from __future__ import annotations
 

@@ -143,10 +143,7 @@ class _Row:
         return heads
 
     def _own(self) -> tuple[Any, Tensor | None]:
-        """Return the weights of chosen chunks under the method `[H][K]`, and the distance from full attention's `[H]`.
-
-        The distance is total variation. Both results are None if the method's weights are unknown.
-        """
+        """Return the weights of chosen chunks under the method `[H][K]`, and their total variation `[H]`."""
         found = own_attention(self.layer, self.seen, self.first, self.size)
         if found is None:
             return None, None
@@ -196,11 +193,7 @@ class _Row:
         return [[number, *rest] for rest in zip(rounded(mass), best.tolist(), rounded(attended), strict=True)]
 
     def _count_bytes(self, counts: dict[str, float]) -> None:
-        """Add the bytes that the query reads in this layer to `counts`.
-
-        `read` counts attended keys and values, once per KV head. `scored` counts what the method reads to score
-        chunks. `full` counts the keys and values that full attention reads.
-        """
+        """Add the bytes of attended keys and values (once per KV head), of scored data, and those of full attention."""
         seen, layer, n = self.seen, self.layer, self.weights.shape[1]
         full = n * layer.step.n_kv_heads
         attended = int(self.attended.unflatten(0, (layer.step.n_kv_heads, -1)).any(1).sum())

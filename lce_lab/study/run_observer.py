@@ -1,7 +1,4 @@
-"""Observes a run for a recording: keeps which chunks or tokens every query chose, and more data about some queries.
-
-`lce_lab.study.looks` analyses these queries after the run.
-"""
+"""Observes a run for a recording: keeps what every query chose, and data about some queries for `looks`."""
 
 from __future__ import annotations
 

@@ -105,10 +105,7 @@ class RunChoices:
                         yield start + row, min(start + row + most, stop), choices[row : row + most]
 
     def always(self) -> list[dict[str, Any]]:
-        """Return an entry for each set of layers with the same spans: the layers, and the result of `span_runs`.
-
-        Layers whose spans are unknown are left out.
-        """
+        """Return, for each set of layers with the same known spans, the layers and the result of `span_runs`."""
         # Layers by the `id` of their spans in every block: in a block, layers with equal spans share one list.
         alike: dict[tuple[int, ...], list[int]] = {}
         for layer in self.blocks[0].spans if self.blocks else ():

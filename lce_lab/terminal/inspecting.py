@@ -88,10 +88,7 @@ def serve_live(
     output: Output,
     **_not_live: Any,
 ) -> NoReturn:
-    """Serve the page of `lce inspect --live`, for which an engine runs. Only its URL goes to stdout.
-
-    Ctrl-C ends the server and the process.
-    """
+    """Serve the page of `lce inspect --live`, with an engine. Only its URL goes to stdout; Ctrl-C ends it."""
     from lce_lab.study.live import Live
     from lce_lab.study.live_server import LiveServer
 

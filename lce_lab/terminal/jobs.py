@@ -1,8 +1,4 @@
-"""What `lce eval run --ray` does: workers of a Ray Data job ask a run's samples, shard by shard, into its record.
-
-A worker does what the command does for one task and one shard, without printing. The answers of a shard are recorded
-when the shard is done, so an interrupted job resumes as the command does: recorded samples are not asked again.
-"""
+"""What `lce eval run --ray` does: workers of a Ray Data job ask a run's samples, shard by shard, into its record."""
 
 from __future__ import annotations
 

@@ -33,10 +33,7 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _side_by_side(report: Report) -> list[str]:
-    """Return a table of tasks by methods for each model and each length at which several tasks were asked.
-
-    What `lce eval why` asked again is left out: each of its changes is a method, asked what another method missed.
-    """
+    """Return a table of tasks by methods for each model and length at which several tasks were asked, but by `why`."""
     lines: list[str] = []
     for model in dict.fromkeys(table.model for table in report.tables):
         tables = [table for table in report.tables if table.model == model and AGAIN not in table.way]
@@ -48,10 +45,7 @@ def _side_by_side(report: Report) -> list[str]:
 
 
 def _tasks(tables: Sequence[Table], length: int) -> list[str]:
-    """Return a table of mean scores at one length, with means over the tasks that tell methods apart.
-
-    Under the means are the differences from the best mean on the same samples.
-    """
+    """Return a table of mean scores at one length, means over telling tasks, and their differences from the best."""
     methods = list(dict.fromkeys(method for table in tables for method, own in table.cells if own == length))
     rows, told = [], list[Table]()
     for table in tables:

@@ -95,10 +95,7 @@ class SuiteRun:
         self.output.object(self.objects)
 
     def ask_all(self, record: str | None, fill: Callable[[SuiteRun], None] | None = None) -> None:
-        """Measure all cells. If the first task cannot be made, the error comes before any printed line.
-
-        `fill` may put answers into the run's record first.
-        """
+        """Measure all cells. `fill` may put answers into the record first. Errors of the first task come first."""
         self.answers = Record(record)
         self.answers.prepare()
         if self.predictions is not None:

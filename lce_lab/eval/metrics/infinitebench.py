@@ -1,7 +1,4 @@
-"""The metrics of InfiniteBench (Zhang et al., 2024) that are not in overlap.py.
-
-Scores are those of compute_scores.py in OpenBMB/InfiniteBench, including its oddities.
-"""
+"""Metrics of InfiniteBench (Zhang et al., 2024), scored as its compute_scores.py does, including its oddities."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The metrics of L-Eval's closed-ended tasks (An et al., 2024).
-
-Scores are those of auto_eval.py and em.py in OpenLMLab/LEval, including their oddities. Most
-metrics take the relevant part of an answer, and compare this part with the reference by `exact`.
-"""
+"""Metrics of L-Eval's closed-ended tasks (An et al., 2024), as its auto_eval.py and em.py, with their oddities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The metrics of LongBench (Bai et al., 2024) and LongBench v2 that are not in overlap.py.
-
-Scores are those of metrics.py in THUDM/LongBench, including its oddities.
-"""
+"""Metrics of LongBench (Bai et al., 2024) and LongBench v2, scored as metrics.py there does, with its oddities."""
 
 from __future__ import annotations
 

@@ -25,10 +25,7 @@ DESCRIBED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("suites.toml"
 
 @dataclass(frozen=True)
 class Row:
-    """A JSON object in a file of a benchmark. `where` names the file and the line in errors.
-
-    Methods raise `DataError` if a field is missing or has another type.
-    """
+    """A JSON object in a file of a benchmark, whose fields are checked. `where` names file and line in errors."""
 
     content: dict[str, Any]
     where: str
@@ -215,10 +212,7 @@ def row_of(content: Any, where: str) -> Row:
 
 
 def find_file(folder: Path, places: Sequence[str]) -> Path | None:
-    """Return the first existing file of `places`, which are patterns under `folder`; None if there is none.
-
-    Raises `DataError` if two files match one pattern.
-    """
+    """Return the first existing file of `places`, patterns under `folder`; None if there is none. Two are refused."""
     for place in places:
         found = sorted(glob.glob(os.path.join(glob.escape(str(folder)), place)))
         if len(found) > 1:

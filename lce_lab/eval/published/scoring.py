@@ -50,10 +50,7 @@ def _percent(metric: str, answers: list[Answered]) -> tuple[float, list[float]]:
 
 
 def score_file(benchmark: Benchmark, path: Path, task: str | None = None, metric: str | None = None) -> TaskScore:
-    """Return the score of a file of predictions. Without `task`, the file's name must name the task.
-
-    Raises `UsageError` if the name names no task, and `DataError` for a file that cannot be read or has no answers.
-    """
+    """Return the score of a file of predictions. Without `task`, the file's name must name the task."""
     chosen = benchmark.task_of(path) if task is None else benchmark.task(task)
     if chosen is None:
         names = ", ".join(each.name for each in benchmark.tasks)
