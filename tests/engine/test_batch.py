@@ -45,6 +45,10 @@ def facts(result: lce.Generation) -> tuple[Any, ...]:
     return result.token_ids, result.text, result.finish_reason, result.logprobs
 
 
+def alone(batch: Batch, ids: list[int], **how: Any) -> lce.Generation:
+    return lce.Engine(batch.setup).generate(ids, **how)
+
+
 def finish(stream: BatchStream, seconds: float = 60) -> lce.Generation:
     return within(stream.finish, seconds)
 
@@ -105,8 +109,8 @@ def check_alike(folder: Path, options: dict[str, Any], times: int = 1) -> Counte
                 within(lambda: next(streams[-1], None))
         found = [facts(finish(stream)) for stream in streams]
         for i, (method, knobs, n, how) in enumerate(CASES):
-            alone = lce.Engine(batch.setup_of(method, knobs)).generate(tokens(n * times, seed=i), **how)
-            assert found[i] == facts(alone), method
+            truth = lce.Engine(batch.setup_of(method, knobs)).generate(tokens(n * times, seed=i), **how)
+            assert found[i] == facts(truth), method
             held.update(streams[i].result.stats.memory)
     return held
 
@@ -153,15 +157,13 @@ def test_requests_share_a_prefix_while_one_of_them_answers(batch: Batch) -> None
     found = [finish(stream) for stream in streams]
     assert sum(each.stats.read_before for each in found) >= 5 * 90
     for ids, each in zip(prompts, found, strict=True):
-        assert facts(each) == facts(lce.Engine(batch.setup).generate(ids, max_tokens=40))
+        assert facts(each) == facts(alone(batch, ids, max_tokens=40))
 
 
 def test_the_same_prompt_again_reads_its_last_token(batch: Batch) -> None:
     ids = tokens(70)
     results = [finish(batch.stream(ids, max_tokens=5)) for _ in range(3)]
-    assert {tuple(each.token_ids) for each in results} == {
-        tuple(lce.Engine(batch.setup).generate(ids, max_tokens=5).token_ids)
-    }
+    assert {tuple(each.token_ids) for each in results} == {tuple(alone(batch, ids, max_tokens=5).token_ids)}
     assert [each.stats.read_before for each in results] == [0, 70, 70] or results[1].stats.read_before >= 69
     assert batch.gauges()["contexts"] == 1
 
@@ -172,9 +174,7 @@ def test_named_contexts_are_read_once_and_stay(batch: Batch, tmp_path: Path) -> 
     asked = [batch.stream(tokens(5, seed=i), context="book", max_tokens=6) for i in range(4)]
     found = [finish(stream) for stream in asked]
     for i, each in enumerate(found):
-        truth = lce.Engine(batch.setup).generate(
-            tokens(5, seed=i), context=lce.Engine(batch.setup).prefill(text), max_tokens=6
-        )
+        truth = alone(batch, tokens(5, seed=i), context=lce.Engine(batch.setup).prefill(text), max_tokens=6)
         assert facts(each) == facts(truth)
         assert each.stats.prompt_tokens == 5
     assert len(batch.contexts["book"]) == 80
@@ -213,7 +213,7 @@ def test_what_is_read_behind_a_context_without_some_keys_serves_nobody_else(batc
     result = finish(batch.stream(ids, max_tokens=4))
     assert result.stats.read_before == 0
     again = finish(batch.stream(ids[80:], context=evicted, max_tokens=4))
-    assert facts(again) == facts(lce.Engine(batch.setup).generate(ids[80:], context=evicted, max_tokens=4))
+    assert facts(again) == facts(alone(batch, ids[80:], context=evicted, max_tokens=4))
 
 
 def test_a_stream_hands_its_context_over(batch: Batch) -> None:
@@ -223,8 +223,8 @@ def test_a_stream_hands_its_context_over(batch: Batch) -> None:
     assert stream.context is not None
     with stream.context as context:
         assert context.token_ids == [*tokens(40), *result.token_ids]
-        more = lce.Engine(batch.setup).generate([5], context=context, max_tokens=4)
-    whole = lce.Engine(batch.setup).generate([*tokens(40), *result.token_ids, 5], max_tokens=4)
+        more = alone(batch, [5], context=context, max_tokens=4)
+    whole = alone(batch, [*tokens(40), *result.token_ids, 5], max_tokens=4)
     assert more.token_ids == whole.token_ids
     assert finish(batch.stream(tokens(40), max_tokens=5)).stats.read_before == 0  # the context was the caller's alone
     cancelled = batch.stream(tokens(4000), max_tokens=5, keep_context=True)
@@ -374,7 +374,7 @@ def test_a_cancelled_task_loses_no_piece(batch: Batch) -> None:
             except StopAsyncIteration:
                 return text
 
-    assert within(lambda: asyncio.run(main())) == lce.Engine(batch.setup).generate(tokens(40), max_tokens=60).text
+    assert within(lambda: asyncio.run(main())) == alone(batch, tokens(40), max_tokens=60).text
 
 
 def test_a_loop_that_was_closed_ends_nobody_elses_request(batch: Batch) -> None:
@@ -399,7 +399,7 @@ def test_several_tasks_and_threads_may_read_one_stream(batch: Batch) -> None:
 
         return await asyncio.gather(*(read() for _ in range(3)))
 
-    expected = lce.Engine(batch.setup).generate(tokens(900), max_tokens=40).text
+    expected = alone(batch, tokens(900), max_tokens=40).text
     assert sum(map(len, within(lambda: asyncio.run(main())))) > 0
     stream = batch.stream(tokens(900), max_tokens=40)
     found = together([lambda: "".join(piece.text for piece in stream)] * 3)
@@ -449,9 +449,9 @@ def test_a_callback_that_raises_ends_its_request_alone(error: BaseException, whe
     with pytest.raises(expected):
         for _ in stream:
             pass
-    assert facts(finish(other)) == facts(lce.Engine(batch.setup).generate(tokens(40), max_tokens=50))
+    assert facts(finish(other)) == facts(alone(batch, tokens(40), max_tokens=50))
     again = finish(batch.stream(tokens(100, seed=1), max_tokens=20))  # on what the failed one read
-    assert facts(again) == facts(lce.Engine(batch.setup).generate(tokens(100, seed=1), max_tokens=20))
+    assert facts(again) == facts(alone(batch, tokens(100, seed=1), max_tokens=20))
 
 
 def test_a_callback_that_raises_between_slices_ends_its_request_alone(batch: Batch) -> None:
@@ -462,7 +462,7 @@ def test_a_callback_that_raises_between_slices_ends_its_request_alone(batch: Bat
         with pytest.raises(type(error)):
             for _ in stream:
                 pass
-    assert facts(finish(reading)) == facts(lce.Engine(batch.setup).generate(tokens(3000, seed=9), max_tokens=4))
+    assert facts(finish(reading)) == facts(alone(batch, tokens(3000, seed=9), max_tokens=4))
 
 
 def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Path) -> None:
@@ -527,27 +527,6 @@ def test_a_callback_cannot_wait_for_its_own_batch_or_close_it(words: str, n: int
 def test_close_refuses_what_is_no_time(drain_s: Any, batch: Batch) -> None:
     with pytest.raises(UsageError, match="drain_s"):
         batch.close(drain_s)
-
-
-def test_a_constraint_and_biases_decide(batch: Batch) -> None:
-    class Only:
-        def __init__(self) -> None:
-            self.taken: list[int] = []
-
-        def apply(self, logits: Tensor) -> Tensor:
-            allowed = torch.full_like(logits, -torch.inf)
-            allowed[[7, 8 + len(self.taken)]] = logits[[7, 8 + len(self.taken)]]
-            return allowed
-
-        def accept(self, token_id: int) -> None:
-            self.taken.append(token_id)
-
-    only = [Only() for _ in range(3)]
-    streams = [batch.stream(tokens(30, seed=i), max_tokens=9, constraint=each) for i, each in enumerate(only)]
-    for each, stream in zip(only, streams, strict=True):
-        assert finish(stream).token_ids == each.taken
-        assert set(each.taken) <= {7, *range(8, 17)}
-    assert set(finish(batch.stream(tokens(30), max_tokens=5, logit_bias={9: 100.0})).token_ids) == {9}
 
 
 def test_a_full_queue_refuses(full: lce.Engine) -> None:
@@ -710,9 +689,7 @@ def test_a_lane_that_fails_is_not_kept(batch: Batch, monkeypatch: pytest.MonkeyP
     with pytest.raises(DataError, match="gone"):
         finish(stream)
     assert len(finish(other).token_ids) == 200 or other.result.finish_reason == "stop"
-    assert facts(finish(batch.stream(tokens(90), max_tokens=5))) == facts(
-        lce.Engine(batch.setup).generate(tokens(90), max_tokens=5)
-    )
+    assert facts(finish(batch.stream(tokens(90), max_tokens=5))) == facts(alone(batch, tokens(90), max_tokens=5))
 
 
 @pytest.mark.parametrize("method", ["full", "streaming"])
@@ -741,4 +718,4 @@ def test_a_constraint_that_changes_logits_in_place_changes_no_other_answer(batch
     ids = tokens(50)
     assert finish(batch.stream(ids, max_tokens=3, constraint=Sevens())).token_ids == [7, 7, 7]
     found = finish(batch.stream([*ids, 7, 7], max_tokens=3))  # whose logits are kept
-    assert found.token_ids == lce.Engine(batch.setup).generate([*ids, 7, 7], max_tokens=3).token_ids
+    assert found.token_ids == alone(batch, [*ids, 7, 7], max_tokens=3).token_ids

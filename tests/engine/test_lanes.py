@@ -13,9 +13,7 @@ from torch import Tensor
 
 import lce
 from lce.engine import running
-from lce.engine.answer import Answer, Options
 from lce.engine.lanes import Lane, forward
-from lce.engine.stream import Generation
 from lce.methods import Full, LayerCache, Step, available
 from tests.checkpoints import save_tiny, tokens
 from tests.running import threads
@@ -70,23 +68,6 @@ def test_every_method_has_the_bits_that_it_has_alone(n_threads: int, options: di
                 lane.check()
                 assert torch.equal(logits, single.logits), (turn, name)
                 assert shared[name].cache.length == alone[name].cache.length == read[name]
-
-
-def test_answers_are_driven_by_hand(tiny_model: Path) -> None:
-    """As a scheduler of many contexts would: each gives the text that `generate` gives."""
-    engine = lce.load(tiny_model, "longheads", block=BLOCK)
-    prompts = [tokens(30 + i, seed=i) for i in range(3)]
-    truth = [engine.generate(ids, max_tokens=4 + i).text for i, ids in enumerate(prompts)]
-    contexts = [engine.prefill(ids) for ids in prompts]
-    answers = [Answer(Options(4 + i), {1}, engine.tokenizer, Generation()) for i in range(len(prompts))]
-    logits = {i: context.logits for i, context in enumerate(contexts)}
-    while logits:
-        for i, row in logits.items():
-            answers[i].take(row)
-        going = [i for i in logits if not answers[i].done]
-        lanes = [lane_of(engine, contexts[i], answers[i].result.token_ids[-1:]) for i in going]
-        logits = dict(zip(going, forward(engine.setup.model, lanes), strict=True)) if lanes else {}
-    assert [answer.result.text for answer in answers] == truth
 
 
 @dataclass(frozen=True)

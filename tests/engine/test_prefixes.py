@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import lce
 from lce.engine import kept_files, prefixes
 from lce.engine.kept_files import Entry, common
 from lce.engine.prefixes import PrefixCache
-from lce.errors import DataError
 from tests.checkpoints import save_tiny, tokens
 from tests.command import Process, output, start, until, within
 
@@ -40,16 +39,20 @@ def listed(folder: Path, kind: str = "lce") -> list[Path]:
     return sorted(folder.glob(f"*/*.{kind}"))
 
 
-def ask(engine: lce.Engine, folder: Path, ids: list[int], budget: str = "1GiB") -> lce.Generation:
-    """Ask in a batch of its own, as a server that was started anew does."""
-    with engine.batch(cache_dir=folder, cache_budget=budget) as batch:
-        return batch.stream(ids, max_tokens=4).finish()
+def asked(engine: lce.Engine, folder: Path, *prompts: list[int], **options: Any) -> list[lce.Generation]:
+    """The answers of a new batch, one after another, as a server that was started anew gives them."""
+    with engine.batch(cache_dir=folder, **options) as batch:
+        return [within(batch.stream(ids, max_tokens=6).finish) for ids in prompts]
+
+
+def ask(engine: lce.Engine, folder: Path, ids: list[int]) -> lce.Generation:
+    return asked(engine, folder, ids)[0]
 
 
 def alone(engine: lce.Engine, ids: list[int], n_before: int) -> list[int]:
     """The answer to a prompt of which the first tokens were read before the others."""
     context = engine.prefill(ids[:n_before])
-    return engine.generate(ids[n_before:], context=context, max_tokens=4).token_ids
+    return engine.generate(ids[n_before:], context=context, max_tokens=6).token_ids
 
 
 def test_a_prefix_is_found_after_a_restart(engine: lce.Engine, tmp_path: Path) -> None:
@@ -61,8 +64,8 @@ def test_a_prefix_is_found_after_a_restart(engine: lce.Engine, tmp_path: Path) -
     again = ask(engine, tmp_path, more)
     assert again.stats.read_before == len(ids) + len(first.token_ids) - 1
     context = engine.prefill(ids)
-    engine.generate([], context=context, max_tokens=4)
-    assert again.token_ids == engine.generate([5, 6, 7], context=context, max_tokens=4).token_ids
+    engine.generate([], context=context, max_tokens=6)
+    assert again.token_ids == engine.generate([5, 6, 7], context=context, max_tokens=6).token_ids
     assert len(listed(tmp_path)) == 1  # the longer context took the place of the one that it continues
     branch = ask(engine, tmp_path, [*ids[:100], 9, 9])
     assert branch.stats.read_before == 100
@@ -75,48 +78,8 @@ def test_each_method_has_contexts_of_its_own(engine: lce.Engine, tmp_path: Path)
     other = lce.Engine(engine.setup.using("dca"))
     found = ask(other, tmp_path, ids)
     assert found.stats.read_before == 0
-    assert found.token_ids == other.generate(ids, max_tokens=4).token_ids
+    assert found.token_ids == other.generate(ids, max_tokens=6).token_ids
     assert len(listed(tmp_path)) == 2
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "altered": lambda path: path.write_bytes(path.read_bytes()[:-1000] + bytes(1000)),
-    "empty": lambda path: path.write_bytes(b""),
-    "other tokens": lambda path: path.with_suffix(".ids").write_bytes(
-        bytes(4) + path.with_suffix(".ids").read_bytes()[4:]
-    ),
-    "odd length": lambda path: path.with_suffix(".ids").write_bytes(b"abc"),
-    "gone": lambda path: path.unlink(),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
-    "tokens as a folder": lambda path: (path.with_suffix(".ids").unlink(), path.with_suffix(".ids").mkdir()),
-    "tokens as a pipe": lambda path: (path.with_suffix(".ids").unlink(), os.mkfifo(path.with_suffix(".ids"))),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_files_are_no_hits(damage: str, engine: lce.Engine, tmp_path: Path) -> None:
-    ids = tokens(150)
-    truth = ask(engine, tmp_path, ids).token_ids
-    (path,) = listed(tmp_path)
-    DAMAGE[damage](path)
-    found = ask(engine, tmp_path, ids)
-    assert found.stats.read_before == 0
-    assert found.token_ids == truth
-
-
-def test_the_budget_is_kept_and_the_oldest_go_first(engine: lce.Engine, tmp_path: Path) -> None:
-    texts = [tokens(150, seed=seed) for seed in range(6)]
-    ask(engine, tmp_path, texts[0])
-    size = sum(path.stat().st_size for path in listed(tmp_path))
-    for ids in texts[1:]:
-        time.sleep(0.02)
-        ask(engine, tmp_path, ids, budget=str(int(3.5 * size)))
-        assert sum(path.stat().st_size for path in listed(tmp_path)) <= 3.5 * size
-    found = [ask(engine, tmp_path, ids, budget=str(int(3.5 * size))).stats.read_before > 0 for ids in texts[::-1]]
-    assert found[:3] == [True, True, True]
-    assert not any(found[4:])
 
 
 def test_a_question_about_a_long_document_makes_no_copy(
@@ -182,7 +145,7 @@ with engine.batch(cache_dir=folder, cache_budget=budget) as batch:
     print("ready", flush=True)
     while True:
         for ids in texts:
-            found = batch.stream(ids, max_tokens=4).finish()
+            found = batch.stream(ids, max_tokens=6).finish()
             print(json.dumps(found.token_ids), flush=True)
 """
 
@@ -208,7 +171,7 @@ def killed(process: Process) -> list[str]:
 def ways(engine: lce.Engine, ids: list[int]) -> set[str]:
     """The answers to a text that is read as one or behind a prefix: blocks that begin elsewhere may round otherwise."""
     answers = [alone(engine, ids, cut) for cut in (99, 100, len(ids) - 1)]
-    return {json.dumps(each) for each in (*answers, engine.generate(ids, max_tokens=4).token_ids)}
+    return {json.dumps(each) for each in (*answers, engine.generate(ids, max_tokens=6).token_ids)}
 
 
 @pytest.mark.slow
@@ -290,12 +253,6 @@ def folder(full: lce.Engine, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(engine: lce.Engine, folder: Path, *prompts: list[int], **options: Any) -> list[lce.Generation]:
-    """The answers of a new batch, one after another."""
-    with engine.batch(cache_dir=folder, **options) as batch:
-        return [within(batch.stream(ids, max_tokens=6).finish) for ids in prompts]
-
-
 ASK = """
 import sys, warnings, lce
 warnings.simplefilter("ignore")
@@ -326,21 +283,6 @@ def test_a_conversation_leaves_one_file(full: lce.Engine, tmp_path: Path) -> Non
 # Files that are damaged or of another kind
 
 
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def dangling(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/nowhere")
-
-
 DAMAGES: dict[str, Any] = {
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
@@ -350,9 +292,9 @@ DAMAGES: dict[str, Any] = {
     "noise": lambda path: path.write_bytes(random.Random(0).randbytes(path.stat().st_size)),
     "others": lambda path: path.write_bytes(path.read_bytes()[:400] + np.array([7], np.int32).tobytes() * 50),
     "longer": lambda path: path.write_bytes(path.read_bytes() * 2),
-    "fifo": fifo,
-    "folder": directory,
-    "dangling": dangling,
+    "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "dangling": lambda path: (path.unlink(), path.symlink_to("/nowhere")),
 }
 
 
@@ -366,7 +308,7 @@ def test_a_damaged_file_is_a_miss(
     DAMAGES[damage](path)
     claimed = [*TEXT[:100], *[7] * 50]
     found = asked(full, folder, [*TEXT, 5], claimed)
-    assert found[0].token_ids == truth
+    assert (found[0].token_ids, found[0].stats.read_before) == (truth, 0)
     assert found[1].token_ids == full.generate(claimed, max_tokens=6).token_ids
     said = capfd.readouterr().err
     if (damage, kind) in {("missing", "lce"), ("missing", "ids"), ("dangling", "lce"), ("noise", "ids")}:
@@ -403,13 +345,6 @@ def test_hundreds_of_damaged_files_are_one_miss(full: lce.Engine, folder: Path, 
     (found,) = asked(full, folder, [*TEXT, 5])
     assert found.token_ids == truth
     assert len(listed(folder)) == 1
-
-
-def test_files_that_may_not_be_read(full: lce.Engine, folder: Path, truth: list[int]) -> None:
-    for path in (*listed(folder), *listed(folder, "ids")):
-        path.chmod(0)
-    (found,) = asked(full, folder, [*TEXT, 5])  # root reads them all the same
-    assert found.token_ids == truth
 
 
 def test_what_is_not_the_caches_stays(full: lce.Engine, tmp_path: Path) -> None:
@@ -564,17 +499,6 @@ def test_a_context_that_is_being_saved_is_waited_for(
         assert stream.state == "waiting"
         going.set()
         assert within(stream.finish).stats.read_before >= 199
-
-
-def test_a_file_whose_rows_are_damaged_is_forgotten(full: lce.Engine, folder: Path) -> None:
-    with full.batch(cache_dir=folder) as batch:
-        (path,) = listed(folder)
-        context, busy = batch._prefixes.find(full.setup, full.setup.rope_of(len(TEXT) + 1), [*TEXT, 5])
-        assert context is not None
-        assert not busy
-        assert batch._prefixes.forget(context, DataError("mine"))
-        assert not path.exists()
-        assert not batch._prefixes.forget(context, DataError("mine"))
 
 
 def test_a_file_that_has_just_appeared_belongs_to_its_entry_alone(
