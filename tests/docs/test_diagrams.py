@@ -1,5 +1,6 @@
-"""The diagrams: drawn from their text as it is now, with names that the code has, and floors in their order."""
+"""Diagrams and glossary are true: drawn from their text as it is now, with names that the code has."""
 
+import ast
 import re
 import tomllib
 from types import ModuleType
@@ -58,3 +59,49 @@ def test_a_wrong_source_is_refused(draw: ModuleType) -> None:
         draw.drawn(bad)
     with pytest.raises(ValueError, match=r"no end 'b\.r'; expected ID\.SIDE, with an ID of a"):
         draw.drawn({**bad, "box": [{**bad["box"][0], "kind": "step"}], "arrow": [{"from": "b.r", "to": "a.l"}]})
+
+
+# The glossary ----------------------------------------------------------------------------------------------------
+
+GLOSSARY = (DOCS / "glossary.md").read_text(encoding="utf-8")
+
+
+def named() -> set[str]:
+    """The names in the last column of tables that end in `in the code`, and those after a colon elsewhere."""
+    found: set[str] = set()
+    for table in re.findall(r"^\|.*\n\|[-:| ]+\n(?:\|.*\n)+", GLOSSARY, re.MULTILINE):
+        head, _, *rows = table.strip().splitlines()
+        for row in rows:
+            cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+            text = cells[-1] if head.endswith("in the code |") else " ".join(re.findall(r": `[\w.]+`", row))
+            found |= set(re.findall(r"`([A-Za-z_][\w.]*)`", text))
+    return found
+
+
+def members() -> dict[str, set[str]]:
+    """Every class of lce with its fields, methods and attributes."""
+    found: dict[str, set[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                inner = list(ast.walk(node))
+                names = {each.name for each in inner if isinstance(each, ast.FunctionDef)}
+                names |= {each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+                names |= {each.attr for each in inner if isinstance(each, ast.Attribute)}
+                found.setdefault(node.name, set()).update(names)
+    return found
+
+
+def test_names_of_the_glossary_are_in_the_code() -> None:
+    assert len(named()) > 40
+    of_class = members()
+    for name in named():
+        owner, _, member = name.partition(".")
+        assert owner in words(), name
+        assert not member or member in of_class[owner], name
+
+
+def test_symbols_are_those_of_the_code() -> None:
+    """Each letter that docs/architecture.md uses for a size has its row."""
+    rows = set(re.findall(r"^\| ([A-Z]) \|", GLOSSARY, re.MULTILINE))
+    assert {"H", "G", "T", "N", "D", "M", "L", "K", "P", "W", "R"} <= rows

@@ -1,8 +1,10 @@
 """The real server: clients that go away or are slow, what is not HTTP, the command, and the end."""
 
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from lce_serve.service import Service
 from tests.command import Process, assert_error, output, run, until
 from tests.lce_serve.conftest import is_healthy, serving, with_options
 
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 HI: Any = [{"role": "user", "content": "the quick fox"}]
 
 
@@ -111,3 +114,16 @@ def test_what_ends_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_command_line_imports_neither_torch_nor_starlette() -> None:
     code = "import sys, lce.cli, lce_serve.serving; print({'torch', 'starlette', 'uvicorn'} & set(sys.modules))"
     assert output(code) == "set()\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_no_answer_is_lost_or_another_ones(chat_model: Path) -> None:
+    """Many clients for a while, each answer beside its own, asked alone. `LCE_SOAK_MINUTES=30` makes it long."""
+    minutes = float(os.environ.get("LCE_SOAK_MINUTES", "0.2"))
+    command = [sys.executable, SOAK, "-m", chat_model, "--minutes", str(minutes), "--check", str(minutes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * minutes + 900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 requests did not end; 0 answers of 500 or more" in done.stdout
+    n_checked = int(done.stdout.partition(" answers were compared")[0].splitlines()[-1].split()[0])
+    assert n_checked >= 10

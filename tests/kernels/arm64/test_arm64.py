@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 NAMES = "attention choices int8_rows numbers panels products scores threads"
 TESTS = [
     *(f"tests/kernels/cpu/test_{name}.py" for name in NAMES.split()),
-    *(f"tests/kernels/test_{name}.py" for name in ("elementwise", "merging")),
+    "tests/kernels/test_elementwise.py",
     "tests/weights/test_gguf_packed.py::test_weights_are_those_of_the_file_and_products_use_them",
 ]
 # Kernels for GPUs; what is about this machine's processes and signals; and some of what takes longest.

@@ -73,7 +73,10 @@ def test_a_replayed_step_has_the_same_bits(
 PAGES: dict[str, object] = {"page": 4, "budget": 24}
 ALIKE: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name in "full dca streaming rerope self_extend lm_infinite xattention".split()),
-    *(("longheads", {"chunk_size": 8, **knobs}) for knobs in ({}, {"placement": "true"})),
+    *(
+        ("longheads", {"chunk_size": 8, **more})
+        for more in ({}, {"placement": "true"}, {"prefill_method": "self_extend"})
+    ),
     ("quest", {"dense_layers": 0, **PAGES}),
     *(("pages", PAGES | knobs) for knobs in ({}, {"share": "group"}, {"select": "mean", "placement": "true"})),
 ]
@@ -107,7 +110,9 @@ def test_one_layers_attention_serves_layers_alike(
     save_tiny(tmp_path, num_hidden_layers=4)
 
     def answers() -> list[Any]:
-        engine = lce.load(tmp_path, method=lce.methods.make(method, knobs), kv_dtype=kv_dtype)
+        own = {name: value for name, value in knobs.items() if name != "prefill_method"}
+        options: dict[str, Any] = {name: value for name, value in knobs.items() if name not in own}
+        engine = lce.load(tmp_path, method=lce.methods.make(method, own), kv_dtype=kv_dtype, **options)
         context = engine.prefill(tokens(150))
         asked = [context.fork(), context, context.fork()]
         asked[1].truncate(145)
@@ -120,17 +125,6 @@ def test_one_layers_attention_serves_layers_alike(
     assert serves is None or bool(alike) is serves
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
     assert ours == answers()
-
-
-def test_one_layers_attention_serves_the_method_that_a_prompt_is_handed_over_to(
-    alike: list[LayerJobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_tiny(tmp_path, num_hidden_layers=4)
-    options: dict[str, Any] = {"method": lce.methods.LongHeads(chunk_size=8), "prefill_method": "self_extend"}
-    ours = steps(lce.load(tmp_path, **options))
-    assert alike
-    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
-    assert ours == steps(lce.load(tmp_path, **options))
 
 
 def test_a_method_that_looks_on_sees_every_layer(alike: list[LayerJobs], tmp_path: Path) -> None:
