@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.attention import Attention, Tiles, Turn, combine, merge, rotate
-from lce.attention.attention import causal_mask
+from lce.attention import Attention, Tiles, Turn, combine, merge
 from tests.attention.truth import (
     AS_IT_IS,
     BACKENDS,
@@ -26,11 +25,16 @@ from tests.attention.truth import (
 )
 from tests.depth import pairs
 
-HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs up to 6, so about one unit in the last place
+FLOAT, HALF = (
+    torch.float32,
+    {torch.bfloat16: 3e-2, torch.float16: 4e-3},
+)  # of outputs up to 6, so about one unit in the last place
 ON_CUDA = ("torch", "reference", "triton", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-EVERYWHERE = [pytest.param(name, "cpu", torch.float32) for name in BACKENDS] + [
-    pytest.param(name, "cuda", dtype, marks=CUDA) for name in ON_CUDA for dtype in (torch.float32, *HALF)
+HALF_MARKS = {torch.float16: pytest.mark.slow}
+EVERYWHERE = [
+    *(pytest.param(x, "cpu", dtype, marks=HALF_MARKS.get(dtype, ())) for x in BACKENDS for dtype in (FLOAT, *HALF)),
+    *(pytest.param(name, "cuda", dtype, marks=CUDA) for name in ON_CUDA for dtype in (FLOAT, *HALF)),
 ]
 
 
@@ -56,6 +60,7 @@ def test_dense(
 ) -> None:
     q, k, v = (x.to(dtype) for x in vectors(*heads, n_queries, n_keys, 16 if device == "cpu" else 64))
     part = Attention.choose(name).dense(*(x.to(device) for x in (q, k, v)), causal, window)
+    assert part[0].dtype == dtype
     assert_same(part, dense_truth(q, k, v, causal, window), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))
 
 
@@ -65,17 +70,11 @@ def test_dense(
 def test_dense_of_any_shape(name: str, data: st.DataObject) -> None:
     rep, n_kv_heads = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     n_keys = data.draw(st.integers(1, 25))
-    n_queries = data.draw(st.integers(1, n_keys))
     causal = data.draw(st.booleans())
+    n_queries = data.draw(st.integers(1, n_keys if causal else 30))
     window = data.draw(st.none() | st.integers(1, 50)) if causal else None
     q, k, v = vectors(rep * n_kv_heads, n_kv_heads, n_queries, n_keys, data.draw(st.sampled_from([2, 6, 8, 20, 80])))
     assert_same(Attention.choose(name).dense(q, k, v, causal, window), dense_truth(q, k, v, causal, window))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_more_queries_than_keys_where_all_see_all(name: str) -> None:
-    q, k, v = vectors(4, 2, 20, 3)
-    assert_same(Attention.choose(name).dense(q, k, v, causal=False), dense_truth(q, k, v, causal=False))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -147,17 +146,10 @@ def test_routed(
     turns, chosen = turns_of(n_queries, 3 if per_slot else 1, dtype), choices(kind, heads[0], n_queries, 3, 6)
     there = Turn(turns.cos.to(device), turns.sin.to(device))
     tiles = [Tiles.of_chunks(k.to(device), v.to(device))]
-    part = Attention.choose(name).routed(q.to(device), there, chosen.to(device), tiles)
+    memory = torch.full((chosen.numel() * 16,), torch.nan, dtype=dtype, device=device)
+    part = Attention.choose(name).routed(q.to(device), there, chosen.to(device), tiles, lambda: memory)
+    assert part[0].dtype == dtype
     assert_same(part, routed_truth(q, turns, chosen, (k, v)), 2 * HALF.get(dtype, 1.5e-5 if device == "cpu" else 1e-4))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kind", CHOICES)
-def test_routed_overwrites_the_memory_that_it_is_given(name: str, kind: str) -> None:
-    q, k, v = routed_vectors(8, 2, 37, 6, 5)
-    turns, chosen, memory = turns_of(37, 3), choices(kind, 8, 37, 3, 6), torch.full((8 * 37 * 3 * 16,), torch.nan)
-    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)], lambda: memory)
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -217,25 +209,6 @@ def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
     assert_same(again, (part[0].double(), part[1].double()))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    attention = Attention.choose(name)
-    q, k, v = (x.to(dtype) for x in vectors(8, 2, 20, 50))
-    for causal, window in ((False, None), (True, None), (True, 9)):
-        out, lse = attention.dense(q, k, v, causal, window)
-        assert out.dtype == dtype
-        assert_same((out, lse), dense_truth(q, k, v, causal, window), HALF[dtype])
-    q, k, v = (x.to(dtype) for x in routed_vectors(8, 2, 20, 6, 5))
-    turns, chosen = turns_of(20, 3, dtype), choices("some none", 8, 20, 3, 6)
-    out, lse = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
-    assert out.dtype == dtype
-    placed = torch.stack([rotate(q, turns.at(slice(None), slot)) for slot in range(3)], dim=2)
-    rotated = rotate(q[:, :, None], turns)
-    assert torch.equal(placed, rotated)
-    assert_same((out, lse), routed_truth(q, turns, chosen, (k, v)), 2 * HALF[dtype])
-
-
 def test_float64_works_and_its_log_sum_exp_is_float32() -> None:
     q, k, v = (x.double() for x in routed_vectors(8, 2, 20, 6, 5))
     turns, chosen = turns_of(20, 3, torch.float64), choices("some none", 8, 20, 3, 6)
@@ -275,12 +248,3 @@ def test_combined_parts_have_the_log_sum_exp_of_all() -> None:
     parts = [attention.dense(q, k[:, a:b], v[:, a:b], causal=False) for a, b in ((0, 5), (5, 6), (6, 24))]
     assert_same(combine(parts), dense_truth(q, k, v, causal=False))
     assert combine(parts[:1]) is parts[0]
-
-
-@pytest.mark.parametrize("window", [None, 1, 3])
-def test_the_causal_mask_ends_at_the_last_key(window: int | None) -> None:
-    seen = causal_mask(4, 9, window, torch.device("cpu"))
-    for query in range(4):
-        own = 9 - 4 + query
-        first = 0 if window is None else max(0, own - window + 1)
-        assert seen[query].nonzero().flatten().tolist() == list(range(first, own + 1))

@@ -19,8 +19,9 @@ def test_rotate_turns_pairs_as_complex_numbers_and_back() -> None:
     torch.testing.assert_close(rotate(rotate(x, turns), Turn(turns.cos, -turns.sin)), x, rtol=0, atol=1e-5)
 
 
-def test_turns_broadcast_over_heads_and_slots() -> None:
-    x, turns = random(3, 7, 16, seed=1), turns_of(7, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_turns_broadcast_over_heads_and_slots(dtype: torch.dtype) -> None:
+    x, turns = random(3, 7, 16, seed=1).to(dtype), turns_of(7, 4, dtype)
     every = rotate(x[:, :, None], turns)
     assert every.shape == (3, 7, 4, 16)
     for slot in range(4):

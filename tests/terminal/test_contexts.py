@@ -1,4 +1,4 @@
-"""Commands that go on with a context file: what they take from it, what they keep, what they refuse."""
+"""Commands that go on with a context file: what they take from it, what they keep, what they refuse; users' methods."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,9 @@ import lce
 from lce.engine.info import describe
 from lce.terminal.reading import continued
 from tests.command import PROMPT, assert_error, run
+from tests.methods.user_file import TEXT, mine
+
+__all__ = ["mine"]
 
 SETTINGS: list[tuple[str, ...]] = [
     (),
@@ -112,3 +115,22 @@ def test_a_share_of_the_keys_is_kept(tiny_model: Path, tmp_path: Path) -> None:
     out.unlink()  # with --force a note tells of the file that is replaced
     assert_error(run(*command, "--keep", "2"), 2, "keep is 2.0; expected a share above 0, at most 1")
     assert_error(run(*command, "--keep", "0.5", "--method", "dca"), 2, "full alone")
+
+
+def test_a_file_of_the_users_own_runs_only_where_it_is_named(tiny_model: Path, mine: Path, tmp_path: Path) -> None:
+    saved, ask = tmp_path / "x.lce", ["generate", "-m", tiny_model, "-p", "the quick brown fox", "-n", 2]
+    made = run(*ask, "--method", mine, "-o", "chunk_size=2", "--save", saved)
+    assert made.exit_code == 0
+    assert f"lce: note: {mine} runs as your own code" in made.stderr
+    assert f"method file  {mine}\n" in run("info", saved).stdout
+    assert "which is not run here" in run("info", saved, "-m", tiny_model).stderr
+    assert_error(run(*ask, "-c", saved), 2, f"method mine of {mine}, which is code and runs only if you name it")
+    assert_error(run(*ask, "-c", saved, "--method", "full"), 3, f"give --method {mine}, or")
+    assert run(*ask, "-c", saved, "--method", mine).exit_code == 0, "with the knobs of the file"
+    mine.write_text(f"{TEXT}# other code may choose other tokens")
+    assert "made with other code of the method mine" in run(*ask, "-c", saved, "--method", mine).stderr
+    assert "multiplies the mean key" in run("methods", mine).stdout
+    mine.write_text(TEXT.replace("self.factor *", "missing *"))
+    failed = run(*ask, "--method", mine, "-o", "chunk_size=2").stderr
+    assert failed.endswith("name 'missing' is not defined; correct the file, or run with --debug for the traceback\n")
+    assert f"lce: error: {mine}, line 12: NameError: " in failed

@@ -2,12 +2,16 @@
 
 import errno
 import os
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import click
 import pytest
 
 import lce
-from lce.errors import LceError
+from lce.errors import LceError, UsageError
+from lce.plugins import plugins
+from lce.terminal.exits import GROUP, load
 from tests.command import PROMPT, assert_error, run, spawn
 
 
@@ -119,13 +123,7 @@ system.usable_cores = lambda: 2
         ("os.environ['OMP_NUM_THREADS'] = '2,x'", (), 2, "OMP_NUM_THREADS is '2,x'; expected a number of threads"),
         (NO_SPACE, (), 4, "importing torch takes 1.5 GiB of address space or more, and the limit is 1.0 GiB"),
         (NO_MEMORY, (), 4, "importing torch takes 128.0 MiB of memory or more, and 100.0 MiB is available"),
-        pytest.param(
-            NO_THREADS,
-            ("--threads", "2"),
-            4,
-            "the system starts no more threads for this process",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(NO_THREADS, ("--threads", "2"), 4, "the system starts no more threads", marks=pytest.mark.slow),
     ],
 )
 def test_what_the_process_lacks_is_said_in_one_line(
@@ -173,3 +171,31 @@ def test_a_file_that_cannot_be_saved_is_refused_before_the_answer(
     save = ("--save", tmp_path / "answer.lce")
     assert_error(run("generate", "--model", tiny_model, "--prompt", PROMPT, *save), 4, "No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+# Commands of other packages: entry points of `lce.commands`, installed or in a source tree
+
+
+def test_a_source_tree_names_its_commands(tmp_path: Path) -> None:
+    text = "[options.entry_points]\nlce.commands =\n    hello = one.two:three\n    trace = mine:trace\n"
+    (tmp_path / "setup.cfg").write_text(text)
+    found = plugins(GROUP, tmp_path)
+    assert (found["hello"].value, found["trace"].value) == ("one.two:three", "mine:trace")
+
+
+def test_our_tree_has_the_commands_of_server_and_laboratory() -> None:
+    names = "bench calibrate eval explain inspect leaderboard recommend reproduce serve trace".split()
+    found = plugins(GROUP)
+    assert set(names) <= set(found)
+    assert all(isinstance(found[name].load(), click.Command) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("not_there.at_all:run", "No module named 'not_there'"), ("json:dumps", "it is a function, not a click.Command")],
+)
+def test_a_broken_command_says_why(value: str, reason: str) -> None:
+    command = load(EntryPoint("hello", value, GROUP))
+    assert reason in (command.help or "")
+    with pytest.raises(UsageError, match=reason):
+        command.main(["--any", "thing"], standalone_mode=False)

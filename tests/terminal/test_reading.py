@@ -49,9 +49,7 @@ def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name in (tmp_path / "pipe", "/dev/zero"):
-        assert_error(run("generate", "-m", "none", "-f", name), 3, str(name), "expected a")
-    assert_error(run("generate", "-m", "none", "-f", tmp_path / "pipe"), 3, "- and the text")
+    assert_error(run("generate", "-m", "none", "-f", tmp_path / "pipe"), 3, "pipe is a pipe; expected a file, or - and")
 
 
 def test_a_text_larger_than_memory_is_refused_before_it_is_read(
