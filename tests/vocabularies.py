@@ -28,11 +28,27 @@ TEXTS = [
     "a\x00b\ufffd",
     "The quick brown fox " * 20,
 ]
+# The regular expressions that published byte-level tokenizers cut words by.
+SHORT, SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+QWEN2 = LLAMA3.replace("{1,3}", "")
+QWEN35 = rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
+LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+TEKKEN = rf"{LOWER}|{UPPER}|\p{{N}}|{PATHS}|{SPACES}"
+O200K = rf"{LOWER}{SHORT}?|{UPPER}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}|{SPACES}"
 KINDS = ["byte_level", "llama", "unigram", "sentencepiece"]
 
 
 def write_json(folder: Path, name: str, content: object) -> None:
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def cut_by(regex: str) -> pre_tokenizers.PreTokenizer:
+    """A byte-level pre-tokenizer that cuts words by a regular expression."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(regex), "isolated"), byte_level])
 
 
 def byte_level_library() -> tokenizers.Tokenizer:

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates as Qwen2.5, Qwen3 and Ministral 3 publish them, made here, beside transformers."""
+"""Tokenizers and chat templates as Qwen3 and Ministral 3 publish them, made here, beside transformers."""
 
 import json
 from pathlib import Path
@@ -6,55 +6,20 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import lce
 from lce.weights.source import Source
 from tests.checkpoints import save_tiny
+from tests.vocabularies import PROSE, QWEN2, TEKKEN, TEXTS, cut_by, write_json
 
-PROSE = [
-    "The quick brown fox jumps over the lazy dog, and then over the moon: 1234 times.",
-    "I'm sure they've said it'd work; we'll see, don't worry. I'M SURE!",
-    "Längere Kontexte brauchen kleine Köpfe.\n\n日本語の文章と😀の絵文字。\r\n",
-    "def f(x):\n    return x * 2\n",
-] * 8
-TEXTS = [
-    "Hello world",
-    "  two  spaces,\n\n\ttabs  \n and é",
+SPELLED = [
+    *(*TEXTS, "  two  spaces,\n\n\ttabs  \n and é"),
     "cafe\u0301 A\u030a \ufb01 \u1e9b\u0323",  # what NFC composes, and what it leaves alone
-    "日本語 😀 नमस्ते 👩‍👩‍👧",
     "I'm WE'LL don't 12345 x_1 (a)[b]\n\n",
-    "",
-    " ",
     "<|im_start|>user\nHi<|im_end|>\n<think>\n\n</think>\n",
     "<s>[INST]Hi[/INST]",
 ]
-# Both as published.
-QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-QWEN_2_5 = """{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == 'user') or (message.role == 'system' and not loop.first)
-        or (message.role == 'assistant' and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-
 QWEN_3 = """{%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
@@ -118,23 +83,19 @@ CONVERSATIONS: dict[str, list[dict[str, str]]] = {
     ],
 }
 SPECIAL = {
-    "qwen2.5": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "ministral3": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<pad>"],
 }
-TEMPLATES = {"qwen2.5": QWEN_2_5, "qwen3": QWEN_3, "ministral3": MINISTRAL}
+TEMPLATES = {"qwen3": QWEN_3, "ministral3": MINISTRAL}
 
 
 def library_of(kind: str) -> tokenizers.Tokenizer:
     """Byte-level BPE. Qwen composes characters first and has no BOS; tekken has one and looks up whole words first."""
-    qwen = kind.startswith("qwen")
+    qwen = kind == "qwen3"
     library = tokenizers.Tokenizer(models.BPE(ignore_merges=not qwen))
     if qwen:
         library.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN_SPLIT if qwen else TEKKEN_SPLIT), "isolated")
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    library.pre_tokenizer = cut_by(QWEN2 if qwen else TEKKEN)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -144,10 +105,10 @@ def library_of(kind: str) -> tokenizers.Tokenizer:
     )
     library.train_from_iterator(PROSE, trainer)
     library.add_special_tokens(SPECIAL[kind])
-    library.post_processor = processors.ByteLevel(trim_offsets=False)
-    if kind == "qwen3":
+    if qwen:
+        library.post_processor = processors.ByteLevel(trim_offsets=False)
         library.add_tokens([AddedToken(word, normalized=False, special=False) for word in ("<think>", "</think>")])
-    if not qwen:
+    else:
         library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return library
 
@@ -175,17 +136,13 @@ def config_of(kind: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in TEMPLATES}
-    for name, folder in made.items():
-        write(folder, name)
-    return made
+    return {name: write(tmp_path_factory.mktemp(name), name) for name in TEMPLATES}
 
 
-def write(folder: Path, kind: str) -> None:
+def write(folder: Path, kind: str) -> Path:
     library_of(kind).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config_of(kind) | {"chat_template": TEMPLATES[kind]}), encoding="utf-8"
-    )
+    write_json(folder, "tokenizer_config.json", config_of(kind) | {"chat_template": TEMPLATES[kind]})
+    return folder
 
 
 def oracle_of(folder: Path, kind: str) -> Any:
@@ -202,7 +159,7 @@ def oracle_of(folder: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", SPELLED)
 def test_ids_and_text_as_transformers(folders: dict[str, Path], kind: str, text: str) -> None:
     tokenizer, oracle = Source(folders[kind]).tokenizer(), oracle_of(folders[kind], kind)
     ids = tokenizer.encode(text)
@@ -212,16 +169,6 @@ def test_ids_and_text_as_transformers(folders: dict[str, Path], kind: str, text:
         assert tokenizer.decode(ids, skip_special=skip) == oracle.decode(ids, skip_special_tokens=skip)
         stream = tokenizer.stream(skip_special=skip)
         assert "".join([stream.push(i) for i in ids]) + stream.finish() == tokenizer.decode(ids, skip_special=skip)
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.text(max_size=20), kind=st.sampled_from(sorted(TEMPLATES)))
-def test_any_text_as_transformers(folders: dict[str, Path], kind: str, text: str) -> None:
-    tokenizer = Source(folders[kind]).tokenizer()
-    library = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
-    ids = tokenizer.encode(text)
-    assert ids == library.encode(text).ids
-    assert tokenizer.decode(ids) == library.decode(ids)
 
 
 @pytest.mark.parametrize("prompt", [True, False])
@@ -238,12 +185,11 @@ def test_chats_as_transformers(folders: dict[str, Path], kind: str, name: str, p
     assert ids.count(1 if kind == "ministral3" else -1) == (kind == "ministral3")  # one BOS, or none
 
 
-@pytest.mark.parametrize(("kind", "model_type"), [("qwen2.5", "qwen2"), ("qwen3", "qwen3")])
-def test_an_engine_reads_a_chat_and_stops_at_the_end_of_a_turn(tmp_path: Path, kind: str, model_type: str) -> None:
+def test_an_engine_reads_a_chat_and_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
     """generation_config.json names two ends of text, `<|im_end|>` and `<|endoftext|>`, and a BOS that is not added."""
-    names = {"model_type": model_type, "architectures": [f"{model_type.title()}ForCausalLM"]}
+    names = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     save_tiny(tmp_path, seed=1, vocab_size=512, bos_token_id=None, eos_token_id=None, **names)
-    write(tmp_path, kind)
+    write(tmp_path, "qwen3")
     tokenizer = Source(tmp_path).tokenizer()
     ends = [tokenizer.encode(token)[0] for token in ("<|im_end|>", "<|endoftext|>")]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "bos_token_id": ends[1]}))

