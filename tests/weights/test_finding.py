@@ -22,11 +22,8 @@ from tests.command import assert_error, run, within
         ("meta-llama/Llama-3.2-1B/", HubId("meta-llama/Llama-3.2-1B")),
         ("o/n@refs/pr/1:a/b-Q4_0.gguf", HubId("o/n", "refs/pr/1", "a/b-Q4_0.gguf")),
         ("o/n:Q4_K_M", HubId("o/n", file="Q4_K_M")),
-        *(
-            (text, None)
-            for text in ("n", "o/n/m", "./o/n", "../n", "/o/n", "o/..", "o/n@../x", "o/-n", "o/n--m", "~/n")
-        ),
-        *((f"out/{file}", None) for file in ("document.lce", "x.gguf", "config.json", "model.safetensors")),
+        *((text, None) for text in ("n", "o/n/m", "./o/n", "../n", "/o/n", "o/..", "o/n@../x", "o/-n", "o/n--m")),
+        *((text, None) for text in ("~/n", "o/document.lce", "o/x.gguf", "o/config.json", "o/model.safetensors")),
     ],
 )
 def test_hub_ids_are_told_from_paths(text: str, expected: HubId | None) -> None:
@@ -66,9 +63,7 @@ def test_slips_of_names_are_seen(tiny_model: Path, monkeypatch: pytest.MonkeyPat
             lce.load(text)
     monkeypatch.chdir(tiny_model.parent.parent)
     slip = f"{tiny_model.parent.name}/{tiny_model.name}x"
-    with pytest.raises(
-        ModelError, match=rf"is no file or folder \(did you mean '{slip[:-1]}'\?\), and is not in the hub"
-    ):
+    with pytest.raises(ModelError, match=rf"is no file or folder \(did you mean '{slip[:-1]}'\?\), and is not in"):
         lce.load(slip)
 
 

