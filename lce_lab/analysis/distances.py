@@ -21,12 +21,6 @@ def spans(method: Method, layer: int, step: Step) -> Tensor | None:
     return torch.stack([torch.stack(bounds(part, i), dim=-1) for part in parts if part.keys != CHOSEN], dim=1)
 
 
-def always(method: Method, layer: int, step: Step) -> Tensor | None:
-    """Return the tokens of `spans` as a mask, `[T, N]` bool; None if `spans` returns None."""
-    found, index = spans(method, layer, step), torch.arange(step.stop)
-    return None if found is None else ((index >= found[..., :1]) & (index < found[..., 1:])).any(dim=1)
-
-
 def spans_by_query(method: Method, layer: int, step: Step) -> list[list[list[int]]] | None:
     """Return `spans` as a sorted list per query, `[[start, stop], …]`: empty spans left out, adjacent spans joined."""
     found, joined = spans(method, layer, step), []
@@ -93,8 +87,10 @@ def _key_at(method: Method, part: Part, token: Tensor) -> Tensor:
 
 def observed_always(seen: Observation) -> Tensor | None:
     """Return the tokens that the observed queries always attend, `[n, N]` bool; None: not known."""
-    found = always(seen.method, seen.layer, seen.step)
-    return None if found is None else found.to(seen.rows.device)[seen.rows]
+    found, index = spans(seen.method, seen.layer, seen.step), torch.arange(seen.step.stop)
+    if found is None:
+        return None
+    return ((index >= found[..., :1]) & (index < found[..., 1:])).any(dim=1).to(seen.rows.device)[seen.rows]
 
 
 def observed_distances(seen: Observation) -> Tensor | None:

@@ -107,12 +107,9 @@ class Board:
 
     def seconds(self, method: str) -> float | None:
         """Return the median time of a method's prefills of the board's length."""
-        documents: dict[int | None, float] = {}
-        for table in self.tables:
-            cell = table.cells.get((method, self.length))
-            for _, answer in sorted(cell.answers.items()) if cell else ():
-                if answer.prefill_s:
-                    documents.setdefault(answer.document, answer.prefill_s)
+        cells = [table.cells.get((method, self.length)) for table in reversed(self.tables)]
+        answers = [answer for cell in cells if cell for _, answer in sorted(cell.answers.items(), reverse=True)]
+        documents = {answer.document: answer.prefill_s for answer in answers if answer.prefill_s}  # the first of each
         return median(documents.values()) if documents else None
 
     @cached_property
@@ -126,7 +123,7 @@ class Board:
             return -(reaches[method] or just_below), -self.qualities[method].get(self.length, (-1.0,))[0]
 
         ranked = sorted(reaches, key=lambda method: (key(method), method))
-        best = ranked[0] if ranked else ""
+        best = next(iter(ranked), "")
         tied = [m for m in ranked if m == best or self._ties(m, best, reaches[best], key(m) == key(best))]
         others = [method for method in ranked if method not in tied]
         ranks = dict.fromkeys(tied, 1)

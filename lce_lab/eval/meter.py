@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ class AttentionMeter:
         layers = [self.layers[index] for index in sorted(self.layers)]
         queries = layers[0].queries
         spread = [cover_and_gini(times) for times in self.times.values()]
-        means = {name: [tally.mean(name) for tally in layers] for name in ("recall", "tokens", "fact")}
+        means: dict[str, Any] = {n: [tally.mean(n) for tally in layers] for n in ("recall", "tokens", "fact")}
+        means |= {f"{name}_bytes": n / queries for name, n in self.bytes.items()}
         if any("hit1" in tally.sums for tally in layers):
             means |= {name: [tally.mean(name, tally.facts) for tally in layers] for name in ("hit1", "hit5")}
         if not self.facts:
@@ -78,7 +79,6 @@ class AttentionMeter:
         return Attended(
             queries=queries,
             **means,
-            **{f"{name}_bytes": n / queries for name, n in self.bytes.items()},
             cover=mean_of(cover for cover, _ in spread),
             gini=mean_of(gini for _, gini in spread),
             found=[mean_of(tally.found) or 0.0 for tally in layers] if any(tally.found for tally in layers) else None,

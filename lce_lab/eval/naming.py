@@ -25,14 +25,11 @@ EngineKey = tuple[str, ...]  # a sample's values of the fields in OF_ENGINE
 
 def described(engine: lce.Engine) -> dict[str, str]:
     """Return the fields of a record that identify an engine: model, method with knobs, RoPE scaling, and dtypes."""
-    found = {"model": engine.setup.fingerprint, "engine": repr(engine), "rope": repr(engine.setup.rope)}
-    if engine.setup.weights is not None:
-        found["weights"] = engine.setup.weights
-    if engine.setup.layout.kv_dtype != "auto":
-        found["kv_dtype"] = engine.setup.layout.kv_dtype
-    if (code := engine.setup.identity.facts.get("code")) is not None:
-        found["code"] = code["digest"]
-    return found
+    setup, kv_dtype = engine.setup, engine.setup.layout.kv_dtype
+    found = {"model": setup.fingerprint, "engine": repr(engine), "rope": repr(setup.rope), "weights": setup.weights}
+    found["kv_dtype"] = None if kv_dtype == "auto" else kv_dtype
+    found["code"] = (setup.identity.facts.get("code") or {}).get("digest")
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def told(engine: lce.Engine) -> dict[str, Any]:
@@ -86,12 +83,12 @@ def method_names(measured: Iterable[Measured], without: Collection[str] = ()) ->
     it is not the model's largest.
     """
     engines: dict[EngineKey, Measured] = {}
-    for sample, line in measured:
-        engines.setdefault(engine_key(sample), (sample, line))
-    groups: dict[tuple[str, str], dict[EngineKey, dict[str, str]]] = {}
     largest: dict[str, int] = {}
-    for key, (_, line) in engines.items():
+    for sample, line in measured:
+        key = engine_key(sample)
+        engines.setdefault(key, (sample, line))
         largest[key[0]] = max(largest.get(key[0], 0), line.window or 0)
+    groups: dict[tuple[str, str], dict[EngineKey, dict[str, str]]] = {}
     for key, (sample, line) in sorted(engines.items(), key=lambda item: item[0]):
         kind, parts = engine_parts(sample)
         left_out = {*without, *(["window"] if line.window == largest[key[0]] else [])}

@@ -19,7 +19,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -57,7 +57,8 @@ class Perplexity:
 
     @classmethod
     def of(cls, method: str, setting: str, first: int, length: int, losses: Sequence[Loss]) -> Perplexity:
-        n, tokens, ends = len(losses), sum(loss.tokens for loss in losses), (None, None)
+        n, tokens = len(losses), sum(loss.tokens for loss in losses)
+        ends: tuple[float | None, float | None] = (None, None)
         mean = math.fsum(loss.nll for loss in losses) / tokens
         if n > 1:
             squares = math.fsum((loss.nll - mean * loss.tokens) ** 2 for loss in losses)
@@ -238,11 +239,6 @@ class LossTable:
     @property
     def columns(self) -> list[Column]:
         return sorted({column for _, column in self.cells}, key=lambda column: column.length)
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the table as a JSON object."""
-        cells = [{**asdict(cell), "method": method} for (method, _), cell in self.cells.items()]
-        return {"model": self.model, "setting": self.setting, "notes": self.notes, "cells": cells}
 
 
 def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:

@@ -230,7 +230,7 @@ def _figure(table: Table | LossTable) -> tuple[Figure, Axes]:
 
 def _line(axes: Axes, method: str, number: int, x: Sequence[float], spans: Sequence[Span]) -> None:
     """Draw a method's values with intervals. The method's `number` determines the colour, marker and line style."""
-    sizes = {"capsize": 3, "linewidth": 1.6, "elinewidth": 0.9, "markersize": 6}
+    sizes: Any = {"capsize": 3, "linewidth": 1.6, "elinewidth": 0.9, "markersize": 6}
     style = {**look(number), "linestyle": LINES[number // len(COLOURS) % len(LINES)], "label": _wrapped(method)}
     axes.errorbar(x, [value for value, _, _ in spans], yerr=_errors(spans), **sizes, **style)
 

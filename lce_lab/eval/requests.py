@@ -97,16 +97,15 @@ def likelihoods(
     continuation. The last token of a continuation is scored but not read. If more than `max_length` tokens would be
     read, the context loses its beginning. Raises `UsageError` if no context is left.
     """
-    contexts = []
+    contexts, lengths = [], []
     for context, continuation in requests:
-        most = len(context) if max_length is None else min(len(context), max_length + 1 - len(continuation))
-        if most < 1 or not continuation:
-            raise UsageError(
-                f"a continuation of {len(continuation)} tokens after {len(context)}; expected 1 or more of each, and "
-                f"a max_length of {len(continuation)} or more"
-            )
+        n = len(continuation)
+        most = len(context) if max_length is None else min(len(context), max_length + 1 - n)
+        if most < 1 or not n:
+            expected = f"expected 1 or more of each, and a max_length of {n} or more"
+            raise UsageError(f"a continuation of {n} tokens after {len(context)}; {expected}")
         contexts.append(context[-most:])
-    lengths = [len(context) + len(request[1]) for context, request in zip(contexts, requests, strict=True)]
+        lengths.append(most + n)
     for number, held in read_all(engine, contexts, lengths):
         yield number, _likelihood(engine, held, requests[number][1])
 
@@ -160,16 +159,15 @@ def generations(
     If a prompt and its `max_tokens` together exceed `max_length`, the prompt loses its beginning. A text of `until` may
     be a special token, such as `<|im_end|>`. Raises `UsageError` if no prompt is left.
     """
-    prompts = []
+    prompts, lengths = [], []
     for prompt, how in requests:
-        most = len(prompt) if max_length is None else min(len(prompt), max_length - how.max_tokens)
+        n = how.max_tokens
+        most = len(prompt) if max_length is None else min(len(prompt), max_length - n)
         if most < 1:
-            raise UsageError(
-                f"{how.max_tokens} tokens are to be written after {len(prompt)}; expected a prompt, and a max_gen_toks "
-                f"below the max_length of {max_length}"
-            )
+            expected = f"expected a prompt, and a max_gen_toks below the max_length of {max_length}"
+            raise UsageError(f"{n} tokens are to be written after {len(prompt)}; {expected}")
         prompts.append(prompt[-most:])
-    lengths = [len(prompt) + how.max_tokens for prompt, (_, how) in zip(prompts, requests, strict=True)]
+        lengths.append(most + n)
     for number, context in read_all(engine, prompts, lengths):
         yield number, _written(engine, context, requests[number][1])
 
@@ -178,14 +176,12 @@ def _written(engine: lce.Engine, context: lce.Context, how: Generating) -> str:
     tokenizer = engine.tokenizer
     until = [*how.until, tokenizer.eos_token] if tokenizer.eos_token else how.until
     encoded = [tokenizer.encode(stop, bos=False) for stop in until]
-    # Special tokens decode to no text, so they are found by their ids.
+    # Special tokens decode to no text, so they end the text by their ids.
     special = {ids[0] for ids in encoded if len(ids) == 1 and not tokenizer.decode(ids)}
-
-    def ends(text: str) -> bool:
-        return stream.result.token_ids[-1] in special or any(stop in text for stop in until)
-
-    stream = engine.stream("", context=context, max_tokens=how.max_tokens, sampling=how.sampling, stop=ends)
-    return cut(stream.finish().text, until)
+    ending = lce.Engine(dataclasses.replace(engine.setup, eos_ids=engine.setup.eos_ids | special))
+    options: Any = {"max_tokens": how.max_tokens, "sampling": how.sampling}
+    options["stop"] = lambda text: any(each in text for each in until)
+    return cut(ending.generate("", context=context, **options).text, until)
 
 
 def cut(text: str, until: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lce
@@ -145,7 +145,7 @@ def measure(
             meter.begin(len(ids) - 1, facts=fact_spans(engine, sample))
             answer = engine.generate(ids, max_tokens=answer_tokens(engine, sample)).text
             score, prompt = METRICS[sample.metric](answer, sample.answers), text_hash(sample.prompt)
-            about = {"method": method.label, "window": engine.window, "checkpoint": str(model)}
+            about: dict[str, Any] = {"method": method.label, "window": engine.window, "checkpoint": str(model)}
             found = replace(meter.end(), score=score, prompt=prompt, **about)
             record.add({**key, "index": index}, found)
         texts.append(found)
@@ -221,11 +221,6 @@ class SelectionTable:
     def rows(self) -> list[Selection]:
         """All selections, sorted by length, then by line."""
         return [one for length in self.lengths for line in self.lines.values() for one in line if one.length == length]
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the table as a JSON object."""
-        rows = [asdict(one) for one in self.rows]
-        return {"model": self.model, "setting": self.setting, "notes": self.notes, "rows": rows}
 
 
 def selection_tables(lines: Sequence[AttendedLine]) -> Iterator[SelectionTable]:

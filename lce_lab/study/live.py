@@ -35,7 +35,8 @@ def requested(body: Any) -> tuple[RecordingRequest, Method]:
     if not isinstance(body, dict):
         raise UsageError(f"the request is {shown(body)}; expected an object")
     prompt, marks, off = body.get("prompt"), body.get("marks") or [], body.get("off") or []
-    n, name, knobs = body.get("max_tokens", 16), body.get("method"), body.get("knobs") or {}
+    n, knobs = body.get("max_tokens", 16), body.get("knobs") or {}
+    name: Any = body.get("method")
 
     def is_pair(pair: Any) -> bool:
         return isinstance(pair, list) and len(pair) == 2 and all(type(x) is int and x >= 0 for x in pair)

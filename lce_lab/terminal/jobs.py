@@ -94,7 +94,10 @@ class Worker:
         before = {key for key, _, _ in answers.items()}
         own = suite.asking.shard
         shard = Shard(own.index + own.count * int(number), own.count * self._shards)
-        asked = {"suite": replace(suite, asking=replace(suite.asking, shard=shard)), "tasks": [self._run.tasks[task]]}
+        asked: Any = {
+            "suite": replace(suite, asking=replace(suite.asking, shard=shard)),
+            "tasks": [self._run.tasks[task]],
+        }
         replace(self._run, **asked, answers=answers, objects=[], scores={}).ask(self._engines)
         return [(sample, measured) for key, sample, measured in answers.items() if key not in before]
 

@@ -155,10 +155,19 @@ def _mean(mean: float, span: tuple[float, float] | None) -> str:
 
 def report_object(report: Report) -> dict[str, Any]:
     """Return a report as a JSON object."""
-    perplexities = [table.as_object() for table in report.perplexities]
-    selections = [table.as_object() for table in report.selections]
-    tables = [_table_object(table) for table in report.tables]
-    return {"tables": tables, "conflicts": report.conflicts, "perplexities": perplexities, "selections": selections}
+
+    def other(table: LossTable | SelectionTable, **cells: list[Any]) -> dict[str, Any]:
+        return {"model": table.model, "setting": table.setting, "notes": table.notes, **cells}
+
+    return {
+        "tables": [_table_object(table) for table in report.tables],
+        "conflicts": report.conflicts,
+        "perplexities": [
+            other(x, cells=[{**dataclasses.asdict(cell), "method": method} for (method, _), cell in x.cells.items()])
+            for x in report.perplexities
+        ],
+        "selections": [other(x, rows=[dataclasses.asdict(one) for one in x.rows]) for x in report.selections],
+    }
 
 
 def _table_object(table: Table) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lce.terminal.output import Output, note
 from lce_lab.eval.naming import cut
 from lce_lab.eval.published import Benchmark
 from lce_lab.eval.published.base import Answered
-from lce_lab.eval.published.scoring import TaskScore, prediction_files, score_files, scored
+from lce_lab.eval.published.scoring import TaskScore, prediction_files, score_file, scored
 from lce_lab.eval.record import Record
 from lce_lab.eval.report import fails, says_little
 from lce_lab.eval.running import Progress, make_folder
@@ -241,7 +241,12 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
     A broken file of a folder is named on stderr and left out. Raises `DataError` after the others' scores are printed.
     """
     files = prediction_files(benchmark, Path(path))
-    found, broken = score_files(benchmark, files, task, metric)
+    found, broken = list[TaskScore](), list[DataError]()
+    for file in files:
+        try:
+            found.append(score_file(benchmark, file, task, metric))
+        except DataError as error:
+            broken.append(error)
     if not found:
         raise broken[0]
     for error in broken:
@@ -256,9 +261,8 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
         output.text(f"{each.task:<26}{each.samples:>8,}{each.score:>8.2f}  {each.metric}", *detail_lines(each))
     output.text(*(f"{name:<26}{'':>8}{score:>8.2f}" for name, score in averages.items()))
     if broken:
-        raise DataError(
-            f"{len(broken)} of {len(files)} files of {named(path)} are not scored; correct the lines named above"
-        )
+        count = f"{len(broken)} of {len(files)} files of {named(path)}"
+        raise DataError(f"{count} are not scored; correct the lines named above")
 
 
 def detail_lines(found: TaskScore) -> list[str]:

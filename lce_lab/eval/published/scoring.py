@@ -63,19 +63,6 @@ def score_file(benchmark: Benchmark, path: Path, task: str | None = None, metric
     return found
 
 
-def score_files(
-    benchmark: Benchmark, paths: Iterable[Path], task: str | None = None, metric: str | None = None
-) -> tuple[list[TaskScore], list[DataError]]:
-    """Return the scores of files of predictions, and the errors of those that cannot be read."""
-    found, broken = list[TaskScore](), list[DataError]()
-    for path in paths:
-        try:
-            found.append(score_file(benchmark, path, task, metric))
-        except DataError as error:
-            broken.append(error)
-    return found, broken
-
-
 def prediction_files(benchmark: Benchmark, path: Path) -> list[Path]:
     """Return `path`, or the files named after tasks in the folder `path`. Raises `DataError` if no file is found."""
     if not path.exists():
