@@ -23,7 +23,7 @@ from workers import peak_memory
 import lce
 from lce.cache.disk import Disk
 from lce.sizes import size_text
-from lce.terminal.figures import memory_text
+from lce.terminal.output import memory_text
 from lce_lab.bench import machine
 
 

@@ -14,11 +14,11 @@ from click import argument
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.kernels import levels
-from lce.terminal import figures, operations, options
+from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
 from lce.terminal.options import flag
-from lce.terminal.output import Output, note
+from lce.terminal.output import Output, empty_or_unasked, generation_line, note, prefill_line
 from lce.terminal.reading import Opening, ends
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
@@ -89,9 +89,9 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
         asked.save(save.path, force=save.force)
     if output.json:
         output.object({**figures.generation_object(stream.result, engine.method), "context": save.path})
-    if hint := figures.empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
+    if hint := empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
         output.figures(hint)
-    output.figures(figures.generation_line(stream.result.stats))
+    output.figures(generation_line(stream.result.stats))
 
 
 @cli.command()
@@ -154,7 +154,7 @@ def prefill(opening: Opening, prompt: str, out: options.NewFile, output: Output,
         stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
     output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
     if not output.json:
-        output.figures(figures.prefill_line(stats))
+        output.figures(prefill_line(stats))
 
 
 @cli.command()
@@ -204,9 +204,9 @@ def plan(
     """
     planned = lce.plan(model, tokens=tokens, **methods, **planning)
     counted = lce.operations(model, tokens=tokens, **methods, **planning) if counts_operations else None
-    more = {"operations": operations.operations_object(counted)} if counted else {}
+    more = {"operations": figures.operations_object(counted)} if counted else {}
     output.object(figures.plan_object(planned) | more)
-    output.text(*figures.plan_lines(planned), *(["", *operations.operations_lines(counted)] if counted else []))
+    output.text(*figures.plan_lines(planned), *(["", *figures.operations_lines(counted)] if counted else []))
     if planned.refusal is not None:
         raise CapacityError(planned.refusal)
 

@@ -10,7 +10,7 @@ import pytest
 
 import lce
 from lce.system import PASSIVE
-from lce.terminal.operations import COUNTED, count_text
+from lce.terminal.figures import COUNTED, count_text
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, output, run, spawn
 

@@ -16,7 +16,7 @@ import lce
 from lce.errors import DataError, LceError, UsageError, nearest, shown
 from lce.files import named
 from lce.terminal import figures, options
-from lce.terminal.output import Output, tell
+from lce.terminal.output import Output, generation_line, tell
 from lce.terminal.reading import decoded, read_chat, read_text
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class ChatLoop:
             self._note("stopped; the answer so far is kept")
         else:
             self.output.object(figures.generation_object(stream.result, self.conversation.setup.method))
-            self.output.figures(figures.generation_line(stream.result.stats))
+            self.output.figures(generation_line(stream.result.stats))
         self.files.clear()
 
     def _note(self, text: str) -> None:

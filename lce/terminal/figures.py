@@ -1,10 +1,10 @@
-"""Formats the commands' output: closing lines with speeds and sizes, tables, and JSON objects."""
+"""Formats the commands' results: tables of text, and JSON objects."""
 
 from __future__ import annotations
 
 import typing
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,51 +17,22 @@ from lce.terminal.output import aligned, plain
 
 if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats
-    from lce.cache.tier import Traffic
+    from lce.engine.operations import Operations
+    from lce.methods.costs import PaperFigure
     from lce.methods.knobs import KnobFacts
     from lce.models.config import LayerKind
-    from lce.tokenizer.tokenizer import Tokenizer
 
-
-def generation_line(stats: Stats) -> str:
-    """Return the line of speeds and sizes that is printed after a generation."""
-    speed = stats.decode_tokens_per_s  # 0 for fewer than two tokens
-    first = f"first token {stats.first_token_s:.2f} s"
-    return prefill_line(stats, first, *([f"decode {speed:,.1f} tok/s"] if speed else []))
-
-
-def prefill_line(stats: Stats, *more: str) -> str:
-    """Return the line of speeds and sizes that is printed after a prefill, with `more` parts."""
-    before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
-    prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
-    spent = [f"{name} {seconds:.2f} s" for name, seconds in stats.more_s.items()]
-    speed = f"prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
-    return " | ".join([prefill, speed, *spent, *more, memory_text(stats)])
-
-
-def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
-    """Return a text with the cache's size in each tier, the peak memory, and the traffic of each tier."""
-    held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
-    cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
-    peak = ", ".join(f"{where} {size_text(size)}" for where, size in (peaks or peak_memory()).items())
-    traffic = "".join(f" | {tier} {_traffic_text(t)}" for tier, t in stats.traffic.items())
-    return f"cache: {cache} | peak memory: {peak}{traffic}"
-
-
-def _traffic_text(traffic: Traffic) -> str:
-    """Return the traffic of one tier, such as `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
-    requests = traffic.hits + traffic.misses
-    hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
-    early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
-    return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
-
-
-def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
-    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
-    template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
-    parts = [] if answer.strip() else ["the answer is empty"]
-    parts += ["the model has a chat template, and --chat uses it"] if template else []
-    return f"lce: {'; '.join(parts)}" if parts else ""
+COUNTED = {  # the fields of `OperationCount`, with their names in the table
+    "projections": "projections around attention",
+    "mlp": "MLP",
+    "head": "head",
+    "attention": "attention",
+    "scores": "selection: scores",
+    "summaries": "selection: summaries",
+    "low_dim": "selection: low-dim maps",
+}
+READ = {"weight_bytes": "weights", "key_bytes": "keys and values", "state_bytes": "what the method keeps"}
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def generation_object(generation: Generation, method: Method) -> dict[str, Any]:
@@ -250,3 +221,48 @@ def quantised_line(model: ModelInfo) -> str:
     """Return the line that `lce quantize` prints at its end: the new checkpoint's size and bits per weight."""
     bits = 8 * (model.weight_bytes or 0) / model.parameters
     return f"lce: {named(model.folder)}: {size_text(model.weight_bytes or 0)}, {bits:.2f} bits a weight"
+
+
+def operations_object(counted: Operations) -> dict[str, Any]:
+    """Return counted operations and their sums as JSON. Numbers are null if a method does not tell its cost."""
+    sums = ("selection", "operations", "flops", "bytes_read", "share")
+    works = {"prefill": counted.prefill, "decode": counted.decode}
+    phases = {phase: plain(work) | {name: getattr(work, name) for name in sums} for phase, work in works.items()}
+    return {**plain(counted), **phases}
+
+
+def operations_lines(counted: Operations) -> list[str]:
+    """Return a table of operations and bytes per token: a row for each kind, columns for prefill and decode."""
+
+    def row(text: str, name: str, shown: Callable[[float], str], *, whole: bool = False) -> list[str]:
+        found = [(getattr(work, name), 1 if whole else work.tokens) for work in (counted.prefill, counted.decode)]
+        return [text, *("not counted" if n is None else shown(n / tokens) for n, tokens in found)]
+
+    def size(n_bytes: float) -> str:
+        return size_text(round(n_bytes))
+
+    rows = [
+        ["a token", "prefill", "decode"],
+        *(row(text, name, count_text) for name, text in COUNTED.items()),
+        row("multiply-adds", "operations", count_text),
+        row("FLOPs, 2 a multiply-add", "flops", count_text),
+        row("share of causal attention", "share", "{:.2%}".format, whole=True),
+        *(row(f"read: {text}", name, size) for name, text in READ.items()),
+        row("bytes read", "bytes_read", size),
+    ]
+    steps = counted.decode.tokens
+    last = "the last token's decode" if steps == 1 else f"the decode of the last {steps:,}"
+    asked = f"Counted for {counted.tokens:,} tokens: the prefill in blocks of {counted.block:,}, and {last}."
+    return [asked, "", *aligned(rows), *map(_paper_line, counted.paper_figures)]
+
+
+def count_text(n: float) -> str:
+    """Format a count to three digits, such as `13.3 G`."""
+    n = float(f"{n:.3g}")
+    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if n >= size), (1, ""))
+    return f"{n / size:g} {prefix}".strip()
+
+
+def _paper_line(figure: PaperFigure) -> str:
+    value = f"{figure.value:.2%}" if figure.is_share else f"{figure.value:,.0f}"
+    return f"In the paper{f', {figure.where}' if figure.where else ''}: {figure.text}: {value}"

@@ -18,9 +18,13 @@ import click
 
 from lce.errors import WindowWarning
 from lce.progress import Label, bars_cleared, label_now, reported, silenced
+from lce.sizes import size_text
+from lce.system import peak_memory
 
 if TYPE_CHECKING:
-    from lce.engine.stream import Stream
+    from lce.cache.tier import Traffic
+    from lce.engine.stream import Stats, Stream
+    from lce.tokenizer.tokenizer import Tokenizer
 
 
 FIRST_LINE_S = 5.0  # Seconds before the first line of progress, where stderr is no terminal.
@@ -164,3 +168,44 @@ class Output:
         finally:
             if ends_line:
                 click.echo()
+
+
+def generation_line(stats: Stats) -> str:
+    """Return the line of speeds and sizes that is printed after a generation."""
+    speed = stats.decode_tokens_per_s  # 0 for fewer than two tokens
+    first = f"first token {stats.first_token_s:.2f} s"
+    return prefill_line(stats, first, *([f"decode {speed:,.1f} tok/s"] if speed else []))
+
+
+def prefill_line(stats: Stats, *more: str) -> str:
+    """Return the line of speeds and sizes that is printed after a prefill, with `more` parts."""
+    before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
+    prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
+    spent = [f"{name} {seconds:.2f} s" for name, seconds in stats.more_s.items()]
+    speed = f"prefill {stats.prefill_tokens_per_s:,.1f} tok/s"
+    return " | ".join([prefill, speed, *spent, *more, memory_text(stats)])
+
+
+def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
+    """Return a text with the cache's size in each tier, the peak memory, and the traffic of each tier."""
+    held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
+    cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
+    peak = ", ".join(f"{where} {size_text(size)}" for where, size in (peaks or peak_memory()).items())
+    traffic = "".join(f" | {tier} {_traffic_text(t)}" for tier, t in stats.traffic.items())
+    return f"cache: {cache} | peak memory: {peak}{traffic}"
+
+
+def _traffic_text(traffic: Traffic) -> str:
+    """Return the traffic of one tier, such as `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    requests = traffic.hits + traffic.misses
+    hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
+    early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
+    return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
+
+
+def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
+    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
+    template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
+    parts = [] if answer.strip() else ["the answer is empty"]
+    parts += ["the model has a chat template, and --chat uses it"] if template else []
+    return f"lce: {'; '.join(parts)}" if parts else ""

@@ -11,7 +11,7 @@ import lce
 from lce.cache.tier import Traffic
 from lce.engine.planning import Need, Plan
 from lce.engine.stream import Stats
-from lce.terminal import figures
+from lce.terminal import figures, output
 from lce.terminal.output import plain
 from tests.checkpoints import TINY
 from tests.command import PROMPT, assert_error, run
@@ -20,23 +20,23 @@ STATS = Stats(2000, generated_tokens=11, prefill_s=2.0, first_token_s=2.25, deco
 
 
 def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "peak_memory", lambda: {"process": 5 << 20, "gpu": 7 << 20})
+    monkeypatch.setattr(output, "peak_memory", lambda: {"process": 5 << 20, "gpu": 7 << 20})
     memory = "cache: device 3.0 MiB | peak memory: process 5.0 MiB, gpu 7.0 MiB"
-    assert figures.generation_line(STATS) == (
+    assert output.generation_line(STATS) == (
         f"2,000 prompt tokens | prefill 1,000.0 tok/s | first token 2.25 s | decode 20.0 tok/s | {memory}"
     )
-    assert figures.prefill_line(STATS) == f"2,000 prompt tokens | prefill 1,000.0 tok/s | {memory}"
+    assert output.prefill_line(STATS) == f"2,000 prompt tokens | prefill 1,000.0 tok/s | {memory}"
     resumed = dataclasses.replace(STATS, prompt_tokens=4360, read_before=8192, prefill_s=4.36)
     line = f"12,552 prompt tokens (8,192 read before) | prefill 1,000.0 tok/s | {memory}"
-    assert figures.prefill_line(resumed) == line
+    assert output.prefill_line(resumed) == line
     traffic = Traffic(hits=930, misses=70, early=5, bytes_in=12 << 20, bytes_out=3 << 29)
     stats = Stats(memory={"device": 1 << 20, "host": 0, "disk": 4096}, traffic={"device": traffic})
-    assert figures.memory_text(stats, {"process": 9 << 20}) == (
+    assert output.memory_text(stats, {"process": 9 << 20}) == (
         "cache: device 1.0 MiB, disk 4.0 KiB | peak memory: process 9.0 MiB | "
         "device 93% of 1,000 pages found, 12.0 MiB in, 1.5 GiB out (5 ahead of need)"
     )
     nothing = "cache: device 0 B | peak memory: process 1 B"
-    assert figures.memory_text(Stats(memory={"device": 0}), {"process": 1}) == nothing
+    assert output.memory_text(Stats(memory={"device": 0}), {"process": 1}) == nothing
     assert Stats().prefill_tokens_per_s == Stats(generated_tokens=1).decode_tokens_per_s == 0
 
 
