@@ -12,7 +12,7 @@ from lce.engine.answer import GenerationOptions
 from lce.engine.arguments import Prompt, Prompts, are_many
 from lce.engine.context import Context, Unique, new_context, open_context, own_context
 from lce.engine.prefilling import prefill, prefill_file
-from lce.engine.running import checked_options, prompt_ids, stream
+from lce.engine.running import checked_options, stream
 from lce.engine.setup import Setup
 from lce.engine.stream import AsyncStream, CancelFlag, Generation, Stats, Stream
 from lce.models.products import SHARED_ROWS
@@ -68,8 +68,7 @@ class Engine(Unique):
 
             return answers(self.setup, prompt, options)
         checked = checked_options(self.setup, options)
-        ids = prompt_ids(self.setup, prompt, checked.context)
-        return stream(self.setup, ids, checked, CancelFlag(), rest="nothing").finish()
+        return stream(self.setup, prompt, checked, CancelFlag(), rest="nothing").finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Return a stream that generates text piece by piece from its first `next` on; `stream.result` has the figures.
@@ -78,15 +77,12 @@ class Engine(Unique):
         answer so far stays in `context`. No other call may use `context` until the stream ends. Any thread may end the
         stream early: see `Stream.cancel` and `Stream.close`.
         """
-        checked = checked_options(self.setup, options)
-        return stream(self.setup, prompt_ids(self.setup, prompt, checked.context), checked, CancelFlag())
+        return stream(self.setup, prompt, checked_options(self.setup, options), CancelFlag())
 
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Generate like `stream`, for `async for`. The stream's own thread does the work once the loop starts."""
         checked = checked_options(self.setup, options)
-        return AsyncStream(
-            lambda flag: stream(self.setup, prompt_ids(self.setup, prompt, checked.context), checked, flag)
-        )
+        return AsyncStream(lambda flag: stream(self.setup, prompt, checked, flag))
 
     def batch(
         self,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lce.engine.arguments import Prompt
-from lce.engine.context import Context, appended, context_of, own_context
+from lce.engine.context import Context, appended, context_of
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefill_job import PrefillJob
 from lce.engine.running import append, blocks, prompt_ids, read
@@ -32,7 +32,7 @@ def prefill(
 ) -> Context:
     """Append a document to `context`, or to a new context: see `Engine.prefill`."""
     announced = 0 if length is None else count(length, "length", least=0)
-    ids = prompt_ids(setup, document, own_context(setup, context))
+    ids = prompt_ids(setup, document, context)
 
     def work(held: Context) -> Context:
         held.token_ids.extend(ids)
@@ -59,7 +59,7 @@ def prefill_file(
     With `shrink`, the text is prefilled in memory, and what `shrink` returns for its context is written.
     """
     every = None if checkpoint_every is None else count(checkpoint_every, "checkpoint_every")
-    path, ids = path_of(path), prompt_ids(setup, document, own_context(setup, context))
+    path, ids = path_of(path), prompt_ids(setup, document, context)
     wanted = 0 if length is None else count(length, "length", least=0)
     check_progress(progress)
     if shrink is not None or setup.ranks.count > 1 or (context is not None and context.cache.fixed):

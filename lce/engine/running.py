@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lce.engine.answer import Answer, Options, generation_options
 from lce.engine.arguments import ids_of
-from lce.engine.context import Context, new_context, own_context, reserve
+from lce.engine.context import Context, ContextMark, new_context, own_context, reserve
 from lce.engine.lanes import Lane, forward
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Generation, Piece, Stream
@@ -25,14 +25,14 @@ Rest = Literal["nothing", "answer", "blocks"]  # what a generation that fails le
 
 
 class _Cancelled(Exception):
-    """An exception that ends the prefill of a cancelled stream; `pieces` catches it."""
+    """An exception that ends the prefill of a cancelled stream; `_pieces` catches it."""
 
 
 def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
     """Check the options of `Engine.generate`. Raises `UsageError` for options that this engine cannot use."""
     options = generation_options(given)
     own_context(setup, options.context)
-    options.sampling.check(setup.model.config.vocab_size)
+    options.sampling.check(setup.config.vocab_size)
     if options.sampling.stop and isinstance(setup.tokenizer, NoTokenizer):
         raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
     if setup.ranks.count > 1 and options.sampling.seed is None and not options.sampling.greedy:
@@ -43,34 +43,22 @@ def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
 
 def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> list[int]:
     """Return a prompt as checked token ids. Text that continues a context gets no beginning-of-text token."""
+    own_context(setup, context)
     if isinstance(prompt, str):
         ids = setup.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
     else:
-        ids = ids_of(prompt, setup.model.config.vocab_size)
+        ids = ids_of(prompt, setup.config.vocab_size)
     if not ids and (context is None or not len(context)):
         raise UsageError("the prompt is empty; expected some text")
     return ids
 
 
-def stream(setup: Setup, ids: list[int], options: Options, flag: CancelFlag, rest: Rest = "answer") -> Stream:
-    """Return a stream of the answer to the prompt `ids`; `rest` stays in the context if the generation fails."""
+def stream(setup: Setup, prompt: object, options: Options, flag: CancelFlag, rest: Rest = "answer") -> Stream:
+    """Return a stream of the answer to a prompt; `rest` stays in the context if the generation fails."""
+    ids = prompt_ids(setup, prompt, options.context)
     result = Generation(logprobs=None if options.logprobs is None else [])
     result.warning = setup.warn(len(ids) + len(options.context or ()))
-    return Stream(_reserved_pieces(setup, ids, options, result, flag, rest), result, flag)
-
-
-def _reserved_pieces(
-    setup: Setup, ids: list[int], options: Options, result: Generation, flag: CancelFlag, rest: Rest
-) -> Generator[Piece, None, None]:
-    """Reserve the context and memory for all tokens, then yield the answer's pieces."""
-    n_new = len(ids) + options.max_tokens
-    if flag.is_set:
-        return
-    context = new_context(setup, n_new) if options.context is None else options.context
-    with context.hold():
-        reserve(setup, context.cache, len(context) + n_new)
-        yield from pieces(setup, context, ids, options, result, flag, rest)
-        result.warning = result.warning or setup.warn(len(context))
+    return Stream(_pieces(setup, ids, options, result, flag, rest), result, flag)
 
 
 def lane_of(
@@ -126,58 +114,64 @@ def read(setup: Setup, context: Context, progress: Progress | None = None) -> No
         append(setup, context, ids)
 
 
-def pieces(
-    setup: Setup,
-    context: Context,
-    ids: Sequence[int],
-    options: Options,
-    result: Generation,
-    flag: CancelFlag,
-    rest: Rest,
-) -> Iterator[Piece]:
-    """Prefill the prompt `ids` after a context's tokens, then yield the answer's text until `flag` is set.
+def _pieces(
+    setup: Setup, ids: list[int], options: Options, result: Generation, flag: CancelFlag, rest: Rest
+) -> Generator[Piece, None, None]:
+    """Reserve memory for all tokens, prefill the prompt `ids`, then yield the answer's text until `flag` is set.
 
     `rest` says what stays in the context if the call fails or is cancelled. With "answer" or "blocks", the answer's
     tokens so far stay; `result` has them, too. With "blocks", an incomplete prefill's blocks stay as well. Otherwise
     the context goes back to its state before the call.
     """
-    stats, started, mark = result.stats, time.perf_counter(), context.mark()
-    said: int | None = None  # the number of the context's tokens before the answer; None during prefill
-    try:
-        stats.prompt_tokens, stats.read_before = len(ids), len(context)
-        context.token_ids.extend(ids)
-        with reported(options.progress, "prefill") as report:
+    if flag.is_set:
+        return
+    n_new, stats = len(ids) + options.max_tokens, result.stats
+    context = new_context(setup, n_new) if options.context is None else options.context
+    with context.hold():
+        reserve(setup, context.cache, len(context) + n_new)
+        started, mark = time.perf_counter(), context.mark()
+        said: int | None = None  # the number of the context's tokens before the answer; None during prefill
+        try:
+            stats.prompt_tokens, stats.read_before = len(ids), len(context)
+            context.token_ids.extend(ids)
+            with reported(options.progress, "prefill") as report:
 
-            def tell(done: int, total: int) -> None:
-                report(done, total)
-                if flag.is_set:
-                    raise _Cancelled
+                def tell(done: int, total: int) -> None:
+                    report(done, total)
+                    if flag.is_set:
+                        raise _Cancelled
 
-            read(setup, context, tell)
-        stats.prefill_s = time.perf_counter() - started
-        said, answer = len(context), Answer(options, setup.eos_ids, setup.tokenizer, result, context.token_ids)
-        logits, likeliest = context.logits, None
-        while not flag.is_set:
-            assert logits is not None
-            text = answer.take(logits, likeliest)
-            context.token_ids.extend(result.token_ids[len(context) - said :])
-            if text:
-                yield Piece(text)
-            if answer.done:
-                break
-            lane = append(setup, context, context.uncached, ahead=answer.ahead, decoding=True)
-            logits, likeliest = lane.logits, lane.likeliest
-    except BaseException as error:
-        if said is not None and rest != "nothing":
-            context.token_ids[said:] = result.token_ids
-        elif rest == "blocks":
-            del context.token_ids[max(mark.n_tokens, context.cache.n_tokens) :]
-        else:
-            context.go_back(mark)
-        if not isinstance(error, _Cancelled):
-            raise
-    finally:
-        stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+                read(setup, context, tell)
+            stats.prefill_s = time.perf_counter() - started
+            said, answer = len(context), Answer(options, setup.eos_ids, setup.tokenizer, result, context.token_ids)
+            logits, likeliest = context.logits, None
+            while not flag.is_set:
+                assert logits is not None
+                text = answer.take(logits, likeliest)
+                context.token_ids.extend(result.token_ids[len(context) - said :])
+                if text:
+                    yield Piece(text)
+                if answer.done:
+                    break
+                lane = append(setup, context, context.uncached, ahead=answer.ahead, decoding=True)
+                logits, likeliest = lane.logits, lane.likeliest
+        except BaseException as error:
+            _end_early(context, mark, rest, said, result)
+            if not isinstance(error, _Cancelled):
+                raise
+        finally:
+            stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
+        result.warning = result.warning or setup.warn(len(context))
+
+
+def _end_early(context: Context, mark: ContextMark, rest: Rest, said: int | None, result: Generation) -> None:
+    """Leave in a context what `rest` says of a generation that failed; `said` tokens came before the answer."""
+    if said is not None and rest != "nothing":
+        context.token_ids[said:] = result.token_ids
+    elif rest == "blocks":
+        del context.token_ids[max(mark.n_tokens, context.cache.n_tokens) :]
+    else:
+        context.go_back(mark)
 
 
 def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:

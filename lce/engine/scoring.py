@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lce.engine.arguments import Prompt
-from lce.engine.context import Context, appended, new_context, own_context
+from lce.engine.context import Context, appended, new_context
 from lce.engine.lanes import check_logits
 from lce.engine.running import append, blocks, prompt_ids, read
 from lce.engine.setup import Setup
@@ -57,7 +57,7 @@ def score(
     progress: Progress | bool | None = None,
 ) -> TokenScores:
     """Return the log-probability of each token of a text: see `Engine.score`."""
-    ids, before = prompt_ids(setup, token_ids, own_context(setup, context)), 0 if context is None else len(context)
+    ids, before = prompt_ids(setup, token_ids, context), 0 if context is None else len(context)
     least = 0 if before else 1
     first = least if first is None else count(first, "first", least)
     if first > len(ids):

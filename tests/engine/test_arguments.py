@@ -27,7 +27,7 @@ WRONG: list[Any] = [
     *(object(), int, LongHeads, lambda *_: 1),
     *(np.float32(2), np.zeros((2, 2)), torch.ones(2), torch.tensor(3)),
 ]
-FOR_ENGINES = {"hold", "store_logits", "mark", "go_back", "of", "check_undivided"}  # what engines call
+FOR_ENGINES = {"hold", "store_logits", "mark", "go_back", "check_undivided", "warn"}  # what engines call
 Q = torch.ones(2, 3, 4)
 
 
