@@ -107,6 +107,22 @@ def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
 # What is opened is what was saved
 
 
+def go_on(straight: tuple[lce.Engine, lce.Context], saved: tuple[lce.Engine, lce.Context], path: Path) -> lce.Context:
+    """Save and open a context twice, and go on with it as with one that never stopped; return it."""
+    (engine, context), (_, truth) = saved, straight
+    for seed in (1, 2):
+        context.save(path, force=True)
+        context = engine.open_context(path)
+        assert context.token_ids == truth.token_ids
+        for each, asked in (straight, (engine, context)):
+            each.prefill(tokens(70, seed), context=asked)
+        assert torch.equal(context.logits, truth.logits)
+        ours, theirs = (each.generate("", context=asked, max_tokens=5) for each, asked in ((engine, context), straight))
+        assert ours.token_ids == theirs.token_ids
+        assert context.uncached == truth.uncached
+    return context
+
+
 @pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(IN_TIERS, [None, SMALL], ["auto", "int8"]), ids=str)
 def test_saving_opening_and_going_on_equals_never_having_stopped(
     name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
@@ -115,24 +131,14 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
     straight = load(tiny_model, name, kv_dtype=kv_dtype)
     engine = load(tiny_model, name, tmp_path if budget else None, kv_dtype)
     truth, context, path = straight.prefill(tokens(300)), engine.prefill(tokens(300)), tmp_path / "context.lce"
-    for seed in (1, 2):
-        context.save(path)
-        context = engine.open_context(path)
-        assert context.token_ids == truth.token_ids
-        for each, asked in ((straight, truth), (engine, context)):
-            each.prefill(tokens(70, seed), context=asked)
-        assert torch.equal(context.logits, truth.logits)
-        ours, theirs = (e.generate("", context=c, max_tokens=5) for e, c in ((engine, context), (straight, truth)))
-        assert ours.token_ids == theirs.token_ids
-        assert context.uncached == truth.uncached
+    go_on((straight, truth), (engine, context), path)
 
 
 @pytest.mark.parametrize(("name", "budget"), [("longheads", SMALL), ("esa", None)])
 def test_a_context_of_8_bits_on_the_device_goes_on(
     name: str, budget: str | None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    go_on = test_saving_opening_and_going_on_equals_never_having_stopped
-    go_on(name, budget, "int8-device", tiny_model, tmp_path)
+    test_saving_opening_and_going_on_equals_never_having_stopped(name, budget, "int8-device", tiny_model, tmp_path)
     path, refusal = tmp_path / "context.lce", "another kv_dtype, int8-device; this engine has int8: give --kv-dtype"
     with pytest.raises(DataError, match=refusal):
         load(tiny_model, name, kv_dtype="int8").open_context(path)
@@ -269,12 +275,8 @@ def test_every_key_and_value_is_guarded(kv_dtype: str, tiny_model: Path, tmp_pat
 
 
 def test_other_files_are_refused(document: Path, engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
-    link, folder, weights = tmp_path / "link.lce", tmp_path / "folder", tiny_model / "model.safetensors"
-    link.symlink_to(document)
-    folder.mkdir()
-    for path, words in ((link, "symbolic link"), (folder, "is a folder"), (weights, "not a context")):
-        with pytest.raises(DataError, match=words):
-            engine.open_context(path)
+    with pytest.raises(DataError, match="not a context"):
+        engine.open_context(tiny_model / "model.safetensors")
     with pytest.raises(DataError, match="No such file"):
         engine.open_context(tmp_path / "nowhere.lce")
     tensors = load_file(document)
@@ -478,20 +480,6 @@ def test_a_prefill_under_work_is_not_another(engine: lce.Engine, tiny_model: Pat
     state.unlink()
     engine.prefill_file(tokens(300), tmp_path / "c.lce")
     assert os.listdir(tmp_path) == ["c.lce"]
-
-
-# What a file says of itself
-
-
-def test_a_file_is_described_without_an_engine(document: Path, engine: lce.Engine, tmp_path: Path) -> None:
-    info = describe(document)
-    assert (info.complete, info.method, info.window, info.tokens, info.cached) == (True, "longheads", 64, 300, 300)
-    assert (info.rope, info.rope_factor, info.dtype, info.format) == ("none", 1.0, "float32", FORMAT)
-    assert (info.lce, info.model) == (lce.__version__, engine.setup.identity.model)
-    assert info.file_bytes == document.stat().st_size
-    assert lce.methods.make(info.method, info.knobs) == engine.method
-    with pytest.raises(DataError, match="cannot read"):
-        describe(tmp_path / "nowhere")
 
 
 # Forged files: whoever changes them makes the digest anew. Another answer can come of another text alone.
@@ -719,7 +707,7 @@ def test_what_is_no_file_is_refused(suffix: str, kind: str, document: Path, engi
         assert describe(path).complete
     else:
         for call in (engine.open_context, describe):
-            with pytest.raises(DataError):
+            with pytest.raises(DataError, match=f"is {said}"):
                 call(path)
         with pytest.raises(UsageError, match=f"is {said}; expected a regular file"):
             engine.prefill(tokens(9)).save(path)
