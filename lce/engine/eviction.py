@@ -19,23 +19,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lce.attention import SCORES_AT_ONCE, rotate
 from lce.cache.kv import Eviction, KVCache
-from lce.cache.layer import LayerCache
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, context_of, given_context, own_context, reserve
+from lce.engine.options import Checked
 from lce.engine.prefilling import prefill_file
 from lce.engine.running import append, blocks, read
 from lce.engine.setup import Setup
 from lce.engine.stream import Stats
-from lce.errors import UsageError, shown
+from lce.errors import UsageError
 from lce.methods.full import Full
 from lce.methods.observed import Observation, Observed
 from lce.methods.step import Step
@@ -47,6 +47,7 @@ LEAST = 256  # the fewest, where the window has no space for more
 LEAD = 8  # the tokens before a later chunk that its prompt ends with
 SINKS = 4  # first tokens, which are never evicted and in every softmax, as the system prompt is in the authors' code
 FIRST = "\n\nRepeat the previous context exactly.\n\n"
+SHARE = Checked("a share above 0, at most 1", lambda keep: 0 < keep <= 1)
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 
@@ -74,24 +75,20 @@ def evicted_file(
 ) -> Stats:
     """Prefill a document into a context file with the share `keep` of its keys: see `Engine.prefill_file`."""
     _check(setup, keep, own_context(setup, context))
-    seconds = 0.0
+    more_s = {}
 
     def shrink(held: Context, tell: Progress) -> Context:
-        nonlocal seconds
         started = time.perf_counter()
         made = evict(setup, held, keep, tell)
-        seconds = time.perf_counter() - started
+        more_s["evict"] = time.perf_counter() - started
         return made
 
-    stats = prefill_file(setup, document, path, context, shrink=shrink, **how)
-    stats.more_s["evict"] = seconds
-    return stats
+    return replace(prefill_file(setup, document, path, context, shrink=shrink, **how), more_s=more_s)
 
 
 def _check(setup: Setup, keep: object, context: Context | None) -> None:
     """Raise `UsageError` if `keep` is no share, or if no keys of such contexts, or of this one, can be evicted."""
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise UsageError(f"keep is {shown(keep)}; expected a share above 0, at most 1")
+    SHARE(keep, "keep")
     method, config = setup.method, setup.model.config
     if type(method) is not Full:
         raise UsageError(f"keys are evicted under the method full alone, and this engine has {method.label}; load full")
@@ -101,8 +98,7 @@ def _check(setup: Setup, keep: object, context: Context | None) -> None:
         raise UsageError("keys of this context were evicted before, which is done once; prefill its text again")
 
 
-@dataclass(frozen=True)
-class Repetition:
+class Repetition(NamedTuple):
     """A pass in which the model repeats tokens `start..stop-1` of its text, by `ids`: a prompt, then these tokens."""
 
     start: int
@@ -131,8 +127,7 @@ class AttentionPeaks:
     """
 
     def __init__(self, n_tokens: int) -> None:
-        self.n_tokens = n_tokens
-        self.span = 0, n_tokens
+        self.n_tokens, self.span = n_tokens, (0, n_tokens)
         self.peaks: dict[int, Tensor] = {}
 
     def rows(self, step: Step) -> Tensor:
@@ -153,9 +148,7 @@ class AttentionPeaks:
         peaks = self.peaks[seen.layer][:, start:stop]
         at_once = max(1, SCORES_AT_ONCE // (len(k) * k.shape[2]))
         for some, total in zip(q.split(at_once, 1), lse.split(at_once, 1), strict=True):
-            weights = (
-                torch.baddbmm(-total, some, k).amax(dim=1).exp_()
-            )  # the chunk comes before all queries of its pass
+            weights = torch.baddbmm(-total, some, k).amax(dim=1).exp_()  # all queries of the pass see the whole chunk
             torch.maximum(peaks, weights, out=peaks)
         return out
 
@@ -192,13 +185,8 @@ def copy_rows(cache: KVCache, rows: Sequence[Tensor], into: KVCache) -> None:
         into.begin()
         into.reserve(into.length + some[0].shape[1])
         for layer, made, index in zip(cache.layers, into.layers, some, strict=True):
-            made.write(*_gathered(layer, index))
+            first, last = (int(x) for x in index.aminmax())
+            columns = (index - first)[..., None].expand(-1, -1, cache.layout.head_dim)
+            k, v = (x.gather(1, columns) for x in layer.span(first, last + 1))
+            made.write(k, v)
         into.commit()
-
-
-def _gathered(layer: LayerCache, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy keys and values `[G, n, D]` of tokens `index [G, n]`: each KV head has its own tokens."""
-    first, last = (int(x) for x in index.aminmax())
-    k, v = layer.span(first, last + 1)
-    index = (index - first)[..., None].expand(-1, -1, k.shape[-1])
-    return k.gather(1, index), v.gather(1, index)

@@ -115,11 +115,8 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
     """Yield each difference of two identities and its remedy. Differences that need another model come first."""
     if theirs.get("weights") != ours.get("weights"):
         made, here = (_text(facts.get("weights") or "as they are stored") for facts in (theirs, ours))
-        remedy = (
-            f"give --weights {made}"
-            if theirs.get("weights")
-            else "load the folder before `lce quantize`, without --weights"
-        )
+        before = "load the folder before `lce quantize`, without --weights"
+        remedy = f"give --weights {made}" if theirs.get("weights") else before
         yield f"other weights, {made}; this engine has {here}", remedy
     if theirs.get("model") != ours["model"]:
         yield "another model", "load that one"
@@ -132,16 +129,14 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator
         made, here = (" ".join(f"{each[0]}={_text(each[i])}" for each in knobs) for i in (1, 2))
         options = " ".join(f"-o {name}={_text(value)}" for name, value, _ in knobs)
         yield f"another method, {method} {made}; this engine has {here}", f"give {options}"
-    if scaling := {each[0]: each[1:] for each in _differing(theirs.get("rope"), ours["rope"])}:
-        made, here = (" ".join(f"{name}={_text(pair[i])}" for name, pair in scaling.items()) for i in (0, 1))
-        rope = theirs.get("rope")
-        kind, factor = (_text(rope.get(key) if isinstance(rope, dict) else None) for key in ("kind", "factor"))
-        factor = "" if kind == "none" else f" --rope-factor {factor}"
-        own = scaling.keys() - {"kind", "factor"}  # parameters of the scaling that no option changes
-        yield (
-            f"another rope, {made}; this engine has {here}",
-            "load the model with the config.json of before" if own else f"give --rope {kind}{factor}",
-        )
+    if scaling := list(_differing(theirs.get("rope"), ours["rope"])):
+        made, here = (" ".join(f"{each[0]}={_text(each[i])}" for each in scaling) for i in (1, 2))
+        rope = theirs["rope"] if isinstance(theirs.get("rope"), dict) else {}
+        kind, factor = _text(rope.get("kind")), _text(rope.get("factor"))
+        option = f"give --rope {kind}" if kind == "none" else f"give --rope {kind} --rope-factor {factor}"
+        if {each[0] for each in scaling} - {"kind", "factor"}:  # parameters of the scaling that no option changes
+            option = "load the model with the config.json of before"
+        yield f"another rope, {made}; this engine has {here}", option
     for key, usual in (("window", None), ("dtype", None), ("kv_dtype", "auto")):
         if theirs.get(key, usual) != ours.get(key, usual):
             value, here = _text(theirs.get(key, usual)), ours.get(key, usual)

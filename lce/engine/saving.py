@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,7 @@ from lce.cache.method_state import FileTensor
 from lce.cache.row_file import Descriptor
 from lce.engine.identity import Identity
 from lce.errors import DataError, LceError, UsageError, shown, user_line
-from lce.files import (
-    check_new,
-    check_target,
-    draft_path,
-    named,
-    open_regular,
-    remove_leftover,
-    sweep,
-)
+from lce.files import check_new, check_target, draft_path, named, open_regular, remove_leftover, sweep
 from lce.version import __version__
 
 _MISFITS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # raised for tensors of wrong shapes
@@ -84,8 +76,7 @@ def _is_misfit(error: BaseException) -> bool:
     return isinstance(error, _MISFITS) and not (memory or told)
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A context file to write. A file at `path` is replaced with `force`, or if its identity is one of `saves`."""
 
     path: Path
@@ -177,10 +168,8 @@ class ContextFiles:
         draft.finish(target.path, data.tensors(), data.manifest(self.identity.facts, draft), check)
 
     def _snapshot(self, path: Path, layout: CacheLayout) -> Snapshot:
-        def identify(manifest: Manifest) -> None:
-            self.identity.check(path, manifest.identity)
-
-        return open_snapshot(path, layout, identify, partial(self.check_texts, path))
+        check = partial(self.check_texts, path)
+        return open_snapshot(path, layout, lambda manifest: self.identity.check(path, manifest.identity), check)
 
     def check_texts(self, path: Path, manifest: Manifest, small: dict[str, FileTensor], *, own: bool = False) -> None:
         """Check and remove the token ids and the logits in `small`, a file's tensors besides keys and values.
