@@ -79,13 +79,13 @@ class Batch(Unique):
         memory = (free_host_memory() or 8 << 30) // 2
         if cache_memory is not None:
             memory = in_bytes(cache_memory, "cache_memory")
-        self._changed = threading.Condition()
-        self._prefixes = PrefixCache(folder, memory, budget, self._changed, reuse)
+        self._prefixes = PrefixCache(folder, memory, budget, reuse)
+        self._changed = self._prefixes.changed
         self._choosing = threading.Lock()  # for `_setups`
         self._setups: dict[Method, Setup] = {setup.method: setup}
         self._named: dict[str, tuple[Setup, Context]] = {}
         self._prefixes.learn(setup)
-        self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, self._prefixes, self._changed)
+        self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, self._prefixes)
         self._process = os.getpid()
         atexit.register(self._at_exit)
 

@@ -215,8 +215,13 @@ class DecodeGraph:
         else:
             self.token.fill_(token_id)
         self.index.fill_(start)
-        if step.replay is None and step.warm:
-            self._record(step)
+        if step.replay is None and step.warm and not _capturing.locked():  # if locked, a later launch tries again
+            try:
+                with _capturing:
+                    step.replay = self.tape.record(step.work)
+                self.n_recorded += 1
+            except RuntimeError as error:
+                self._refuse(f"{type(error).__name__}: {error}")
         if step.replay is None:
             self.tape.warm_up(step.work)
             step.warm = True
@@ -224,16 +229,6 @@ class DecodeGraph:
             step.replay()
             self.n_replayed += 1
         return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
-
-    def _record(self, step: RecordedStep) -> None:
-        """Record the step if possible. While another thread records, do nothing; a later launch tries again."""
-        try:
-            if not _capturing.locked():
-                with _capturing:
-                    step.replay = self.tape.record(step.work)
-                self.n_recorded += 1
-        except RuntimeError as error:
-            self._refuse(f"{type(error).__name__}: {error}")
 
     def _refuse(self, why: str) -> None:
         self.refused, self._step = why, None

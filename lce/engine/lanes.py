@@ -179,12 +179,9 @@ class _LanesAttend:
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Return `Block.memory` of all lanes, layer by layer; None if it is None for any lane."""
-        found = []
-        for lane in self.lanes:
-            if (memory := lane.memory()) is None:
-                return None
-            found.append(memory)
-        return [list(chain(*layer)) for layer in zip(*found, strict=True)]
+        found = [memory for lane in self.lanes if (memory := lane.memory()) is not None]
+        layers = [list(chain(*layer)) for layer in zip(*found, strict=True)]
+        return layers if len(found) == self.n_lanes else None
 
 
 @timed("sampling")

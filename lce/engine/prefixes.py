@@ -33,16 +33,14 @@ FORKED_TOKENS = 128  # copying so many tokens' keys and values for a first fork 
 class PrefixCache(Unique):
     """The contexts that a batch keeps; any thread may use it. `memory` and `disk` are budgets in bytes.
 
-    Without a `folder` nothing is written. `changed` is notified when a context has been saved. Without `reuse`, every
-    prompt is read whole, and no context is kept.
+    Without a `folder` nothing is written. `changed` is notified when something happens for which a request may wait.
+    Without `reuse`, every prompt is read whole, and no context is kept.
     """
 
     _instead = "make another batch"
 
-    def __init__(
-        self, folder: Path | None, memory: int, disk: int, changed: threading.Condition, reuse: bool = True
-    ) -> None:
-        self.memory, self.changed, self.reuse = memory, changed, reuse
+    def __init__(self, folder: Path | None, memory: int, disk: int, reuse: bool = True) -> None:
+        self.memory, self.reuse, self.changed = memory, reuse, threading.Condition()
         self._lock = threading.RLock()
         self._entries = Entries()
         self._files = None if folder is None else KeptFiles(folder, disk, self._entries, self._lock, self._saved)

@@ -46,20 +46,13 @@ Begun = Literal["begun", "busy", "no memory"]
 class Scheduler:
     """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order.
 
-    `changed` guards the queue, and is notified when something happens for which a request may wait.
+    `prefixes.changed` guards the queue.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        max_lanes: int,
-        max_waiting: int,
-        prefixes: PrefixCache,
-        changed: threading.Condition,
-    ) -> None:
+    def __init__(self, model: Model, max_lanes: int, max_waiting: int, prefixes: PrefixCache) -> None:
         self.model, self.max_lanes, self.max_waiting, self.prefixes = model, max_lanes, max_waiting, prefixes
         self.totals: Counter[str] = Counter()
-        self._changed = changed
+        self._changed = prefixes.changed
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order in which they were admitted
         self._ending: float | None = None  # the time until which running requests may go on; None: no end is planned

@@ -447,7 +447,7 @@ def test_a_save_that_fails_leaves_the_context_in_memory(
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[PrefixCache]:
-    made = PrefixCache(tmp_path, 1 << 30, 1 << 30, threading.Condition())
+    made = PrefixCache(tmp_path, 1 << 30, 1 << 30)
     yield made
     within(lambda: made.close(save=False))
 
