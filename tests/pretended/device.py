@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.pretended import flash, products, rules
+from tests.pretended import flash, rules
 from tests.pretended.rules import Rule
 from tests.pretended.streams import NOT_CAPTURED, Event, Stream
 from tests.pretended.tensor import Memory, Mode, Owner, Pinned, PretendedTensor, flat, mapped, poison, unwrapped
 
 META = torch.device("meta")
-STAND_INS = {  # operators that a CPU has not: `check` and `compute`
+# Operators that a CPU has not: `check` and `compute`.
+STAND_INS = {
     "aten::_flash_attention_forward": flash,
-    "aten::mm.dtype": products,
-    "aten::bmm.dtype": products,
+    **dict.fromkeys(("aten::mm.dtype", "aten::bmm.dtype"), flash.Product),
 }
 
 
@@ -49,9 +49,7 @@ class Gpus:
     """One or more pretended GPUs of one process."""
 
     def __init__(self, n_devices: int = 1, memory: int = 16 << 30, late: bool = True) -> None:
-        self.n_devices = n_devices
-        self.memory = memory
-        self.late = late
+        self.n_devices, self.memory, self.late = n_devices, memory, late
         self.faults: list[str] = []  # what no operator raises
         self.counts: list[Counts] = []
         self.pinned = Pinned()
@@ -107,9 +105,6 @@ class Gpus:
         """Any device; a GPU with its index."""
         named = torch.device(given)
         return self.device(named) if named.type == "cuda" else named
-
-    def default_stream(self, device: Any = None) -> Stream:
-        return self.defaults[self.device(device).index]
 
     def current_stream(self, device: Any = None) -> Stream:
         device = self.device(device)
@@ -201,9 +196,7 @@ class Gpus:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator, on any devices."""
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = Rule(func)
+        rule = self._rules.get(func) or self._rules.setdefault(func, Rule(func))
         tensors = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
         gpu = next((x for x in tensors if isinstance(x, PretendedTensor)), None)
         if gpu is not None and rule.name == "prim::device":
@@ -237,9 +230,7 @@ class Gpus:
             raise RuntimeError(NOT_CAPTURED)
         return self.pinned.add(func(*args, **kwargs))
 
-    def _run_on_gpu(
-        self, rule: Rule, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], device: torch.device
-    ) -> Any:
+    def _run_on_gpu(self, rule: Rule, func: Any, args: Any, kwargs: Any, tensors: Any, device: torch.device) -> Any:
         written = rule.written(args, kwargs)
         gpu_tensors = [x for x in tensors if isinstance(x, PretendedTensor)]
         if gpu_tensors:
@@ -247,7 +238,8 @@ class Gpus:
         if rules.waits(rule, args, kwargs):
             self.host_waits(device, rule.name)
         for _ in range(rules.cpu_indices(rule, args)):
-            self._upload(device, rule.name, waits=True)
+            self.count("uploads", rule.name)
+            self.current_stream(device).host_waits()
         compute = func
         if rule.full_name in STAND_INS:
             STAND_INS[rule.full_name].check(*args, **kwargs)
@@ -312,11 +304,6 @@ class Gpus:
             stream.submit(work)
         return out
 
-    def _upload(self, device: torch.device, what: str, waits: bool) -> None:
-        self.count("uploads", what)
-        if waits:
-            self.current_stream(device).host_waits()
-
     def _copy(self, rule: Rule, func: Any, args: Any, kwargs: Any, source: Tensor, to: torch.device) -> Any:
         """A copy between the CPU and a device."""
         at = 2 if rule.writes else len(args)
@@ -328,7 +315,9 @@ class Gpus:
         if source.is_cuda:
             return self._download(rule, func, args, kwargs, stream, no_wait)
         pinned = self.pinned.has(source)
-        self._upload(stream.device, rule.name, waits=not (no_wait and pinned))
+        self.count("uploads", rule.name)
+        if not (no_wait and pinned):
+            stream.host_waits()
         numbers = source.clone()
         if pinned and no_wait:
             stream.sources.append((stream.issued + 1, source, numbers))
@@ -354,7 +343,7 @@ class Gpus:
         target = args[0] if rule.writes else self.pinned.add(func(*plain_args, **plain_kwargs))
         poison(target, whole_numbers=False)
         place = stream.issued + 1
-        stream.submit(lambda: stream.to_host(place, target, source.to(target.dtype, copy=True)))
+        stream.submit(lambda: stream.arrivals.append((place, target, source.to(target.dtype, copy=True))))
         return target
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from lce.cache import pool
 from lce.kernels.cuda import launching
 from tests.pretended.device import Gpus
-from tests.pretended.graphs import Capture, CUDAGraph
+from tests.pretended.streams import Capture, CUDAGraph
 from tests.pretended.tensor import Mode, PretendedTensor, flat, unwrapped
 
 
@@ -30,7 +29,7 @@ def pretended_gpus(
     with pytest.MonkeyPatch.context() as patch:
         _patch_cuda(patch, gpus)
         _patch_conversions(patch, gpus)
-        _patch_threads(patch, gpus)
+        patch.setattr(threading.Thread, "run", Mode(gpus).around(threading.Thread.run))
         _patch_kernels(patch, gpus)
         patch.setattr(launching, "installed", lambda: triton)
         patch.setattr(launching, "missing", lambda: None if triton else "Triton")
@@ -66,25 +65,16 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         "current_device": lambda: gpus.current,
         "device": device_context,
         "get_device_name": lambda given=None: "a pretended GPU",
-        "get_device_capability": lambda given=None: (9, 0),
-        "get_device_properties": lambda given=None: SimpleNamespace(
-            name="a pretended GPU", major=9, minor=0, multi_processor_count=132, total_memory=gpus.memory
-        ),
-        "empty_cache": lambda: None,
         "mem_get_info": lambda given=None: (gpus.memory - gpus.used[index_of(given)], gpus.memory),
         "memory_allocated": lambda given=None: gpus.used[index_of(given)],
         "memory_reserved": lambda given=None: gpus.used[index_of(given)],
         "max_memory_allocated": lambda given=None: gpus.peak[index_of(given)],
-        "reset_peak_memory_stats": lambda given=None: gpus.peak.__setitem__(
-            index_of(given), gpus.used[index_of(given)]
-        ),
         "synchronize": gpus.synchronize,
         "Stream": gpus.Stream,
         "Event": gpus.Event,
         "CUDAGraph": lambda **options: CUDAGraph(gpus, **options),
         "graph": lambda cuda_graph, *args, **options: Capture(gpus, cuda_graph, *args, **options),
         "current_stream": gpus.current_stream,
-        "default_stream": gpus.default_stream,
         "stream": gpus.on_stream,
     }
     for name, fake in fakes.items():
@@ -104,9 +94,8 @@ def _patch_conversions(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
             return self
         if device.type != "cuda" and not self.is_cuda:
             return plain_to(self, *args, **kwargs, copy=copy)
-        return torch.ops.aten._to_copy(
-            self, dtype=dtype, device=device, non_blocking=no_wait, memory_format=memory_format
-        )
+        options = {"dtype": dtype, "device": device, "non_blocking": no_wait, "memory_format": memory_format}
+        return torch.ops.aten._to_copy(self, **options)
 
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
         return to(self, gpus.device(device), non_blocking=non_blocking)
@@ -124,16 +113,6 @@ def _patch_conversions(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
     patch.setattr(torch.Tensor, "cpu", lambda self: to(self, "cpu"), raising=False)
     for name in plain:
         patch.setattr(torch, name, maker(name))
-
-
-def _patch_threads(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
-    run = threading.Thread.run
-
-    def with_mode(self: threading.Thread) -> None:
-        with Mode(gpus):
-            run(self)
-
-    patch.setattr(threading.Thread, "run", with_mode)
 
 
 def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:

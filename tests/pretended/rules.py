@@ -40,9 +40,8 @@ class Rule:
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that the operator writes to."""
-        return [
-            args[at] if at < len(args) else kwargs[name] for at, name in self.writes if at < len(args) or name in kwargs
-        ]
+        given = [(at, name) for at, name in self.writes if at < len(args) or name in kwargs]
+        return [args[at] if at < len(args) else kwargs[name] for at, name in given]
 
 
 def check_devices(rule: Rule, args: tuple[Any, ...], tensors: list[Tensor], written: list[Tensor]) -> None:
@@ -61,10 +60,7 @@ def check_devices(rule: Rule, args: tuple[Any, ...], tensors: list[Tensor], writ
     for x in tensors:
         is_scalar = x.device.type == "cpu" and x.ndim == 0 and rule.pointwise and not any(x is one for one in written)
         if x.device != gpu and not is_scalar:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {gpu} and {x.device}!"
-                f" (when checking arguments of {name})"
-            )
+            raise RuntimeError(f"Expected all tensors to be on the same device, not {gpu} and {x.device}, in {name}")
 
 
 def _check_indexing(name: str, args: tuple[Any, ...]) -> None:
@@ -86,8 +82,7 @@ def waits(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         filled = "put" in name and args[2].numel() == 1 and not (len(args) > 3 and args[3])  # as masked_fill
         return is_mask and not filled
     if name == "aten::repeat_interleave":
-        size = kwargs.get("output_size") or (args[1] if len(args) > 1 else None)
-        return size is None
+        return (kwargs.get("output_size") or (args[1] if len(args) > 1 else None)) is None
     return name in WAITING
 
 

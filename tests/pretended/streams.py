@@ -1,7 +1,8 @@
-"""Streams and events of a pretended GPU.
+"""Streams, events and graphs of a pretended GPU.
 
 What is queued in the default stream of a device is done at once. What is queued in another stream is done as late as
 CUDA may: when something waits for it. A copy to pinned memory that does not wait arrives when the CPU waits for it.
+What is queued while a graph captures is done when it is replayed, on the same memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from tests.pretended.device import Gpus
-    from tests.pretended.graphs import CUDAGraph
+    from tests.pretended.tensor import Memory
 
 Work = Callable[[], object]
 NOT_CAPTURED = "CUDA error: operation not permitted when stream is capturing"
@@ -53,10 +54,6 @@ class Stream:
         """Do what was queued up to a point."""
         while self.queue and (upto is None or self.queue[0][0] <= upto):
             _do(self.queue.popleft()[1])
-
-    def to_host(self, place: int, target: Tensor, numbers: Tensor) -> None:
-        """Numbers that a copy has read, on their way to memory of the host."""
-        self.arrivals.append((place, target, numbers))
 
     def arrive(self, upto: int | None = None) -> None:
         for place, target, numbers in self.arrivals:
@@ -136,11 +133,55 @@ class Event:
         if self.stream is not None:
             self.stream.host_waits(self.place)
 
-    def elapsed_time(self, other: Event) -> float:
-        return 1.0
-
 
 def _do(work: Work) -> None:
     """On tensors of the CPU, some of which were made in inference mode."""
     with _disable_current_modes(), torch.inference_mode():
         work()
+
+
+class CUDAGraph:
+    """Captured work, and the memory that it uses and did not make itself."""
+
+    def __init__(self, gpus: Gpus, **_: Any) -> None:
+        self.gpus = gpus
+        self.work: list[Callable[[], object]] = []
+        self.uses: dict[int, Memory] = {}
+        self.streams: list[Stream] = []
+        self.captured = False
+
+    def use(self, memory: Memory) -> None:
+        if memory.graph is not self:
+            self.uses[id(memory)] = memory
+
+    def replay(self) -> None:
+        """In the current stream."""
+        assert self.captured, "replay before capture"
+        if freed := [memory for memory in self.uses.values() if memory.freed]:
+            raise RuntimeError(f"a graph uses {len(freed)} pieces of memory that were freed since it was captured")
+        self.gpus.count("launches", "replay")
+        stream = self.gpus.current_stream()
+        for memory in self.uses.values():
+            self.gpus.note_use(memory, stream)
+        stream.submit(lambda: [step() for step in self.work])
+
+
+class Capture:
+    """`torch.cuda.graph(graph)`: captures what this thread queues."""
+
+    def __init__(self, gpus: Gpus, graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, **_: Any) -> None:
+        self.gpus, self.graph, self.stream = gpus, graph, stream or gpus.Stream()
+        self.entered = gpus.on_stream(self.stream)
+
+    def __enter__(self) -> None:
+        self.gpus.synchronize()
+        self.entered.__enter__()
+        self.stream.wait_stream(self.gpus.defaults[self.stream.device.index])
+        assert not self.graph.work, "a graph captures once"
+        self.stream.graph, self.graph.streams = self.graph, [self.stream]
+
+    def __exit__(self, *exc: Any) -> None:
+        for stream in self.graph.streams:
+            stream.graph = None
+        self.graph.captured = True
+        self.entered.__exit__(*exc)

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from tests.pretended.device import Gpus
-    from tests.pretended.graphs import CUDAGraph
-    from tests.pretended.streams import Stream
+    from tests.pretended.streams import CUDAGraph, Stream
 
 CPU = torch.device("cpu")
 FAR = 1 << 56  # added to addresses: whoever reads there with the CPU is killed
@@ -39,8 +38,7 @@ class Owner:
     """What all tensors over one memory share; it is freed when the last of them goes."""
 
     def __init__(self, gpus: Gpus, memory: Memory) -> None:
-        self.gpus = gpus
-        self.memory = memory
+        self.gpus, self.memory = gpus, memory
 
     def __del__(self) -> None:
         self.gpus.free(self.memory)
@@ -97,10 +95,7 @@ class PretendedTensor(Tensor):
         raise RuntimeError("a pretended tensor does not show its storage")
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host"
-            " memory first."
-        )
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.numpy()
@@ -119,6 +114,15 @@ class Mode(TorchDispatchMode):
     def __init__(self, gpus: Gpus) -> None:
         super().__init__()
         self.gpus = gpus
+
+    def around(self, call: Any) -> Any:
+        """A method that is called in a mode of its own."""
+
+        def run(own: Any) -> None:
+            with Mode(self.gpus):
+                call(own)
+
+        return run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.gpus.run(func, args, kwargs or {})
@@ -147,9 +151,9 @@ class Pinned:
 
 def plain_index(index: Any) -> Any:
     """An index with lists and arrays as tensors on the CPU: C++ would make them on the device that it sees."""
-    parts = index if isinstance(index, tuple) else (index,)
-    parts = tuple(torch.as_tensor(x) if isinstance(x, list | np.ndarray) else x for x in parts)
-    return parts if isinstance(index, tuple) else parts[0]
+    if isinstance(index, tuple):
+        return tuple(map(plain_index, index))
+    return torch.as_tensor(index) if isinstance(index, list | np.ndarray) else index
 
 
 def flat(tree: Any) -> list[Any]:
@@ -173,15 +177,15 @@ def mapped(change: Any, tree: Any) -> Any:
     return change(tree)
 
 
-def _inner(x: Any) -> Any:
-    if isinstance(x, PretendedTensor):
-        return x.inner
-    return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
-
-
 def unwrapped(tree: Any) -> Any:
     """The same with the inner tensors, and the CPU for a GPU."""
-    return mapped(_inner, tree)
+
+    def inner(x: Any) -> Any:
+        if isinstance(x, PretendedTensor):
+            return x.inner
+        return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
+
+    return mapped(inner, tree)
 
 
 def poison(x: Tensor, whole_numbers: bool = True) -> None:
