@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,11 +53,15 @@ def two(service: Service, monkeypatch: pytest.MonkeyPatch) -> Two:
     return Two(service)
 
 
+def outside(replicas: Any, settings: Settings) -> TestClient:
+    service = DoorService(settings)
+    service.serve(replicas)
+    return TestClient(door(service), base_url=URL, raise_server_exceptions=False)
+
+
 @pytest.fixture
 def behind(two: Two) -> TestClient:
-    service = DoorService(Settings("tiny", ping_s=0.2))
-    service.serve(two)
-    return TestClient(door(service), base_url=URL, raise_server_exceptions=False)
+    return outside(two, Settings("tiny", ping_s=0.2))
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/props", "/openapi.json", "/nothing", "/contexts"])
@@ -160,19 +163,23 @@ def test_affinity_comes_from_the_header_and_the_body(behind: TestClient, two: Tw
 
 def test_the_door_checks_before_it_asks(two: Two) -> None:
     service = DoorService(Settings("tiny", key="k", most_body=1000))
-    outside = TestClient(door(service), base_url=URL, raise_server_exceptions=False)
+    client = TestClient(door(service), base_url=URL, raise_server_exceptions=False)
     key = {"Authorization": "Bearer k"}
-    assert outside.get("/health").json() == {"status": "loading"}
-    assert outside.post("/v1/completions", json=BODY, headers=key).status_code == 503
+
+    def status(path: str = "/v1/completions", headers: dict[str, str] = key, verb: str = "POST", **body: Any) -> int:
+        return client.request(verb, path, headers=headers, **(body or {"json": BODY})).status_code
+
+    assert client.get("/health").json() == {"status": "loading"}
+    assert status() == 503
     service.serve(two)
-    assert outside.get("/health").json() == {"status": "ok"}
-    assert outside.post("/v1/completions", json=BODY).status_code == 401
-    assert outside.post("/v1/completions", json={"prompt": "x" * 2000}, headers=key).status_code == 413
-    assert outside.post("/v1/completions", content=b"x", headers=key).status_code == 415
-    assert outside.post("/contexts", json={"name": "x", "prompt": "y"}, headers=key).status_code == 501
-    assert outside.delete("/contexts/x", headers=key).status_code == 501
+    assert client.get("/health").json() == {"status": "ok"}
+    assert status(headers={}) == 401
+    assert status(json={"prompt": "x" * 2000}) == 413
+    assert status(content=b"x") == 415
+    assert status("/contexts", json={"name": "x", "prompt": "y"}) == 501
+    assert status("/contexts/x", verb="DELETE") == 501
     service.draining = True
-    assert outside.post("/v1/completions", json=BODY, headers=key).status_code == 503
+    assert status() == 503
     assert two.asked == []
 
 
@@ -187,10 +194,7 @@ def test_figures_have_the_replicas_as_a_label(behind: TestClient) -> None:
 
 
 def test_a_page_of_a_named_origin_reads_answers(two: Two) -> None:
-    settings = replace(Settings("tiny"), origins=("http://page.example",))
+    settings = Settings("tiny", origins=("http://page.example",))
     two.app = application(Service(settings, two.service.batch))
-    service = DoorService(settings)
-    service.serve(two)
-    page = TestClient(door(service), base_url=URL)
-    found = page.post("/v1/completions", json=BODY, headers={"Origin": "http://page.example"})
+    found = outside(two, settings).post("/v1/completions", json=BODY, headers={"Origin": "http://page.example"})
     assert found.headers.get_list("access-control-allow-origin") == ["http://page.example"]

@@ -31,22 +31,15 @@ def test_the_key_is_needed_for_all_but_health(service: Service) -> None:
     for header in ({"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}, {"x-api-key": "é"}):
         raw = {name: value.encode() for name, value in header.items()}
         assert client.post(PATH, json=CHAT, headers=raw).status_code == 401
-
-
-def test_figures_may_be_open(service: Service) -> None:
     client = client_of(service, key="s3cret", open_metrics=True)
-    assert client.get("/metrics").status_code == 200
-    assert client.get("/v1/models").status_code == 401
+    assert (client.get("/metrics").status_code, client.get("/v1/models").status_code) == (200, 401)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""])
-def test_other_hosts_are_refused_without_a_key(client: TestClient, host: str) -> None:
-    assert client.get("/v1/models", headers={"Host": host}).status_code == 403
-
-
-@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST:8000"])
-def test_names_of_this_machine_are_taken(client: TestClient, host: str) -> None:
-    assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+def test_without_a_key_names_of_this_machine_are_taken_and_no_others(client: TestClient) -> None:
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 403
+    for host in ("localhost", "localhost:1", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST:8000"):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
 def test_only_named_origins_may_ask(service: Service) -> None:
@@ -64,12 +57,9 @@ def test_bodies_are_bounded(service: Service) -> None:
     send = lambda data, kind="application/json": client.post(PATH, content=data, headers={"Content-Type": kind})  # noqa: E731
     assert send(b" " * 2001).status_code == 413
     assert send(iter([b" " * 1500] * 2)).status_code == 413
-    assert send(b"[" + b"0," * 300 + b"0]").status_code == 400
-    assert send(b'{"a":' * 90 + b"0" + b"}" * 90).status_code == 400
-    assert send(b"[" * 1000 + b"]" * 1000).status_code == 400
-    assert send(b"{").status_code == 400
-    assert send(b"\xff").status_code == 400
-    assert send(b"[]").status_code == 400
+    deep = [b'{"a":' * 90 + b"0" + b"}" * 90, b"[" * 1000 + b"]" * 1000]
+    for body in (b"[" + b"0," * 300 + b"0]", *deep, b"{", b"\xff", b"[]"):
+        assert send(body).status_code == 400
     assert send(json.dumps(CHAT).encode(), "text/plain").status_code == 415
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import configparser
+import http.client
 import json
 import re
 import threading
@@ -48,13 +49,9 @@ def test_the_page_needs_no_key_has_no_data_and_lets_only_its_own_scripts_run(ser
     assert "secret" not in found.text
     assert not re.search(r"""(?:src|href)=["'](?:https?:)?//""", found.text)
     assert client.post("/inspect", json={"prompt": "x"}).status_code == 401
-
-
-def test_the_page_is_there_while_the_model_is_loading(service: Service) -> None:
     service.draining = True
-    client = TestClient(application(service), base_url=URL)
-    assert client.get("/").status_code == 200
-    assert client.post("/inspect", json={"messages": HI}).status_code == 503
+    assert client.get(path).status_code == 200
+    assert client.post("/inspect", json={"messages": HI}, headers={"x-api-key": "s3cret"}).status_code == 503
 
 
 def test_the_servers_own_page_may_ask_and_no_other(client: TestClient) -> None:
@@ -190,16 +187,13 @@ def test_work_beside_the_batch_is_done_one_after_the_other_and_given_up(service:
 def test_a_client_that_goes_away_ends_its_recording(
     service: Service, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    import http.client
+    begun, ended, record = threading.Event(), threading.Event(), inspecting._recorded
 
-    begun, ended = threading.Event(), threading.Event()
-    record = inspecting._recorded
-
-    def held(stream: Any, rest: Any, n: int, sampling: Any, name: str, gone: threading.Event) -> Any:
+    def held(*given: Any) -> Any:
         begun.set()
-        assert gone.wait(20)
+        assert given[-1].wait(20)  # the event that nobody waits
         try:
-            return record(stream, rest, n, sampling, name, gone)
+            return record(*given)
         finally:
             ended.set()
 

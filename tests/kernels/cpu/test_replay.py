@@ -73,10 +73,8 @@ def test_a_replayed_step_has_the_same_bits(
 PAGES: dict[str, object] = {"page": 4, "budget": 24}
 ALIKE: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name in "full dca streaming rerope self_extend lm_infinite xattention".split()),
-    *(
-        ("longheads", {"chunk_size": 8, **more})
-        for more in ({}, {"placement": "true"}, {"prefill_method": "self_extend"})
-    ),
+    ("longheads", {"chunk_size": 8, "prefill_method": "self_extend"}),  # a prompt is handed over
+    *(("longheads", {"chunk_size": 8, **more}) for more in ({}, {"placement": "true"})),
     ("quest", {"dense_layers": 0, **PAGES}),
     *(("pages", PAGES | knobs) for knobs in ({}, {"share": "group"}, {"select": "mean", "placement": "true"})),
 ]
@@ -110,9 +108,9 @@ def test_one_layers_attention_serves_layers_alike(
     save_tiny(tmp_path, num_hidden_layers=4)
 
     def answers() -> list[Any]:
-        own = {name: value for name, value in knobs.items() if name != "prefill_method"}
-        options: dict[str, Any] = {name: value for name, value in knobs.items() if name not in own}
-        engine = lce.load(tmp_path, method=lce.methods.make(method, own), kv_dtype=kv_dtype, **options)
+        given = dict(knobs)
+        options: dict[str, Any] = {"prefill_method": given.pop("prefill_method", None), "kv_dtype": kv_dtype}
+        engine = lce.load(tmp_path, method=lce.methods.make(method, given), **options)
         context = engine.prefill(tokens(150))
         asked = [context.fork(), context, context.fork()]
         asked[1].truncate(145)
