@@ -1,14 +1,13 @@
 """Flat code of kernels: what it may not need, and where it runs without Numba."""
 
 import ctypes
-import subprocess
-import sys
 
 import llvmlite.binding as llvm
 import pytest
 
 from lce.kernels.code.linking import LinkError, link
 from lce.kernels.cpu import library
+from tests.command import output
 
 CODE = """
 @table = internal constant [4 x i64] [i64 3, i64 5, i64 7, i64 11]
@@ -58,5 +57,4 @@ def test_what_lies_outside_a_kernel_is_named(triple: str) -> None:
 
 def test_the_package_runs_without_numba() -> None:
     program = "import sys, lce, lce.cli, lce.kernels.cpu.products, lce.kernels.cpu.attention; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert not {"numba", "llvmlite"} & {*loaded.stdout.split()}
+    assert not {"numba", "llvmlite"} & {*output(program).split()}

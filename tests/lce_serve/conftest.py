@@ -1,9 +1,6 @@
 """A tiny chat model behind the server: in this process by Starlette's client, or by uvicorn on a port."""
 
-import http.client
-import json
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +10,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="lce[serve] is not installed")
 
+import httpx2
 from starlette.testclient import TestClient
 
 import lce
@@ -85,9 +83,8 @@ def free_ports(n: int) -> list[int]:
 
 def is_healthy(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return bool(json.load(answer)["status"] == "ok")
-    except (OSError, http.client.HTTPException):
+        return bool(httpx2.get(f"{address}/health").json()["status"] == "ok")
+    except (httpx2.HTTPError, ValueError):
         return False
 
 

@@ -80,16 +80,6 @@ def test_anthropics_own_client(address: str) -> None:
             client.messages.create(**how | {"model": "claude"})
 
 
-def test_langchain(address: str) -> None:
-    chat = pytest.importorskip("langchain_openai").ChatOpenAI
-    model = chat(base_url=f"{address}/v1", api_key="none", model="tiny", max_tokens=12, temperature=0, timeout=WAIT_S)
-    whole = model.invoke("hi")
-    assert whole.usage_metadata["output_tokens"] <= 12
-    assert "".join(str(chunk.content) for chunk in model.stream("hi")) == whole.content
-    called = model.bind_tools([TOOL], tool_choice="add").invoke("hi", max_tokens=200)
-    assert all(call["name"] == "add" for call in called.tool_calls)
-
-
 @pytest.mark.slow
 def test_the_evaluation_harness_scores_as_in_process(engine: lce.Engine, address: str, chat_model: Path) -> None:
     """Log-likelihoods by `local-completions` over HTTP are those of the engine."""

@@ -1,11 +1,10 @@
 """A conversation over HTTP reads each token once; a server that was started anew goes on where the last one ended."""
 
-import json
-import urllib.request
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import lce
@@ -29,10 +28,7 @@ def test_each_token_of_a_conversation_is_read_once(method: str, chat_model: Path
             for turn in turns:
                 messages.append({"role": "user", "content": f"turn {turn}: the quick fox"})
                 body = {"messages": messages, "max_tokens": 7, "temperature": 1, "seed": turn, "logit_bias": bias}
-                request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
-                request.add_header("Content-Type", "application/json")
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    found = json.load(answer)
+                found = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
                 messages.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
                 usages.append(found["usage"])
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import psutil
 import pytest
@@ -38,18 +37,20 @@ class Server:
     """`lce serve --replicas 2` in a process of its own, which is loaded."""
 
     def __init__(self, process: Process, address: str) -> None:
-        self.process, self.address = process, address
+        self.process, self.client = process, httpx2.Client(base_url=address, timeout=100)
 
-    def open(self, path: str, body: Any = None, session: str | None = None) -> Any:
-        """Return the open answer to a request."""
-        headers = {"Content-Type": "application/json"} | ({"x-session-id": session} if session else {})
-        data = None if body is None else json.dumps(body).encode()
-        return urllib.request.urlopen(urllib.request.Request(self.address + path, data, headers), timeout=100)
+    def stream(self, body: Any, session: str = "") -> httpx2.Response:
+        """Return a stream that has begun; close it."""
+        request = self.client.build_request("POST", COMPLETE, json=body | {"stream": True}, headers=_head(session))
+        return self.client.send(request, stream=True)
 
-    def ask(self, body: Any, session: str | None = None, path: str = COMPLETE) -> tuple[Any, str]:
+    def post(self, body: Any, session: str = "", path: str = COMPLETE) -> httpx2.Response:
+        return self.client.post(path, json=body, headers=_head(session))
+
+    def ask(self, body: Any, session: str = "", path: str = COMPLETE) -> tuple[Any, str]:
         """Return the answer to a request, and the replica that gave it."""
-        with self.open(path, body, session) as answer:
-            return json.load(answer), answer.headers["x-lce-replica"]
+        answer = self.post(body, session, path).raise_for_status()
+        return answer.json(), answer.headers["x-lce-replica"]
 
     def replicas(self) -> list[psutil.Process]:
         """Return the processes of the replicas."""
@@ -58,9 +59,12 @@ class Server:
 
     def running(self) -> list[float]:
         """Return how many requests each replica runs that tells its figures."""
-        with self.open("/metrics") as answer:
-            lines = answer.read().decode().splitlines()
+        lines = self.client.get("/metrics").text.splitlines()
         return [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
+
+
+def _head(session: str) -> dict[str, str]:
+    return {"x-session-id": session} if session else {}
 
 
 def _title(process: psutil.Process) -> str:
@@ -95,7 +99,9 @@ def serving(model: Path, *options: str) -> Iterator[Server]:
     with started(model, *options) as (process, said):
         until(lambda: process.poll() is not None or any("is loaded" in line for line in said), START_S)
         assert process.poll() is None, said
-        yield Server(process, next(line for line in said if "serving" in line).split()[-1])
+        server = Server(process, next(line for line in said if "serving" in line).split()[-1])
+        with server.client:
+            yield server
 
 
 @pytest.fixture(scope="module")
@@ -140,26 +146,12 @@ def test_answers_are_those_of_the_single_server(server: Server, single: TestClie
     assert found.get("tokens") == expected.get("tokens")
 
 
-def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
-    whole, _ = server.ask(completion("once upon"))
-    with server.open(COMPLETE, completion("once upon", stream=True)) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        *found, done = events(answer.read().decode())
-    assert done == "[DONE]"
-    assert "".join(json.loads(each)["choices"][0]["text"] for each in found) == whole["choices"][0]["text"]
-
-
 def test_refusals_are_those_of_the_single_server(server: Server, single: TestClient) -> None:
     for body in ({"prompt": 3}, completion("x", model="other"), completion("x", n=10**6)):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            server.ask(body)
-        expected = single.post(COMPLETE, json=body)
-        with refused.value as found:
-            assert (found.code, json.load(found)) == (expected.status_code, expected.json())
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        server.ask({"name": "x", "prompt": "y"}, path="/contexts")
-    with refused.value as found:
-        assert found.code == 501
+        found, expected = server.post(body), single.post(COMPLETE, json=body)
+        assert (found.status_code, found.json()) == (expected.status_code, expected.json())
+        assert found.is_error
+    assert server.post({"name": "x", "prompt": "y"}, path="/contexts").status_code == 501
 
 
 def test_sessions_stay_where_their_contexts_are(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +170,16 @@ def test_sessions_stay_where_their_contexts_are(server: Server, capsys: pytest.C
     assert hits >= 0.9 * turns
     assert len(set.union(*replicas.values())) == 2
     assert all(len(found) == 1 for found in replicas.values())
+
+
+ENDLESS = completion("endless", 3000, logit_bias={"77": 100})
+
+
+def begun(stream: httpx2.Response) -> Iterator[str]:
+    """Return the lines of a stream behind the first event."""
+    lines = stream.iter_lines()
+    assert any(line.startswith("data: ") for line in lines)
+    return lines
 
 
 def _is_kept(path: Path, ids: bytes) -> bool:
@@ -217,12 +219,10 @@ def test_a_killed_replica_loses_no_whole_answer(server: Server, single: TestClie
 
 def test_a_stream_whose_replica_is_killed_ends_with_an_error(server: Server) -> None:
     until(lambda: len(server.running()) == 2, START_S)
-    body = completion("endless", 3000, stream=True, logit_bias={"77": 100})
-    streams = [server.open(COMPLETE, body, session) for session in two_sessions(server)]
-    for stream in streams:
-        until(lambda stream=stream: stream.readline(1 << 16).startswith(b"data: "))
+    streams = [server.stream(ENDLESS, session) for session in two_sessions(server)]
+    lines = [begun(stream) for stream in streams]
     server.replicas()[0].kill()
-    ends = [events(stream.read().decode())[-1] for stream in streams]
+    ends = [events("\n".join(each))[-1] for each in lines]
     assert sorted(end == "[DONE]" for end in ends) == [False, True], ends
     error = json.loads(next(end for end in ends if end != "[DONE]"))["error"]
     assert error["code"] == "replica_lost"
@@ -231,8 +231,9 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error(server: Server) -> 
 
 def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
     until(lambda: len(server.running()) == 2, START_S)
-    with server.open(COMPLETE, completion("endless", 3000, stream=True, logit_bias={"77": 100})) as stream:
-        until(lambda: stream.readline(1 << 16).startswith(b"data: "))
+    stream = server.stream(ENDLESS)
+    begun(stream)
+    stream.close()
     until(lambda: not sum(server.running()), 20)
 
 
@@ -255,12 +256,15 @@ def test_the_example_of_a_cluster_answers_behind_rays_proxy(
     with Process([sys.executable, "-c", code, "run", tmp_path / "serve.yaml"], **quiet) as process:
         try:
             server = Server(process, f"http://127.0.0.1:{port}")
-            until(lambda: is_healthy(server.address), START_S)
-            found, replica = server.ask(completion("behind a proxy"))
+            until(lambda: is_healthy(f"http://127.0.0.1:{port}"), START_S)
+            with server.client:
+                found, replica = server.ask(completion("behind a proxy"))
+                answer = server.post(completion("behind a proxy", stream=True))
             assert found["choices"] == single.post(COMPLETE, json=completion("behind a proxy")).json()["choices"]
-            with server.open(COMPLETE, completion("behind a proxy", stream=True)) as answer:
-                assert answer.headers["x-lce-replica"] == replica
-                assert events(answer.read().decode())[-1] == "[DONE]"
+            assert answer.headers["x-lce-replica"] == replica
+            *said, done = events(answer.text)
+            assert "".join(json.loads(each)["choices"][0]["text"] for each in said) == found["choices"][0]["text"]
+            assert done == "[DONE]"
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
@@ -279,11 +283,9 @@ def test_a_damaged_model_is_one_line(chat_model: Path, tmp_path: Path) -> None:
 def test_a_signal_lets_streams_end_and_ends_ray(chat_model: Path, tmp_path: Path) -> None:
     with serving(chat_model, "--cache-dir", str(tmp_path)) as server:
         ray = psutil.Process(server.process.pid).children(recursive=True)
-        body = completion(text_of("the last"), 600, stream=True, logit_bias={"77": 100})
-        with server.open(COMPLETE, body) as stream:
-            until(lambda: stream.readline(1 << 16).startswith(b"data: "))
-            server.process.send_signal(signal.SIGTERM)
-            assert events(stream.read().decode())[-1] == "[DONE]"
+        lines = begun(server.stream(completion(text_of("the last"), 600, logit_bias={"77": 100})))
+        server.process.send_signal(signal.SIGTERM)
+        assert events("\n".join(lines))[-1] == "[DONE]"
         assert server.process.wait(60) == 0
     assert [*tmp_path.rglob("*.lce")], "a stopped replica saves its contexts"
     until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ray), 20)

@@ -201,21 +201,20 @@ def test_a_profile_sees_the_steps_own_parts(tmp_path: Path, replayed: list[Jobs]
     assert not replayed
 
 
-MIXES: dict[str, list[str]] = {
-    "alike": ["full", "streaming", "dca", "rerope", "longheads", "full", "self_extend", "lm_infinite"],
-    "one not alike": ["full", "streaming", "infllm", "dca"],
-    "same": ["full"] * 8,
-}
+LANES: list[tuple[str, dict[str, Any], int, bool]] = [  # the last: whether one layer's attention serves the others
+    ("full streaming dca rerope longheads full self_extend lm_infinite", {}, 2, True),
+    ("full streaming dca rerope longheads full", {"kv_dtype": "int8-device"}, 1, True),
+    ("full streaming infllm dca", {}, 1, False),
+    ("full " * 8, {"dtype": "bfloat16"}, 1, True),
+]
 
 
-@pytest.mark.parametrize("n_threads", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_dtype": "int8-device"}], ids=str)
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.covering("mix", "options", "n_threads")
+@pytest.mark.parametrize(("methods", "options", "n_threads", "serves"), LANES)
 def test_replayed_passes_of_several_lanes_have_the_same_bits(
-    mix: str,
+    methods: str,
     options: dict[str, Any],
     n_threads: int,
+    serves: bool,
     replayed: list[Jobs],
     alike: list[LayerJobs],
     tmp_path: Path,
@@ -228,12 +227,12 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
     torch.set_num_threads(n_threads)
     save_tiny(tmp_path, num_hidden_layers=4)
     engines: dict[str, lce.Engine] = {}
-    for name in MIXES[mix]:
+    for name in methods.split():
         engines[name] = lce.load(tmp_path, name, sharing=next(iter(engines.values()), None), **options)
 
     def passes() -> list[Tensor]:
-        contexts = [engines[name].prefill(tokens(40 + 30 * i, seed=i)) for i, name in enumerate(MIXES[mix])]
-        lanes, found = list(zip(MIXES[mix], contexts, strict=True)), []
+        contexts = [engines[name].prefill(tokens(40 + 30 * i, seed=i)) for i, name in enumerate(methods.split())]
+        lanes, found = list(zip(methods.split(), contexts, strict=True)), []
         for turn in range(24):
             n = (len(lanes), 3, 1, len(lanes))[turn % 4]
             shift = turn // 5 % len(lanes)
@@ -246,7 +245,7 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
 
     ours = passes()
     assert replayed
-    assert alike or mix == "one not alike"
+    assert alike or not serves
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
     for one, other in zip(ours, passes(), strict=True):
         assert torch.equal(one, other)

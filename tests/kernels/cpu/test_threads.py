@@ -3,9 +3,8 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from lce.kernels.cpu.kernel import Kernel, recording, seam
 from lce.kernels.cpu.layer_jobs import LayerJobs
 from lce.kernels.cpu.products import product
 from lce.kernels.cpu.threads import run_jobs
-from tests.command import together
+from tests.command import output, together
 
 WORDS = 64  # of a thread's memory
 
@@ -125,18 +124,10 @@ def test_without_threads_the_caller_works_alone() -> None:
     assert run_program(0, stack=1 << 52) == "0\n"
 
 
-def run_program(pause: float, stack: int | None = None) -> str:
-    def limit() -> None:
-        if stack:
-            resource.setrlimit(resource.RLIMIT_STACK, (stack, resource.RLIM_INFINITY))
-
-    argv = [sys.executable, "-c", PROGRAM, str(pause)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # of NumPy and PyTorch
-    done = subprocess.run(
-        argv, env=environment, capture_output=True, text=True, timeout=60, preexec_fn=limit, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_program(pause: float, stack: int = 0) -> str:
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # of NumPy and PyTorch
+    limit = partial(resource.setrlimit, resource.RLIMIT_STACK, (stack, resource.RLIM_INFINITY))
+    return output(PROGRAM, str(pause), env=own, preexec_fn=limit if stack else None)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
