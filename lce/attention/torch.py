@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from lce.attention.attention import Attended, Attention, causal_mask, combine, join
+from lce.attention.attention import Attended, Attention, combine, join
 from lce.attention.int8_rows import readable
 from lce.attention.reference import Reference
 from lce.attention.scores import SCORES_AT_ONCE
@@ -34,25 +32,17 @@ class Torch(Attention):
         q, (k, v) = q if turn is None else rotate(q, turn), readable(q, k, v)
         if flash_takes(q):
             return self._attend_flash(q, k, v, causal, window)
-        if q.is_cuda:
+        (n_heads, n_queries, dim), (n_kv_heads, n_keys, _) = q.shape, k.shape
+        if q.is_cuda or (causal and window is not None and window < n_keys):
             return attend_slices(q, k, v, causal, window)
-        (n_heads, n_queries, dim), (n_kv_heads, n_keys, _), bias = q.shape, k.shape, None
-        window = window if causal and window is not None and window < n_keys else None
-        # All queries see all keys, so the query heads that share keys become rows of one problem.
-        if not causal or (n_queries == 1 and window is None):
+        if not causal or n_queries == 1:  # all queries see all keys: query heads that share keys are rows of a problem
             out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
         first = n_keys - n_queries
-        if window is not None:
-            first = max(0, first - window + 1)
-            seen = causal_mask(n_queries, n_keys - first, window, q.device)
-            bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
         own = (x[:, None, first:].expand(-1, n_heads // n_kv_heads, -1, -1) for x in (k, v))
-        out, lse = _flash_cpu(q.unflatten(0, (n_kv_heads, -1)), *own, causal=window is None, bias=bias)
-        part = out.flatten(0, 1), lse.flatten(0, 1)
-        if first == 0 or window is not None:
-            return part
-        return combine([self.attend(q, k[:, :first], v[:, :first], causal=False), part])
+        part = _flash_cpu(q.unflatten(0, (n_kv_heads, -1)), *own, causal=True)
+        before = [self.attend(q, k[:, :first], v[:, :first], causal=False)] if first else []
+        return combine([*before, (part[0].flatten(0, 1), part[1].flatten(0, 1))])
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
         """Return the attention of rotated queries `q [H, T, D]` to `k v [G, N, D]` on CUDA, without a copy of the keys.
@@ -151,7 +141,7 @@ def _dense_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Attended:
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Attended:
     """Call PyTorch's CPU flash kernel: `q [B, heads, T, D]`, `k v [B, heads, N, D]`; causal: query t sees keys 0..t."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return out, lse.float().contiguous()
