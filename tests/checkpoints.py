@@ -3,7 +3,7 @@
 import functools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +97,20 @@ def save_tokenizer(folder: Path) -> Path:
 
 @functools.cache
 def _tokenizer() -> str:
+    return byte_level(_PROSE, VOCAB, "<s>", "</s>").to_str()
+
+
+def byte_level(prose: list[str], n_tokens: int, *special: str, added: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """A byte-level BPE; the first of its `special` tokens is put before every text. `added` tokens come beyond."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        show_progress=False,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    library.train_from_iterator(_PROSE, trainer)
-    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    assert library.get_vocab_size() == VOCAB
-    return library.to_str()
+    alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": [*special]}
+    library.train_from_iterator(prose, trainers.BpeTrainer(vocab_size=n_tokens, show_progress=False, **alphabet))
+    library.add_tokens([*added])
+    single = {"single": f"{special[0]} $A", "special_tokens": [(special[0], 0)]}
+    library.post_processor = processors.TemplateProcessing(**single)
+    return library
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:

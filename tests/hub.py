@@ -59,15 +59,11 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             name, what, revision = re.split("/(revision|tree)/", path.removeprefix("/api/models/"))
             if not self.refuses(name, revision):
-                files = [
-                    {"rfilename": k, "size": self.hub.sizes.get(name, {}).get(k, len(v))}
-                    for k, v in self.hub.models[name].items()
-                ]
+                sizes = {k: len(v) for k, v in self.hub.models[name].items()} | self.hub.sizes.get(name, {})
+                files = [{"rfilename": k, "size": n} for k, n in sizes.items()]
                 listed: Any = {"id": name, "sha": self.hub.commit(name), "siblings": files}
                 if what == "tree":
-                    listed = [
-                        {"type": "file", "path": x["rfilename"], "size": x["size"], "oid": "0" * 40} for x in files
-                    ]
+                    listed = [{"type": "file", "path": k, "size": n, "oid": "0" * 40} for k, n in sizes.items()]
                 self.answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
             return
         name, _, rest = path[1:].partition("/resolve/")

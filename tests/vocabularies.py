@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lce.errors import LceError
+from tests.checkpoints import byte_level
 
 LLAMA2 = Path(__file__).parents[2] / "shared" / "data" / "llama2_tokenizer.model"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -53,21 +54,7 @@ def cut_by(regex: str) -> pre_tokenizers.PreTokenizer:
 
 def byte_level_library() -> tokenizers.Tokenizer:
     """Llama 3's kind: byte-level BPE, a BOS from the post-processor."""
-    library = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.train_from_iterator(
-        PROSE,
-        trainers.BpeTrainer(
-            vocab_size=400,
-            show_progress=False,
-            special_tokens=["<|begin|>", "<|end|>", "<|eot|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    library.add_tokens(["<|tool|>", "plain added é"])
-    library.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    return library
+    return byte_level(PROSE, 400, "<|begin|>", "<|end|>", "<|eot|>", added=["<|tool|>", "plain added é"])
 
 
 def merges_of(pieces: list[str]) -> list[tuple[str, str]]:

@@ -30,9 +30,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
     if len(k) == 0:
         return torch.zeros_like(q, dtype=torch.float64), -math.inf
     scores = (k.double() @ q.double()) / math.sqrt(len(q))
-    largest = scores.max()
-    weights = (scores - largest).exp()
-    return (weights @ v.double()) / weights.sum(), float(largest + weights.sum().log())
+    return scores.softmax(0) @ v.double(), float(scores.logsumexp(0))
 
 
 def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Attended:

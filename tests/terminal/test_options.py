@@ -126,17 +126,13 @@ def test_a_seed_that_changes_nothing_is_said() -> None:
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    defaults = {parameter.name: parameter.default for parameter in cli.generate.params}
     without = "model prompt stop block window rope rope_factor seed method threads tokens prefill_method ranks".split()
     without += "kv_device_budget kv_host_budget spill_dir".split()
-    for function in (lce.load, lce.Engine.stream, lce.Sampling):
+    library = [(cli.generate, function) for function in (lce.load, lce.Engine.stream, lce.Sampling)]
+    for command, function in [*library, (cli.plan, lce.plan)]:
+        defaults = {parameter.name: parameter.default for parameter in command.params}
         for name, parameter in inspect.signature(function).parameters.items():
-            if name in defaults and name not in without:
-                assert defaults[name] == parameter.default, name
-    planning = {parameter.name: parameter.default for parameter in cli.plan.params}
-    for name, parameter in inspect.signature(lce.plan).parameters.items():
-        if name in planning and name not in without:
-            assert planning[name] == parameter.default, name
+            assert name in without or defaults.get(name, parameter.default) == parameter.default, name
 
 
 def test_a_knob_given_as_an_option_says_how_knobs_are_given() -> None:
