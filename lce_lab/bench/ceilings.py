@@ -73,9 +73,8 @@ def machine() -> str:
 def ceilings(shapes: Sequence[Shape], rows: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
     """Measure the machine with torch's current threads. Takes some seconds and 2 GiB or, if less, 1/4 of free memory.
 
-    `shapes` are the shapes of the weight matrices to multiply; `rows` is the number of input rows. Products are
-    measured in `dtype` and the `USUAL` dtypes, without those that multiply the first matrix at less than half of the
-    highest rate.
+    `shapes` are those of the weight matrices to multiply by `rows` input rows. Products are measured in `dtype` and the
+    `USUAL` dtypes, without those that multiply the first matrix at less than half of the highest rate.
     """
     reading = reading_speed(device)
     numbers, other = (torch.ones(_most_bytes(device) // 4, dtype=torch.float32, device=device) for _ in range(2))

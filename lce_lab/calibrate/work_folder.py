@@ -1,8 +1,7 @@
 """The work folder of a calibration: finished pieces and layers stay there until all are finished.
 
 Each file contains a digest of its content, a digest of the calibration's plan (options, model and text), and its own
-file name (`place`). A file that is damaged, renamed, or from another plan counts as missing. Anything except a regular
-file is refused.
+file name (`place`). A damaged or renamed file, or one of another plan, is missing; no regular file: refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """lce as a model of EleutherAI's lm-evaluation-harness: `--model lce --model_args pretrained=PATH,method=longheads`.
 
-The harness makes prompts and scores answers, and `lce_lab.eval.requests` generates the answers. The harness finds the
-class `LceLM` by the name `lce`, an entry point of the group `lm_eval.models`. Releases of lm_eval up to 0.4.13 ignore
-entry points. With such a release, `lce eval harness` or an import of this module registers the class. The package
-lm_eval is needed: `pip install 'lce[harness]'`.
+The harness makes prompts and scores answers; `lce_lab.eval.requests` generates the answers. The harness finds `LceLM`
+by the name `lce`, an entry point of the group `lm_eval.models`, which releases of lm_eval up to 0.4.13 ignore: with
+these, `lce eval harness` or an import of this module registers the class. `pip install 'lce[harness]'`.
 """
 
 from __future__ import annotations

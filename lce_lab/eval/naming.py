@@ -79,8 +79,7 @@ def engine_key(sample: Mapping[str, Any]) -> EngineKey:
 def method_names(measured: Iterable[Measured], without: Collection[str] = ()) -> dict[EngineKey, str]:
     """Return engines' names: the method, and the knobs that differ among engines of the same method and model.
 
-    The knobs in `without` are left out, so engines that differ only in these knobs share a name. A window is named if
-    it is not the model's largest.
+    The knobs in `without` are left out. A window is named if it is not the model's largest.
     """
     engines: dict[EngineKey, Measured] = {}
     largest: dict[str, int] = {}

@@ -130,8 +130,7 @@ def stream(
     """Return perplexities by position, from one pass over the first `max(lengths)` tokens of each text.
 
     The perplexity for one of `lengths` is that of the tokens between the next smaller length and this length. Lengths
-    that no text reaches are left out. A text that is complete in `record` is not read again. `about` has further fields
-    of `Loss` to record.
+    that no text reaches are left out. For `record` and `about`, see `windows`.
     """
     check(stride, "last")
     borders, record = sorted(set(lengths)), record or Record()

@@ -22,9 +22,8 @@ def read_all(
     """Read texts of token ids in sorted order; yield each text's number and the context that holds the text.
 
     Tokens that the caller adds to the context are dropped before the next text. `lengths` has for each text the length
-    that the context may reach, by default the text's. The RoPE scaling `dynamic` depends on this length, so with this
-    scaling only equal texts share a context. Memory: one context. Raises `CapacityError` before any work if the longest
-    text cannot fit.
+    that the context may reach, by default the text's. The RoPE scaling `dynamic` depends on this length, so with it
+    only equal texts share a context. Raises `CapacityError` before any work if the longest text cannot fit.
     """
     if not texts:
         return

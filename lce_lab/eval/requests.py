@@ -53,8 +53,7 @@ def model_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ModelArgu
     """Split the harness's model arguments into options of `lce.load` and `ModelArguments`.
 
     The harness turns the text "none" into None. For knobs and `rope`, None is turned back into "none"; other arguments
-    that are None are left out. If `pretrained` is an engine, there are no options of `lce.load`. Raises `UsageError`
-    for unknown names and unusable values.
+    that are None are left out. If `pretrained` is an engine, there are no options of `lce.load`.
     """
     own = [each.name for each in dataclasses.fields(ModelArguments)]
     loaded = isinstance(given["pretrained"], lce.Engine)

@@ -61,9 +61,8 @@ class Asking:
     """How samples are asked: in which mode, and which shard of the samples.
 
     With `contexts`, a folder, the modes `shared` and `turns` save each prefilled document as a context file, and open
-    this file instead of prefilling again. Questions do not change the file. With `brief`, an answer ends as soon as
-    its score is certain. Up to `lanes` questions are answered at once, fewer if memory is short; the answers are the
-    same. Raises `UsageError` for a wrong mode.
+    this file instead of prefilling again. With `brief`, an answer ends as soon as its score is certain. Up to `lanes`
+    questions are answered at once, fewer if memory is short; the answers are the same.
     """
 
     mode: str = "single"

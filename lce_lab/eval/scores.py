@@ -28,8 +28,7 @@ Scores = tuple[tuple[float, ...], ...]  # a document's, for each task
 class Score:
     """The mean score of some samples, 0 to 1, with the 95% interval from `low` to `high`.
 
-    `read_bytes`, `prompt_tokens` and `chance` are those of `Answer`, averaged over samples with known values; None if
-    no value is known.
+    `read_bytes`, `prompt_tokens` and `chance` are means of the known values of `Answer`; None if no value is known.
     """
 
     samples: int

@@ -132,7 +132,6 @@ def measure(
     `samples` makes the samples for an engine. `loading` are options of `lce.load`. `judge` names the full attention
     that counts as true, and `states` says whether later layers get the method's or the judge's output. In `record`, a
     sample is identified by its number and by `setting`, which says how samples are made and begins with `task`.
-    Recorded samples are not asked again.
     """
     meter, record = AttentionMeter(judge, states), record or Record()
     engine = lce.load(model, Observed(method, meter), **loading)

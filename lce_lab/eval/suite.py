@@ -134,9 +134,8 @@ def make_tasks(names: Sequence[str], knobs: Mapping[str, str] | None = None) -> 
     Raises `UsageError` for a name or a knob that no task has.
     """
     names = list(TASKS) if "all" in names else list(dict.fromkeys(names))
-    for name in names:
-        if name not in TASKS:
-            raise UsageError(f"unknown task {shown(name)}; {nearest(name, [*TASKS, 'all'])}")
+    if (unknown := next((name for name in names if name not in TASKS), None)) is not None:
+        raise UsageError(f"unknown task {shown(unknown)}; {nearest(unknown, [*TASKS, 'all'])}")
     fields = {f"{name}.{field.name}": field for name in names for field in dataclasses.fields(TASKS[name])}
     own: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in sorted((knobs or {}).items(), key=lambda knob: "." in knob[0]):  # so TASK.KEY overrides KEY

@@ -45,8 +45,7 @@ PAGES_IN_WINDOW = (*IN_WINDOW, "grouped", "dual")  # those of `pages`
 class Rung(NamedTuple):
     """A method with one change, and the cause of the miss if the changed method answers right.
 
-    `window` is None for the engine's own. `is_whole` says that the change is worth asking of all samples: it is a
-    method that others may have recorded.
+    `window` is None for the engine's own. `is_whole`: others may have recorded the method, so ask it all samples.
     """
 
     cause: str

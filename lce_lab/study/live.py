@@ -62,8 +62,7 @@ def requested(body: Any) -> tuple[RecordingRequest, Method]:
 def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
     """Return a method's knobs that a page can set: name, default, help, choices and words of each.
 
-    If the choices are None, the knob takes any number, or one of the words. Knobs that take free text, such as file
-    names, are left out.
+    If the choices are None, the knob takes any number, or one of the words. Knobs of free text are left out.
     """
     found = []
     for knob in lce.methods.knobs_of(cls):

@@ -1,9 +1,8 @@
 """Compares what a recorded query attended with full attention. The results for one query are called a look.
 
 A choice is a chunk, page, block or token that a method can select. True attention means the weights that full attention
-gives to keys. A look also says why a head does not attend keys with much true attention. Looks are computed after the
-run, when the cache has the keys of the whole text. A few queries are computed at a time, so that their weights over all
-keys take little memory.
+gives to keys. Looks are computed after the run, when the cache has the keys of the whole text, a few queries at a time,
+so that their weights over all keys take little memory.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -131,11 +131,11 @@ class _Row:
         marks = [self._mark(n, *mark) for n, mark in enumerate(self.marks) if mark[0] < self.weights.shape[1]]
         heads = []
         for head, taken in enumerate(self.taken):
-            found: Look = {} if given is None else {"given": _with_choice(given[head], taken)}
+            found: Look = {} if given is None else {"given": [*compress(given[head], taken)]}
             found["distances"] = None
             if self.seen.distances is not None and taken.any():
                 found["distances"] = _number_of(look["distances"], self.seen.distances[head][taken].tolist())
-            found |= {"mass": _with_choice(mass[head], taken), "best": bests[head]}
+            found |= {"mass": [*compress(mass[head], taken)], "best": bests[head]}
             found |= {"marked": [mark[head] for mark in marks], **recalls[head]}
             if found["why"] is None and moved is not None and moved[head] > MOVED:
                 found["why"] = "placement"
@@ -252,10 +252,6 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
     group = heads * len(keys) // len(q)
     there = keys[group, tokens.to(q.device)].float()  # [H, n, D]
     return (turned[heads, which.to(q.device)] * there).sum(-1).div_(math.sqrt(q.shape[-1])).cpu()
-
-
-def _with_choice(values: list[Any], taken: Tensor) -> list[Any]:
-    return [x for x, there in zip(values, taken.tolist(), strict=True) if there]
 
 
 def _number_of(patterns: list[Any], pattern: Any) -> int:

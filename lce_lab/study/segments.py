@@ -1,8 +1,7 @@
 """Stores which chunks or tokens every query of a run chose, and which spans of tokens it attended in any case.
 
-The number of a chosen chunk takes 16 bits, or 32 if it is large. Numbers are stored once for all queries of a block, or
-for all heads, that chose the same. A span is stored once for several consecutive queries if each end of the span stays
-in place or moves by one token per query.
+The number of a chosen chunk takes 16 bits, or 32 if it is large. Numbers are stored once for all queries or heads that
+chose the same; a span for successive queries, if each of its ends stays or moves by one token per query.
 """
 
 from __future__ import annotations
@@ -147,8 +146,7 @@ def span_runs(blocks: Iterable[tuple[int, list[Spans]]]) -> list[list[Any]]:
     """Compress the spans of consecutive queries into runs `[q0, q1, [[a, da, b, db], …]]`, one inner list per span.
 
     Query q, from q0 to q1 - 1, attends the tokens from `a + da (q - q0)` to `b + db (q - q0) - 1`. Example: if queries
-    4 to 7 attend their own chunk of 4 tokens up to themselves, the run is `[4, 8, [[4, 0, 5, 1]]]`. `blocks` has each
-    block's first query and its queries' spans.
+    4 to 7 attend their own chunk of 4 tokens up to themselves, the run is `[4, 8, [[4, 0, 5, 1]]]`.
     """
     runs: list[list[Any]] = []
     for start, block in blocks:

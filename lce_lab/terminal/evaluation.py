@@ -31,7 +31,7 @@ def evaluation() -> None:
 @options.model_option
 @methods_options
 @lengths_option
-@own.asked_options(n=10)
+@own.asked_options
 @flag("--text FILE", "Read this text instead of a task's.")
 @flag("--queries N", "Queries of --text that are looked at.", type=options.COUNT, default=32)
 @flag("--judge", f"True attention: {DISTANCES}.", type=click.Choice(["constant", "true"]), default="constant")

@@ -151,9 +151,8 @@ def _rows(recording: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _hits(recording: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each mark (a span of the text) and layer, how often heads of the traced tokens attend the mark.
 
-    `attended` is the share of heads that attend a token of the mark. `hit1` and `hit5` are the shares of heads to which
-    a choice with tokens of the mark has the best score, or one of the five best; None for layers that choose nothing.
-    `mass` is the mean true attention to the mark.
+    `attended` is the share of heads that attend a token of the mark, `hit1` and `hit5` of those that give the mark's
+    choice the best score or one of the five best (None: nothing is chosen), `mass` the mean true attention to the mark.
     """
     lines = []
     for (number, mark), layer in product(enumerate(recording["marks"]), range(recording["model"]["layers"])):

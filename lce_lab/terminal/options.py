@@ -11,7 +11,7 @@ from click import argument
 
 import lce
 from lce.errors import UsageError
-from lce.terminal.options import COUNT, KNOBS, Decorator, flag, knobs_option, packed, parse_name, parse_names
+from lce.terminal.options import COUNT, KNOBS, flag, knobs_option, packed, parse_name, parse_names
 from lce_lab.terminal.methods import methods_of
 
 _METHOD = flag("--method NAME", "One of `lce methods`, or a file FILE.py.", default="full", callback=parse_name)
@@ -102,14 +102,12 @@ benchmark_options = packed("suite", _benchmark, argument("suite"), *_PUBLISHED)
 cluster_options = packed("cluster", dict, *_CLUSTER)
 
 
-def asked_options(n: int) -> Decorator:
-    """Declare the options of one task, by default with `n` samples per length, packed as the argument `asked`."""
-    return packed(
-        "asked",
-        _asked,
-        flag("--task NAME", "One of `lce eval tasks`.", default="passkey"),
-        flag("-t KEY=VALUE", "Its knobs.", dest="task_knobs", **KNOBS),
-        flag("--samples N", "Texts for each method and length.", type=COUNT, default=n),
-        flag("--seed", "The same seed makes the same texts.", type=int, default=0),
-        flag("--filler prose|noise|essays:DIR", "What facts are hidden in.", default="prose"),
-    )
+asked_options = packed(
+    "asked",
+    _asked,
+    flag("--task NAME", "One of `lce eval tasks`.", default="passkey"),
+    flag("-t KEY=VALUE", "Its knobs.", dest="task_knobs", **KNOBS),
+    flag("--samples N", "Texts for each method and length.", type=COUNT, default=10),
+    flag("--seed", "The same seed makes the same texts.", type=int, default=0),
+    flag("--filler prose|noise|essays:DIR", "What facts are hidden in.", default="prose"),
+)

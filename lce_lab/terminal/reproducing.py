@@ -1,7 +1,6 @@
 """The output of `lce reproduce`: the list of papers' tables and figures, or the measured cells of one, as text or JSON.
 
-An entry is one table or figure. Its numbers come from the `lce` commands that it prints, which run in this process with
-`--json`.
+An entry is a table or figure. Its numbers come from `lce` commands, which run in this process with `--json`.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ Ceiling = tuple[lce.Engine, list[int]]  # an engine with full attention, and len
 class SuiteRun:
     """A run of `lce eval run` or `lce eval published`. A cell is the score of a method on a task at a length.
 
-    `objects` has the cells measured so far, as JSON objects. `lengths`, in tokens, are for generated tasks; published
-    tasks have none. `predictions` is a folder for answers in a benchmark's own file layout. `sharing` is an engine
-    whose weights are used.
+    `objects` has the cells measured so far, as JSON objects. Generated tasks have `lengths`, in tokens. `predictions`
+    is a folder for answers in a benchmark's own file layout. The weights of the engine `sharing` are used.
     """
 
     model: str

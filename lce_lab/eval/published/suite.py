@@ -95,8 +95,7 @@ class PublishedSuite(Suite):
 def _middle(sample: Sample, tokenizer: Any, most: int, *, joined: bool = False) -> Sample:
     """Keep the first and the last `most // 2` tokens of the prompt (LongBench, InfiniteBench's open models).
 
-    If `joined`, keep one more token if `most` is odd, and decode both parts together (LongBench v2, InfiniteBench's
-    prompts for GPT-4).
+    If `joined`, keep one more if `most` is odd, and decode both parts together (LongBench v2, InfiniteBench for GPT-4).
     """
     ids, half = tokenizer.encode(sample.beginning + sample.question), most // 2
     if len(ids) <= most:

@@ -75,9 +75,8 @@ def samples(
     """Make `n` documents of at most `length` tokens (counted by `count`); yield a sample for each question.
 
     The same seed gives the same samples, but `n` changes the depths of facts. The facts of documents with a single fact
-    stand at `depths` in turn, by default at even depths. Several facts stand in order at random depths. A document has
-    up to `questions` questions, as its puzzle allows; samples of one document are adjacent. Raises `UsageError` if a
-    puzzle does not fit.
+    stand at `depths` in turn, by default at even depths; several facts stand in order at random depths. A document has
+    up to `questions` questions, adjacent in the result. Raises `UsageError` if a puzzle does not fit.
     """
     text = filler_named(filler)
     tokens = Tokens(cache(lambda sentence: count(" " + sentence)), cache(count))
