@@ -25,6 +25,7 @@ from lce.methods.map_file import save_maps
 from lce_lab.calibrate.work_folder import WorkFolder
 from lce_lab.stages import StageProgress, stages
 
+Note = Callable[[str], None]
 HELD_OUT = 8  # one piece of the text in 8 is held out: recall is measured on it
 
 
@@ -94,7 +95,7 @@ def calibrate(
     *,
     force: bool = False,
     progress: StageProgress | bool | None = None,
-    note: Callable[[str], None] = warnings.warn,
+    note: Note = warnings.warn,
     **loading: Any,
 ) -> list[Recall]:
     """Learn a model's low-dimensional maps from `text`, write them to `out`, and return each layer's held-out recall.
@@ -110,25 +111,17 @@ def calibrate(
     if not out.parent.is_dir():
         raise DataError(f"cannot write {named(out)}: expected a file in a folder that exists")
     with stages(progress) as told:
-        return Calibrator(model, text, out, options or Calibration(), told, note, loading).run()
+        return Calibrator(load(model, **loading), text, out, options or Calibration(), told, note).run()
 
 
 class Calibrator:
     """One calibration: its engine, its work folder, and `seen`, the queries and keys of the current prefill."""
 
     def __init__(
-        self,
-        model: str | Path,
-        text: str,
-        out: Path,
-        options: Calibration,
-        progress: StageProgress,
-        note: Callable[[str], None],
-        loading: dict[str, Any],
+        self, engine: Engine, text: str, out: Path, options: Calibration, progress: StageProgress, note: Note
     ) -> None:
         self.out, self.options, self.progress = out, options, progress
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
-        engine = load(model, **loading)
         size = options.piece or min(engine.window, 4096)
         reading = ESA(compress="none", far=options.far) if size > engine.window else Full()
         method = Collecting(reading, options.far, lambda name, x: self.seen[name].append(lowdim.concat_heads(x).cpu()))

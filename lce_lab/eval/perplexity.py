@@ -248,8 +248,9 @@ def loss_tables(lines: Sequence[LossLine]) -> Iterator[LossTable]:
             windows = {loss.window for _, loss in group if loss.window}
             table = LossTable(name, setting, windows=tuple(sorted(windows)))
             by_border: dict[int, list[LossLine]] = {}
-            for sample, loss in group:
-                by_border.setdefault(_border(sample), []).append((sample, loss))
+            for sample, loss in group:  # by a window's length, or by a position in a stream, rounded up to 2**n
+                window = sample["length"] if sample["setting"] == "windows" else 0
+                by_border.setdefault(window or 1 << (sample["stop"] - 1).bit_length(), []).append((sample, loss))
             for border, members in sorted(by_border.items()):
                 kind, column = members[0][0]["setting"], Column(0, border)
                 if kind == "stream":  # the last column ends where the longest text ends
@@ -280,9 +281,3 @@ def _settings(lines: Sequence[LossLine]) -> Iterator[tuple[str, list[LossLine]]]
         yield "all tokens of windows", whole
     if streams := [line for line in lines if line[0]["setting"] == "stream"]:
         yield "by position in a stream", streams
-
-
-def _border(sample: Mapping[str, Any]) -> int:
-    """Return the length that identifies a sample's column: a window's, or a stream position rounded up to 2**n."""
-    length: int = sample["length"]
-    return length if sample["setting"] == "windows" else 1 << (sample["stop"] - 1).bit_length()

@@ -14,6 +14,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from statistics import fmean
 
 from lce.errors import UsageError
 from lce_lab.eval.record import Answer
@@ -47,12 +48,9 @@ class Score:
         if not answers:
             raise UsageError("there are no answers to score; expected one or more: ask more samples, or fewer shards")
         kind, low, high = interval(by_document((answer.document, answer.value) for answer in answers))
-        averages = {
-            name: mean_of(getattr(answer, name) for answer in answers)
-            for name in ("read_bytes", "prompt_tokens", "chance")
-        }
-        mean = math.fsum(answer.value for answer in answers) / len(answers)
-        return cls(len(answers), mean, low, high, kind, **averages)
+        known = ("read_bytes", "prompt_tokens", "chance")
+        averages = {name: mean_of(getattr(answer, name) for answer in answers) for name in known}
+        return cls(len(answers), fmean(answer.value for answer in answers), low, high, kind, **averages)
 
 
 def by_document(values: Iterable[tuple[Hashable, float]]) -> Documents:
@@ -66,7 +64,7 @@ def by_document(values: Iterable[tuple[Hashable, float]]) -> Documents:
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are no such values."""
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    return fmean(known) if known else None
 
 
 def interval(*tasks: Documents) -> tuple[str, float, float]:
@@ -75,23 +73,20 @@ def interval(*tasks: Documents) -> tuple[str, float, float]:
     documents = sorted(tuple(tuple(sorted(task.get(name, ()))) for task in tasks) for name in names)
     strata = [list(group) for _, group in groupby(sorted(documents, key=_asked), key=_asked)]
     plain = len(tasks) == 1 and all(len(scores) == 1 and scores[0] in (0.0, 1.0) for (scores,) in documents)
-    if plain or all(len({_means(document) for document in stratum}) == 1 for stratum in strata):
+    means = [{tuple(round(fmean(scores), 9) for scores in each if scores) for each in some} for some in strata]
+    if plain or all(len(some) == 1 for some in means):
         return "Wilson", *wilson(0, len(names), share=mean_of_tasks(tasks))
     return "bootstrap", *_bootstrap(strata)
 
 
 def mean_of_tasks(tasks: Sequence[Documents]) -> float:
     """Return the mean of the tasks' mean scores."""
-    return math.fsum(math.fsum(chain(*task.values())) / sum(map(len, task.values())) for task in tasks) / len(tasks)
+    return fmean(fmean(chain(*task.values())) for task in tasks)
 
 
 def _asked(document: Scores) -> tuple[bool, ...]:
     """Return which of the tasks a document has questions of. Documents alike in this are drawn among each other."""
     return tuple(map(bool, document))
-
-
-def _means(document: Scores) -> tuple[float, ...]:
-    return tuple(round(math.fsum(scores) / len(scores), 9) for scores in document if scores)
 
 
 def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None) -> tuple[float, float]:

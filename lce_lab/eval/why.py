@@ -214,7 +214,9 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
             yield placement, replace(method, placement=cast("Placement", Placement.kinds[placement]()))
         elif "placement" not in {each.name for each in fields(method)}:
             size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
-            knobs = {"chunk_size": size, "budget": min(window, max(3 * size, _attended(method)))}
+            knob, unit, beside = _budget(method)
+            attended = beside + (0 if knob is None else unit * int(lce.methods.settings(method)[knob]))
+            knobs = {"chunk_size": size, "budget": min(window, max(3 * size, attended))}
             yield placement, lce.methods.make("oracle", {**knobs, "placement": placement}).resolve(window)
         else:
             yield placement, _changed(method, placement=placement)
@@ -222,8 +224,3 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
 
 def _placement(method: Method) -> str | None:
     return method.selection.placement.name if isinstance(method, ChunkMethod) else None
-
-
-def _attended(method: Method) -> int:
-    knob, size, beside = _budget(method)
-    return beside + (0 if knob is None else size * int(lce.methods.settings(method)[knob]))

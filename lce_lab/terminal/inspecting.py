@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +24,7 @@ from lce.terminal.output import Output, note
 from lce.terminal.reading import read_prompt
 from lce_lab.stages import bars
 
+Prompt = dict[str, str | None]  # the options that give a prompt, by name
 NOTED = 64 << 20  # The least bytes of a recording about which a note is printed before the work.
 # The arguments of `lce inspect` that have no effect with --live.
 NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judge", "names", "knobs")
@@ -31,11 +32,11 @@ NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judg
 
 def write_recording(
     model: str,
-    methods: Sequence[lce.Method],
-    prompt: dict[str, str | None],
+    methods: Any,
+    prompt: Prompt,
     out: NewFile,
     json_file: str | None,
-    loading: dict[str, Any],
+    loading: Any,
     output: Output,
     **what: Any,
 ) -> None:
@@ -74,19 +75,12 @@ def write_recording(
 
 def _note_size(n_bytes: int) -> None:
     if n_bytes > NOTED:
-        note(
-            f"{size_text(n_bytes)} of JSON will be recorded, half of it as a page; --spread 50, larger chunks give less"
-        )
+        size = f"{size_text(n_bytes)} of JSON"
+        note(f"{size} will be recorded, half of it as a page; --spread 50, larger chunks give less")
 
 
 def serve_live(
-    model: str,
-    prompt: dict[str, str | None],
-    port: int,
-    most_prompt: int,
-    loading: dict[str, Any],
-    output: Output,
-    **_not_live: Any,
+    model: str, prompt: Prompt, port: int, most_prompt: int, loading: dict[str, Any], output: Output, **_not_live: Any
 ) -> NoReturn:
     """Serve the page of `lce inspect --live`, with an engine. Only its URL goes to stdout; Ctrl-C ends it."""
     from lce_lab.study.live import Live

@@ -63,6 +63,7 @@ class TokensLeft:
         return advance
 
 
+Samples = list[Sample]
 Ceiling = tuple[lce.Engine, list[int]]  # an engine with full attention, and lengths within the window
 
 
@@ -151,12 +152,7 @@ class SuiteRun:
             raise
 
     def _task(
-        self,
-        task: Any,
-        engines: Sequence[lce.Engine],
-        made: Mapping[int, list[Sample]],
-        ceiling: Ceiling,
-        left: TokensLeft,
+        self, task: Any, engines: Sequence[lce.Engine], made: Mapping[int, Samples], ceiling: Ceiling, left: TokensLeft
     ) -> None:
         """Measure the cells of a task. If `ceiling` has lengths, full attention is measured first, at these lengths."""
         full, within = ceiling

@@ -102,31 +102,24 @@ class Whereabouts(MadeTask):
             at[name] = (place, len(statements))
             statements.append(f"{name} moved to the {place}.")
 
-        def put_down(thing: str) -> None:
-            name, taken = holder.pop(thing)
-            place, moved = at[name]
-            lying[thing] = (name, place, (taken, moved, len(statements)))
-            statements.append(f"{name} put down the {thing}.")
-
-        def pick_up(name: str, thing: str) -> None:
-            lying.pop(thing, None)
-            holder[thing] = (name, len(statements))
-            statements.append(f"{name} picked up the {thing}.")
-
         for name in names[: max(1, self.events // 3)]:
             move(name)
         while len(statements) < self.events or not (holder or lying):
             name, draw = rng.choice([name for name in names if name in at]), rng.random()
-            free = [
-                thing
-                for thing in things
-                if thing not in holder and (thing not in lying or lying[thing][1] == at[name][0])
-            ]
+            here = [thing for thing in things if thing not in lying or lying[thing][1] == at[name][0]]
+            free = [thing for thing in here if thing not in holder]
             held = [thing for thing, (who, _) in holder.items() if who == name]
             if draw < 0.35 and free:
-                pick_up(name, rng.choice(free))
+                thing = rng.choice(free)
+                lying.pop(thing, None)
+                holder[thing] = (name, len(statements))
+                statements.append(f"{name} picked up the {thing}.")
             elif draw < 0.5 and held:
-                put_down(rng.choice(held))
+                thing = rng.choice(held)
+                name, taken = holder.pop(thing)
+                place, moved = at[name]
+                lying[thing] = (name, place, (taken, moved, len(statements)))
+                statements.append(f"{name} put down the {thing}.")
             else:
                 move(name)
         for thing, (name, taken) in holder.items():
