@@ -70,7 +70,7 @@ class Options(Record):
 
     max_tokens: int = option(256, parse=count)
     context: Context | None = None
-    sampling: Sampling = option(None, parse=_sampling)
+    sampling: Sampling = option(factory=Sampling, parse=_sampling)
     constraint: Constraint | None = None
     logprobs: int | None = option(None, parse=Counted(0))
     progress: Progress | bool | None = None

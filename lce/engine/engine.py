@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 from torch import Tensor
 
 from lce.engine.answer import GenerationOptions
 from lce.engine.arguments import Prompt, Prompts, are_many
 from lce.engine.context import Context, Unique, new_context, open_context, own_context
-from lce.engine.prefilling import prefill, prefill_file
+from lce.engine.prefilling import FilePrefill, prefill, prefill_file
 from lce.engine.running import checked_options, stream
 from lce.engine.setup import Setup
 from lce.engine.stream import AsyncStream, CancelFlag, Generation, Stats, Stream
@@ -144,17 +144,12 @@ class Engine(Unique):
         With `keep`, the file has that share of the keys and values: see `evict`. The text is then prefilled in memory,
         or within the budgets, as it is after a `context` of which keys were evicted; `checkpoint_every` is refused.
         """
-        how: dict[str, Any] = {
-            "length": length,
-            "checkpoint_every": checkpoint_every,
-            "force": force,
-            "progress": progress,
-        }
+        asked = FilePrefill(document, path, context, length, checkpoint_every, force, progress)
         if keep is None:
-            return prefill_file(self.setup, document, path, context, **how)
+            return prefill_file(self.setup, asked)
         from lce.engine.eviction import evicted_file
 
-        return evicted_file(self.setup, document, path, context, keep, **how)
+        return evicted_file(self.setup, asked, keep)
 
     def evict(self, context: Context, keep: float, *, progress: Progress | bool | None = None) -> Context:
         """Return a new context with the share `keep` of the keys and values of `context`, which stays as it is.

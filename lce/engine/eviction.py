@@ -20,18 +20,16 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lce.attention import SCORES_AT_ONCE, rotate
 from lce.cache.kv import Eviction, KVCache
-from lce.engine.arguments import Prompt
 from lce.engine.context import Context, context_of, given_context, own_context, reserve
 from lce.engine.options import Checked
-from lce.engine.prefilling import prefill_file
+from lce.engine.prefilling import FilePrefill, prefill_file
 from lce.engine.running import append, blocks, read
 from lce.engine.setup import Setup
 from lce.engine.stream import Stats
@@ -70,11 +68,9 @@ def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool
         return context_of(setup, replace(context.data, cache=cache, source=None, saves=set()))
 
 
-def evicted_file(
-    setup: Setup, document: Prompt, path: str | Path, context: Context | None, keep: float, **how: Any
-) -> Stats:
+def evicted_file(setup: Setup, asked: FilePrefill, keep: float) -> Stats:
     """Prefill a document into a context file with the share `keep` of its keys: see `Engine.prefill_file`."""
-    _check(setup, keep, own_context(setup, context))
+    _check(setup, keep, own_context(setup, asked.context))
     more_s = {}
 
     def shrink(held: Context, tell: Progress) -> Context:
@@ -83,7 +79,7 @@ def evicted_file(
         more_s["evict"] = time.perf_counter() - started
         return made
 
-    return replace(prefill_file(setup, document, path, context, shrink=shrink, **how), more_s=more_s)
+    return replace(prefill_file(setup, asked, shrink), more_s=more_s)
 
 
 def _check(setup: Setup, keep: object, context: Context | None) -> None:

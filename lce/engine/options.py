@@ -54,12 +54,13 @@ def option(
 
 
 class Record:
-    """A frozen dataclass of options. It holds what the options' parsers return."""
+    """A frozen dataclass of options. It holds what the options' parsers return; a default None is "not given"."""
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
-            if (parse := each.metadata.get("parse")) is not None:
-                object.__setattr__(self, name, parse(getattr(self, name), name))
+            value, parse = getattr(self, name), each.metadata.get("parse")
+            if parse is not None and not (value is None and each.default is None):
+                object.__setattr__(self, name, parse(value, name))
 
 
 def takes(record: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
@@ -106,18 +107,13 @@ def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> No
 
 @dataclass(frozen=True)
 class Counted:
-    """A parser of a number such as 4096 or "4k". Returns None unchanged: the option is not given."""
+    """A parser of a number such as 4096 or "4k"."""
 
     least: int = 1
     most: int = MOST
 
-    def __call__(self, value: Any, name: str) -> int | None:
-        return None if value is None else count(value, name, self.least, self.most)
-
-
-def or_none(parse: Parser) -> Parser:
-    """Return a parser that returns None unchanged, for an option that is not given."""
-    return lambda value, name: None if value is None else parse(value, name)
+    def __call__(self, value: Any, name: str) -> int:
+        return count(value, name, self.least, self.most)
 
 
 def number(value: Any) -> float:
@@ -186,27 +182,23 @@ class SizeOptions(Record):
         None, "Positions the model can be trusted on.  [default: the checkpoint's]", "TOKENS", parse=Counted(2)
     )
     rope: str | None = option(
-        None, "RoPE scaling.  [default: the checkpoint's]", "|".join(ROPE_KINDS), parse=or_none(_rope_kind)
+        None, "RoPE scaling.  [default: the checkpoint's]", "|".join(ROPE_KINDS), parse=_rope_kind
     )
-    rope_factor: float | None = option(
-        None, "How far RoPE scaling stretches the window.", parse=or_none(_FACTOR), type=float
-    )
+    rope_factor: float | None = option(None, "How far RoPE scaling stretches the window.", parse=_FACTOR, type=float)
     kv_device_budget: int | str | None = option(
         None,
         "Limit of keys and values on a device, for example 8GiB.",
         "SIZE",
         more="It is for each context. On the CPU both limits are of the same memory, and the smaller one counts.",
-        parse=or_none(in_bytes),
+        parse=in_bytes,
     )
-    kv_host_budget: int | str | None = option(
-        None, "Limit of keys and values in host memory.", "SIZE", parse=or_none(in_bytes)
-    )
+    kv_host_budget: int | str | None = option(None, "Limit of keys and values in host memory.", "SIZE", parse=in_bytes)
     spill_dir: str | Path | None = option(
         None,
         "Folder for keys and values beyond the limits.",
         "DIR",
         more="A file there is removed with its context.",
-        parse=or_none(path_of),
+        parse=path_of,
     )
     kv_dtype: str | torch.dtype | None = option(
         "auto",

@@ -51,8 +51,6 @@ class Ranks:
 
     def together(self, work: Callable[[], T]) -> T:
         """Return `work()`, which must not wait for other ranks. If it fails on one rank, all ranks raise an error."""
-        if self.count == 1:
-            return work()
         error: Exception | None = None
         try:
             found = work()

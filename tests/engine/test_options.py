@@ -13,8 +13,7 @@ from click.testing import CliRunner
 import lce
 from lce.engine.answer import GenerationOptions, Options
 from lce.engine.arguments import Sampling
-from lce.engine.options import Counted, LoadOptions, SizeOptions, option, options_of, or_none, takes
-from lce.sizes import in_bytes
+from lce.engine.options import Counted, LoadOptions, SizeOptions, option, options_of, takes
 from lce.terminal.options import flags_of
 
 
@@ -88,6 +87,5 @@ def test_an_engine_with_another_method_has_the_same_options(tiny_model: Path) ->
 
 
 def test_none_is_an_option_that_is_not_given() -> None:
-    assert (or_none(in_bytes)(None, "x"), or_none(in_bytes)("2k", "x")) == (None, 2048)
-    assert (Counted(2)(None, "x"), Counted(2)("2k", "x")) == (None, 2048)
     assert SizeOptions(block=None, spill_dir=None) == SizeOptions()
+    assert SizeOptions(block="2k", kv_host_budget="2k") == SizeOptions(block=2048, kv_host_budget=2048)
