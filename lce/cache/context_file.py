@@ -16,8 +16,8 @@ tokens have rows. Later tokens are stored in small tensors, in the model's dtype
     layers.I.kv       [groups, R, bytes]    R = chunks · (L + 2)
     unrounded/I       [2, G, n, D]          the keys and values of the n later tokens
 
-Rows and checksums have fixed offsets, so a long prefill writes each row when it is ready. The small tensors and the
-header are written at the end. Until then the file is locked and has a temporary name.
+Rows and checksums have fixed offsets, so a long prefill writes each row when it is ready. The rest is written at the
+end. Until then the file is locked and has a temporary name.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ from lce.files import lock, named, open_regular, sync_folder, unwritable
 
 
 class ContextRows(RowFile):
-    """The rows of keys and values in a context file of N tokens.
-
-    If the storage format has no extra rows, token t of head group g is row `g · N + t`.
-    """
+    """The rows of a context file. Of N tokens, without extra rows, token t of head group g has row `g · N + t`."""
 
     def __init__(self, descriptor: int, name: str, layout: FileLayout, file_id: str, *, writable: bool) -> None:
         seed = int(file_id, 16) - (1 << 63)  # from the file's identity to a signed number of 64 bits

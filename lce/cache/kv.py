@@ -282,7 +282,6 @@ class KVCache:
 
     @property
     def _files(self) -> set[RowFile]:
-        """The files of all disk tiers; the tiers of several devices may share a file."""
         return {tier.file for tier in self.tiers if isinstance(tier, Disk)}
 
     @property

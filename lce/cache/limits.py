@@ -83,10 +83,7 @@ class Limits:
         return self.recent_tokens * self.layout.token_bytes + self.least_pool_bytes
 
     def device_slots(self, buffer_tokens: int = 0) -> int:
-        """Return how many pages fit in the device's budget beside buffers of at least `buffer_tokens` tokens.
-
-        Raises `CapacityError` if so few pages fit that the model cannot run.
-        """
+        """Return how many pages fit beside buffers of at least `buffer_tokens`. Raises `CapacityError` for too few."""
         if self.budget is None:
             return UNBOUNDED
         in_buffers = max(buffer_tokens, self.recent_tokens) * self.layout.token_bytes
@@ -99,10 +96,7 @@ class Limits:
         return (self.budget - in_buffers) // self.layout.page_bytes
 
     def needs(self, n_tokens: int) -> dict[str, int]:
-        """Return the most bytes of keys and values that a context of `n_tokens` holds in each tier.
-
-        Bytes that exceed all budgets are added to the last tier in memory, whose budget is then exceeded.
-        """
+        """Return the most bytes that `n_tokens` take in each tier. The last in memory has what exceeds all budgets."""
         whole = self.layout.whole_chunks(n_tokens)
         needs = {DEVICE: whole * self.layout.token_bytes} | {kind.name: 0 for kind in self.lower}
         return needs if whole <= self.resident_tokens or not self.lower else self._tiered(n_tokens, needs)

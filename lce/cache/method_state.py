@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
@@ -34,6 +34,7 @@ class FileTensor:
     n_bytes: int
 
 
+@dataclass(eq=False)
 class MethodState(ABC):
     """One named part of what a method keeps in a layer: a tensor and a number, replaced in one assignment.
 
@@ -42,10 +43,8 @@ class MethodState(ABC):
     """
 
     floats: ClassVar[bool] = True  # whether the tensor's dtype must be floating-point
-
-    def __init__(self) -> None:
-        self._held: Held = NOTHING
-        self._next: Held = NOTHING
+    _held: Held = field(default=NOTHING, init=False)
+    _next: Held = field(default=NOTHING, init=False)
 
     @abstractmethod
     def most_bytes(self, n_tokens: int, block: int) -> int:
@@ -56,7 +55,7 @@ class MethodState(ABC):
         """Return whether a file's tensor and number are possible for this state after `n_tokens`, in any blocks."""
 
     def committed(self, n_tokens: int) -> Held:
-        """Return the tensor and the number of this state for the first `n_tokens` tokens."""
+        """Return the tensor, whose rows no later pass changes, and the number of the state of the first `n_tokens`."""
         return self._held
 
     def restore(self, held: Held) -> None:
@@ -123,12 +122,13 @@ class MethodState(ABC):
 
     def fork(self, n_tokens: int, for_fork: ForFork) -> Self:
         """Return a copy of the state of the first `n_tokens` for another context; rows are copied or shared."""
-        other, (tensor, number) = copy(self), self.committed(n_tokens)
-        other._held = (None if tensor is None else tensor.clone(), number)
+        other = copy(self)
+        other._held = self.committed(n_tokens)
         other.discard()
         return other
 
 
+@dataclass(eq=False)
 class GrowingRows(MethodState):
     """A state with rows along `axis` of one buffer. A full buffer grows by half. Forks share the buffer.
 
@@ -136,15 +136,12 @@ class GrowingRows(MethodState):
     token is read. The state's number is how many rows were written.
     """
 
-    axis = 0
-    fewest = 64  # a buffer is allocated with at least this many rows
-
-    def __init__(self, row_bytes: int, tokens_per_row: int = 1) -> None:
-        super().__init__()
-        self.row_bytes = row_bytes
-        self.tokens_per_row = tokens_per_row
-        self._rows: RowBuffer | None = None  # None before the first write
-        self._n_rows = 0  # the number of rows that were written
+    axis: ClassVar[int] = 0
+    fewest: ClassVar[int] = 64  # a buffer is allocated with at least this many rows
+    row_bytes: int
+    tokens_per_row: int = 1
+    _rows: RowBuffer | None = field(default=None, init=False)  # None before the first write
+    _n_rows: int = field(default=0, init=False)  # the number of rows that were written
 
     def write(self, rows: Tensor, start: int) -> None:
         """Write `rows` at row indices from `start` on. Time and bytes: O(rows), amortised."""
@@ -228,13 +225,14 @@ class TokenRows(GrowingRows):
 class Summaries(GrowingRows):
     """A state with a summary of each of M complete chunks, `[S, M, …]` for S heads. One chunk has `[S, 1, …]`."""
 
-    axis = 1
-    fewest = 16
+    axis: ClassVar[int] = 1
+    fewest: ClassVar[int] = 16
 
     def steady(self, start: int) -> Held:
         return (self.memory, self._n_rows) if (start + 1) % self.tokens_per_row else NOTHING
 
 
+@dataclass(eq=False)
 class RecentRows(MethodState):
     """A state with the rows `[heads, n, D]` of the last `n_kept` tokens and of the current block.
 
@@ -246,11 +244,9 @@ class RecentRows(MethodState):
     length before which it still has `n_kept` rows.
     """
 
-    def __init__(self, n_kept: int, row_bytes: int, *, remade: bool = False) -> None:
-        super().__init__()
-        self.n_kept = n_kept
-        self.row_bytes = row_bytes
-        self.remade = remade
+    n_kept: int
+    row_bytes: int
+    remade: bool = False
 
     @property
     def first(self) -> int:
@@ -286,13 +282,17 @@ class RecentRows(MethodState):
 
     def write_on_device(self, rows: Tensor, at: Tensor) -> None:
         """Write the row `[heads, 1, D]` of the token at index `at [1]`, a tensor on the device. There must be space."""
-        self.buffer.index_copy_(1, at - self._held[1], rows.to(self.buffer.dtype))
+        self.buffer.index_copy_(1, at - self.first, rows.to(self.buffer.dtype))
+
+    @property
+    def first(self) -> int:
+        """The index of the token to which the buffer's first row belongs."""
+        return self._held[1]
 
     def span(self, start: int, stop: int) -> Tensor:
         """Return the rows of tokens `start..stop-1`, a view; at most `n_kept` of them are before the current block."""
-        first = self._held[1]
-        assert first <= start, "rows that are no longer kept"
-        return self.buffer[:, start - first : stop - first]
+        assert self.first <= start, "rows that are no longer kept"
+        return self.buffer[:, start - self.first : stop - self.first]
 
     def missing(self, start: int) -> range:
         """Return the indices of tokens before `start` whose rows are missing since the text was truncated."""
@@ -301,7 +301,7 @@ class RecentRows(MethodState):
     def committed(self, n_tokens: int) -> Held:
         buffer, first = self._held
         start = max(first, n_tokens - self.n_kept)
-        return None if buffer is None else buffer[:, start - first : n_tokens - first], start
+        return None if buffer is None else buffer[:, start - first : n_tokens - first].clone(), start
 
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
         first = max(0, n_tokens - self.n_kept)
@@ -318,7 +318,6 @@ class RecentRows(MethodState):
             self._held = mark
 
     def _has(self, n_tokens: int) -> bool:
-        """Return whether the buffer has the last `n_kept` rows before token `n_tokens`."""
         return self._held[0] is not None and self._held[1] <= max(0, n_tokens - self.n_kept)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
@@ -330,33 +329,33 @@ def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
     return len(tensor.shape) == 3 and tensor.shape[1] == n_rows and tensor.n_bytes == n_rows * row_bytes
 
 
+@dataclass(eq=False)
 class _OpenGroup(MethodState):
-    """A state with `n_rows` rows `[heads, n_rows, D]` of the open group of `size` tokens: the last, not complete yet.
+    """A state with rows of the open group of `size` tokens: the last, not complete yet. Its number is the group's."""
 
-    The state's number is the group's index.
-    """
-
-    def __init__(self, size: int, row_bytes: int, n_rows: int) -> None:
-        super().__init__()
-        self.size = size
-        self.row_bytes = row_bytes
-        self.n_rows = n_rows
+    size: int
+    row_bytes: int
+    n_rows: int = 0  # the number of a group's rows; 0: one for each token
 
     def committed(self, n_tokens: int) -> Held:
         return self._held[0], min(self._held[1], n_tokens // self.size)
 
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
         current, rest = divmod(n_tokens, self.size)
-        return (number == current if rest else number <= current) and _has_rows(tensor, self.n_rows, self.row_bytes)
+        return (number == current if rest else number <= current) and _has_rows(
+            tensor, self.n_rows or self.size, self.row_bytes
+        )
 
     def nearest(self, n_tokens: int, length: int) -> int:
         group = n_tokens // self.size
         return n_tokens if group == length // self.size else group * self.size
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        return self.n_rows * self.row_bytes * (2 if n_tokens > self.n_rows else 1)
+        n_rows = self.n_rows or self.size
+        return n_rows * self.row_bytes * (2 if n_tokens > n_rows else 1)
 
 
+@dataclass(eq=False)
 class OpenChunk(_OpenGroup):
     """A state with rows `[heads, L, D]` of the tokens in the open chunk. The state's number is the chunk's index.
 
@@ -364,9 +363,7 @@ class OpenChunk(_OpenGroup):
     which replaces the old one at the commit.
     """
 
-    def __init__(self, size: int, row_bytes: int) -> None:
-        super().__init__(size, row_bytes, size)
-        self._marked: Tensor | None = None  # a buffer that a mark refers to, whose rows must not change
+    _marked: Tensor | None = field(default=None, init=False)  # a buffer that a mark refers to: it must not change
 
     def write(self, rows: Tensor, start: int) -> None:
         """Write the rows `[heads, T, D]` of tokens `start..start+T-1`, all of one chunk. Time and bytes: O(T)."""
@@ -415,6 +412,7 @@ class OpenChunk(_OpenGroup):
         return rows, min(chunk_id, n_tokens // self.size)
 
 
+@dataclass(eq=False)
 class FirstRow(_OpenGroup):
     """A state with one row `[heads, 1, R]` of the open group of `size` tokens.
 
@@ -422,8 +420,7 @@ class FirstRow(_OpenGroup):
     one at the commit, so a reader sees the row of the group that was open when the pass began.
     """
 
-    def __init__(self, size: int, row_bytes: int) -> None:
-        super().__init__(size, row_bytes, 1)
+    n_rows: int = 1
 
     def write(self, row: Tensor, group: int) -> None:
         """Keep the row `[heads, 1, R]` of a group, from the commit of this pass on."""
@@ -435,17 +432,15 @@ class FirstRow(_OpenGroup):
         return self.buffer
 
 
+@dataclass(eq=False)
 class Staged(MethodState):
     """A state with one tensor, replaced as a whole at a commit. `bound(n_tokens, block)` is the most bytes it takes.
 
     The state's number is how many tokens the text had when the tensor was committed; 0 means unknown.
     """
 
-    floats = False
-
-    def __init__(self, bound: Callable[[int, int], int]) -> None:
-        super().__init__()
-        self.bound = bound
+    floats: ClassVar[bool] = False
+    bound: Callable[[int, int], int]
 
     @property
     def value(self) -> Tensor | None:
@@ -460,11 +455,6 @@ class Staged(MethodState):
     def stage(self, value: Tensor) -> None:
         """Keep `value` as the tensor that the commit of this pass will put in place."""
         self._next = (value, 0)
-
-    def fork(self, n_tokens: int, for_fork: ForFork) -> Self:
-        other = copy(self)  # shares the tensor, which is never written in place
-        other.discard()
-        return other
 
     def commit(self, n_tokens: int = 0) -> None:
         self._next = (self._next[0], n_tokens)

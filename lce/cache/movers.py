@@ -1,17 +1,17 @@
 """Movers, which copy pages into a pool's slots: by plain copies, or on CUDA streams, one for each direction.
 
 A slot is the space for one page. A pool's memory is a list of slabs. A slab is `Parts`: tensors whose first dimension
-counts slots. All slabs except the last have the same number of slots. Packed pages are unpacked on the device, so that
-fewer bytes move.
+counts slots. All slabs except the last have the same number of slots.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +37,12 @@ class Mover:
     """A mover to ordinary memory, and the base class of all movers. Here `put` returns after the copy."""
 
     asynchronous = False  # whether `put` may return before the copy has ended
+    memory: Mapping[str, Any] = {}  # the arguments of `torch.empty` for the kind of memory
 
     @torch.inference_mode(mode=False)  # so that code outside inference mode can write to the tensor, too
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor for slots `[n_slots, …]` or for pages to read."""
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, **self.memory)
 
     def now(self) -> object:
         """Return a mark of the work queued for the device so far, to pass as `after` to `put` in another thread."""
@@ -81,6 +82,7 @@ class Streamed(Mover):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.memory = {"device": device} if self.asynchronous else {"pin_memory": True}
         self.stream = torch.cuda.Stream(device)
         self._arrivals: dict[int, torch.cuda.Event] = {}
 
@@ -95,7 +97,6 @@ class Streamed(Mover):
             arrivals.pop(slot, None)
 
     def _note(self, slots: Numbers) -> None:
-        """Record an event on the stream: once it has occurred, the pages are in these slots."""
         arrival = torch.cuda.Event()
         arrival.record(self.stream)
         self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
@@ -106,21 +107,13 @@ class Cuda(Streamed):
 
     asynchronous = True
 
-    @torch.inference_mode(mode=False)
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
-        """Begin to copy pages into slots, once work queued earlier has finished reading the slots. Bytes: one copy.
-
-        Call `wait` before reading the slots. PyTorch records that the stream uses the slots' memory: memory that is
-        freed during a copy is not reused before the copy ends.
-        """
+        # PyTorch records that the stream uses the memory: what is freed during a copy is not reused before its end.
         (held,) = slabs
         assert after is None or isinstance(after, torch.cuda.Event)
         self.stream.wait_event(self.now() if after is None else after)
@@ -142,13 +135,8 @@ class Cuda(Streamed):
 class Pinned(Streamed):
     """A mover to page-locked host memory, which a GPU reads and writes without the CPU.
 
-    Pages from the GPU are copied on a separate stream, and `wait` makes the CPU wait for them. PyTorch does not reuse
-    freed memory before the copies from and to that memory have ended.
+    Pages from the GPU are copied on a separate stream, and `wait` makes the CPU wait for them.
     """
-
-    @torch.inference_mode(mode=False)
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         """Put pages into slots: from the CPU at once, from the GPU in one copy for each run of adjacent slots."""
@@ -168,7 +156,6 @@ class Pinned(Streamed):
             self._note(slots)
 
     def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
-        """Copy the pages in slots to `pages`. Each thread copies at least `PIECE` bytes, if there are as many."""
         gather, n_threads = super().gather, min(GATHERERS, max(1, sum(page.nbytes for page in pages) // PIECE))
         cuts = [len(slots) * i // n_threads for i in range(n_threads + 1)]
         work = [

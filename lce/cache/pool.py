@@ -1,11 +1,7 @@
 """Pools, the tiers in memory. A pool has slots for pages; the least recently used pages leave first.
 
-The device's pool is one tensor for keys and one for values, which kernels read in place. The host's pool grows by slabs
-of page-locked memory and never moves pages.
-
 Another thread gathers pages for the device from host memory, or reads them from a file, while the model computes. The
-process has one such thread; a `Pinned` mover divides its copies among more threads. The first `Fetch` starts the
-thread, so there is none on a machine without a GPU.
+process has one such thread, which the first `Fetch` starts; a `Pinned` mover divides its copies among more threads.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ class Slots(NamedTuple):
     """The slots of a pool: slabs of memory, and which page each slot holds.
 
     A slot holds the page that its `group` and `chunk` name, if the pool's index maps this page to the slot. Otherwise
-    the slot is free; an interruption may leave such a slot.
+    the slot is free.
     """
 
     slabs: tuple[Parts, ...]
@@ -107,19 +103,15 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """Return a `Fetch` that reads the missing pages of `pages`; also return the missing pages and their slots.
+        """Return a `Fetch` that reads the missing ones of `pages`, these pages, and their slots; None if all are here.
 
-        Return None if no page is missing. The `Fetch` may run in another thread. Until it has ended, nothing else may
-        use this pool or the tiers below. After the end, call `arrived`.
+        The `Fetch` may run in another thread. Until it has ended, nothing else may use this pool or the tiers below.
+        After the end, call `arrived`.
         """
-        self.clock += 1
-        slots, here, absent = self.find(pages)
-        self.slots.used[slots[here]] = self.clock
+        _, absent = self._request(pages, counted=False)
         if not len(absent):
             return None
-        missing = pages.at(absent)
-        missing = missing.at(self.below.order(missing))
-        slots = self._vacate(len(absent))
+        missing, slots = pages.at(absent[self.below.order(pages.at(absent))]), self._vacate(len(absent))
         slabs, after = self.slots.slabs, self.mover.now()
 
         def work() -> None:
@@ -171,8 +163,8 @@ class Pool(Tier):
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
         """Copy new pages to the pool below at once, so that these pages can leave later without a copy.
 
-        Returns before the copy ends. Only as many pages are copied as the pool below has free slots; other pages move
-        down when they leave. If the pool below is the last tier, all pages are copied, or `CapacityError` is raised.
+        Returns before the copy ends. Copies as many pages as the pool below has free slots; other pages move down when
+        they leave. If the pool below is the last tier, copies all pages, or raises `CapacityError`.
         """
         below = self.below
         if not self.mover.asynchronous or not isinstance(below, Pool):
@@ -208,20 +200,19 @@ class Pool(Tier):
         """Convert pages from the form that the tier below has to the form that this pool has."""
         return parts
 
-    def _request(self, pages: Pages) -> tuple[Numbers, Numbers]:
+    def _request(self, pages: Pages, *, counted: bool = True) -> tuple[Numbers, Numbers]:
         """Return the slot of each page, -1 if missing, and the indices of missing pages; note that slots were used."""
         self.clock += 1
         slots, here, missing = self.find(pages)
         self.slots.used[slots[here]] = self.clock
-        self.traffic.misses += len(missing)
-        self.traffic.hits += len(here)
+        self.traffic.misses += len(missing) if counted else 0
+        self.traffic.hits += len(here) if counted else 0
         return slots, missing
 
     def _pages(self, slots: Numbers) -> Pages:
         return Pages(self.slots.group[slots], self.slots.chunk[slots])
 
     def _fill(self, pages: Pages, parts: Parts) -> None:
-        """Put pages into free slots; if too few are free, other pages leave the pool first."""
         slots = self._vacate(len(pages.group))
         self.mover.put(self.slots.slabs, slots, parts)
         self.arrived(pages, slots)
@@ -256,7 +247,6 @@ class Pool(Tier):
         return np.sort(found)
 
     def _take_queued(self, n: int) -> Numbers:
-        """Take from the front of the queue up to `n` slots that may still be filled, and return them."""
         queued, age = self._queue
         free, used = self.slots.group[queued] < 0, self.slots.used[queued]
         good = np.flatnonzero(np.where(age < 0, free, ~free & (used == age) & (used < self.clock)))[:n]
@@ -282,7 +272,6 @@ class Pool(Tier):
         raise NotImplementedError
 
     def _holding(self, slots: Numbers) -> Numbers:
-        """Return those of `slots` that hold a page."""
         slots = slots[self.slots.group[slots] >= 0]
         held: Numbers = slots[self.index[self._pages(slots)] == slots]
         return held
@@ -295,7 +284,7 @@ class Pool(Tier):
 
 
 class Device(Pool):
-    """The pool in the device's memory, which kernels read in place: one slab, with unpacked keys and values.
+    """The pool in the device's memory, which kernels read in place: one slab, keys and values `[n_slots, P, L, D]`.
 
     The pool shares the device's budget with buffers of at least `buffer_tokens` tokens, and all its slots are allocated
     at once. Without a budget, the number of slots grows by half when all are in use.
@@ -308,23 +297,12 @@ class Device(Pool):
         self.page_bytes = layout.page_bytes
         self.slots = self._grown(16 if self.max_slots == UNBOUNDED else self.max_slots)
 
-    @property
-    def k(self) -> Tensor:
-        """The keys, `[n_slots, P, L, D]`."""
-        return self.slots.slabs[0][0]
-
-    @property
-    def v(self) -> Tensor:
-        """The values, `[n_slots, P, L, D]`."""
-        return self.slots.slabs[0][1]
-
     def _grown(self, n_slots: int) -> Slots:
         """Copy the pages to a larger slab, and return its slots. Bytes: one copy of the pages."""
         n, n_slots = self.n_slots, min(max(n_slots, self.n_slots * 3 // 2), self.max_slots)
-        form = self.layout.format
-        shape = n_slots, form.heads, form.size, form.stored_dim
+        shape = n_slots, self.format.heads, self.format.size, self.format.stored_dim
         make = self.mover.empty if not self.layout.on_cpu else partial(own_memory, device=self.layout.device)
-        slab = tuple(make(shape, form.stored_dtype) for _ in range(2))
+        slab = tuple(make(shape, self.format.stored_dtype) for _ in range(2))
         if n:
             self.mover.wait(np.arange(n))
             for x, old in zip(slab, self.slots.slabs[0], strict=True):
@@ -433,20 +411,19 @@ class Fetch:
     def _by_the_thread(self) -> None:
         if self._future.set_running_or_notify_cancel():
             try:
-                self._work()
-                self._future.set_result(None)
+                self._future.set_result(self._work())
             except BaseException as error:
                 self._future.set_exception(error)
 
     def finish(self) -> None:
         """Wait until the thread has done the work, or do it here if the thread has not begun. May be repeated."""
+        self.error = None
         if not self._future.cancel():  # the thread has begun the work
             wait([self._future])
             self.error = self._future.exception()
             return
         try:
             self._work()
-            self.error = None
         except Exception as error:
             self.error = error
 

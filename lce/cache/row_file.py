@@ -19,6 +19,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -60,22 +61,21 @@ class Descriptor(int):
     __del__ = close
 
 
+@dataclass(eq=False)
 class Checks:
     """Checksums of rows in memory, in blocks that are allocated when they are first used.
 
     If `n` is not 0, a file has the checksums of its `n` rows, too, from byte `start` on; a block is read from there.
-    `seed` is a random number of the file, on which the checksums depend.
-    Contexts in several threads may share the checksums. No lock guards the blocks, because Ctrl-C could leave the lock
-    held. None is needed, because a block is made once and never replaced.
+    The checksums depend on `seed`, a random number of the file. Contexts in several threads may share the checksums. No
+    lock is needed, because a block is made once and never replaced.
     """
 
-    def __init__(self, descriptor: int = -1, name: str = "", start: int = 0, n: int = 0, seed: int = 0) -> None:
-        self.seed = seed
-        self._blocks: dict[int, NDArray[np.int32]] = {}
-        self._descriptor = descriptor
-        self._name = name
-        self._start = start
-        self._n = n
+    descriptor: int = -1
+    name: str = ""
+    start: int = 0
+    n: int = 0
+    seed: int = 0
+    _blocks: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False)
 
     @property
     def n_bytes(self) -> int:
@@ -89,9 +89,9 @@ class Checks:
 
     def put(self, rows: Numbers, checks: Tensor) -> None:
         """Set the int32 checksums `[n]` of rows, in memory and, if the file has checksums, in the file."""
-        for run in runs(np.diff(rows) != 1, len(rows)) if self._n else ():
-            start = self._start + int(rows[run.start]) * CHECK_BYTES
-            write_all(self._descriptor, raw_bytes(checks[run]), start, self._name)
+        for run in runs(np.diff(rows) != 1, len(rows)) if self.n else ():
+            start = self.start + int(rows[run.start]) * CHECK_BYTES
+            write_all(self.descriptor, raw_bytes(checks[run]), start, self.name)
         for block, some, places in _by_block(rows):
             self._block(block)[places] = checks[some].numpy()
 
@@ -105,18 +105,15 @@ class Checks:
     def _block(self, block: int) -> NDArray[np.int32]:
         if block not in self._blocks:
             first = block * CHECK_BLOCK
-            found = torch.zeros(min(CHECK_BLOCK, self._n - first) if self._n else CHECK_BLOCK, dtype=torch.int32)
-            if self._n:
-                read_all(self._descriptor, raw_bytes(found), self._start + first * CHECK_BYTES, self._name)
+            found = torch.zeros(min(CHECK_BLOCK, self.n - first) if self.n else CHECK_BLOCK, dtype=torch.int32)
+            if self.n:
+                read_all(self.descriptor, raw_bytes(found), self.start + first * CHECK_BYTES, self.name)
             self._blocks.setdefault(block, found.numpy())
         return self._blocks[block]
 
 
 class RowFile:
-    """An open file that has `n_rows` rows in a storage format, from byte `start` on.
-
-    New pages can be written only if the file is `writable`.
-    """
+    """An open file of `n_rows` rows in a storage format, from byte `start` on. Takes new pages if it is `writable`."""
 
     writable = True
 
@@ -145,10 +142,7 @@ class RowFile:
         return self.n_rows * self.row_bytes
 
     def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate `size` rows for each page `(groups[i], chunks[i])`; return the numbers of the pages' first rows.
-
-        Raises `CapacityError` if there is no space.
-        """
+        """Allocate `size` rows for each page `(groups[i], chunks[i])`; return the numbers of the pages' first rows."""
         raise CapacityError(FULL)
 
     def for_fork(self) -> RowFile:
@@ -275,8 +269,8 @@ class SpillFile(RowFile):
     def reserve(self, n: int) -> None:
         """Allocate disk space for `n` rows, and memory for their checksums, so that later writes do not fail."""
         self.checks.reserve(n)
-        if n * self.row_bytes > self._reserved:
-            self._take(n * self.row_bytes, n * self.row_bytes)
+        if (n_bytes := n * self.row_bytes) > self._reserved:
+            self._take(n_bytes, n_bytes)
 
     def _take(self, least: int, best: int) -> None:
         for size in (best, least):
@@ -295,7 +289,6 @@ def raw_bytes(x: Tensor) -> memoryview:
 
 
 def _rows_of(first: Numbers, size: int) -> Numbers:
-    """Return the numbers of all rows of pages, page by page: `first[i]..first[i]+size-1` for page i."""
     rows: Numbers = (first[:, None] + np.arange(size)).reshape(-1)
     return rows
 

@@ -48,8 +48,7 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 class MemoryFile:
     """A file in memory, of a fixed size, and one context's mappings of the file. Parts never written take no memory.
 
-    There are at most two mappings: a private one, whose writes do not change the file, and one that writes to the file.
-    Each is made once, because a mapping holds a file descriptor.
+    A private mapping's writes do not change the file. Each mapping is made once, because it holds a file descriptor.
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -78,10 +77,9 @@ ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called on
 
 
 class RowBuffer:
-    """A buffer of rows along `axis` of `tensor`, written in order. The memory is the buffer's own or shared with forks.
+    """A buffer of `capacity` rows along `axis` of `tensor`, in the buffer's own memory or in memory shared with forks.
 
-    `prepare` must be called before rows are written. `capacity` is the number of rows for which there is space, `place`
-    the tensor's address and its number of bytes.
+    `prepare` must be called before rows are written. `place` is the tensor's address and its number of bytes.
     """
 
     def __init__(self, tensor: Tensor, axis: int) -> None:
@@ -110,8 +108,7 @@ class RowBuffer:
             return
         if not self._private and start < self._frozen:
             file, first = self._shared
-            tensor = file.tensor(first, self.tensor.shape, self.tensor.dtype, private=True)
-            self._use(tensor)
+            self._use(file.tensor(first, self.tensor.shape, self.tensor.dtype, private=True))
             self._private, self._clean = True, start
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
 
@@ -154,11 +151,9 @@ os.register_at_fork(before=_freeze_all)
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
-    """Move each buffer to a file in memory, unless forks can map the buffer's rows already.
+    """Move each buffer to a file in memory, unless forks can map its rows already, or the system has no such files.
 
     `buffers` has, for each buffer, the number of rows to share, and the capacity in rows to have in the file.
-
-    Does nothing if the system has no such files. Bytes: one copy of the moved rows.
     """
     moving = [(x, n, m) for x, n, m in buffers if n and not x.can_share(n) and x.tensor.device.type == "cpu"]
     if not moving or not _available():

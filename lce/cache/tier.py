@@ -79,8 +79,7 @@ class PageIndex:
     def on_device(self, groups: slice, n_chunks: int) -> Tensor:
         """Return a tensor on the device with the map's numbers of the first chunks of `groups`, `[groups, n_chunks]`.
 
-        Valid until the next change. Does not wait for the device. Bytes copied: 16 per changed page, or the whole map
-        after many changes.
+        Valid until the next change. Does not wait for the device.
         """
         self._cover(np.array([n_chunks - 1]))
         if not self._mover.asynchronous:
@@ -113,8 +112,7 @@ class Traffic:
 class Tier(ABC):
     """A place for the pages of a context, in a chain of tiers: the tier `below` is slower.
 
-    The class methods say what layouts and memory plans must know before a tier is made. Their defaults fit a tier in
-    the host's memory that has no budget of its own.
+    The class methods are for layouts and memory plans. Their defaults fit a tier in the host's memory without a budget.
     """
 
     rank: ClassVar[int] = 0  # the order in the chain below the device, fastest first; 0: not in `kinds`
@@ -198,10 +196,7 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, pages: Pages, *parts: Tensor) -> None:
-        """Write pages that no lower tier has. `parts` are keys and values, packed unless this is the device's tier.
-
-        Not atomic: call again after an error.
-        """
+        """Write pages that no lower tier has, packed unless this is the device's tier. After an error, call again."""
 
     def forget(self, pages: Pages) -> None:
         """Remove pages from this tier and lower tiers, before other keys and values are written for them."""

@@ -3,13 +3,12 @@
     recent buffers ──> device pool ──> host pool ──> file ──> nowhere      a tier that a machine lacks is left out:
                        └────────── pages come back ──┘                     without a GPU there is one pool
 
-Pages (see `CacheLayout`) move between tiers. Complete chunks never change, so a page may be in several tiers at once. A
-page is dirty while no tier below has it. A full pool gives up its least recently used pages; dirty pages move down
-first.
+Complete chunks never change, so a page may be in several tiers at once. A page is dirty while no tier below has it. A
+full pool gives up its least recently used pages; dirty pages move down first.
 
 Beside a GPU, pages are moved while the model computes. New pages are copied to the host's pool at once, while it has
-free slots, so that most pages are clean when they leave. Another thread (`lce.cache.pool.Fetch`) fetches pages that a
-layer is likely to need; every other use of the tiers waits for that thread first.
+free slots, so that most pages are clean when they leave. Another thread fetches pages that a layer is likely to need;
+every other use of the tiers waits for that thread first.
 
 The device's pool has keys and values as kernels read them. Tiers below it have packed pages, in the layout's format. A
 page is packed on its way down and unpacked on its way up, without loss: a lossy format has rounded the numbers before.
@@ -62,18 +61,16 @@ class TierStack:
     @classmethod
     def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
         """Return empty tiers for `n_tokens` tokens, above `file`. Raises `CapacityError` if they do not fit."""
-        limits = Limits(layout)
+        limits, whole = Limits(layout), layout.whole_chunks(n_tokens)
         if file is None and not limits.overflows:
             held = (limits.budget if layout.on_cpu else layout.budgets.host) or 0
-            whole, most = layout.whole_chunks(n_tokens), limits.resident_tokens
+            page_bytes, most = layout.page_bytes if layout.on_cpu else layout.format.page_bytes, limits.resident_tokens
             if limits.lower:
                 most = [*limits.lower.values()][-1] // limits.n_pages(layout.chunk_size) * layout.chunk_size
-            page_bytes = layout.page_bytes if layout.on_cpu else layout.format.page_bytes
             if whole > most:
-                needed = limits.n_pages(whole) * page_bytes
                 raise CapacityError(
-                    f"{n_tokens:,} tokens need {size_text(needed)} for keys and values, and the budget is "
-                    f"{size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"
+                    f"{n_tokens:,} tokens need {size_text(limits.n_pages(whole) * page_bytes)} for keys and values, "
+                    f"and the budget is {size_text(held)}: {most:,} tokens; give --spill-dir, or a larger budget"
                 )
         return cls(layout, Nowhere() if file is None else Disk(layout, Nowhere(), file), n_tokens=n_tokens)
 
@@ -129,10 +126,9 @@ class TierStack:
     def rounds(self, layer: int, wanted: NDArray[np.bool_]) -> Iterator[Tiles]:
         """Yield, in one or more rounds, the pages of a layer that are True in `wanted [groups, chunks]`, as tiles.
 
-        The device's pool must hold all pages of a round. Each `Tiles` is valid until the next. A single round also has
-        the layer's other pages that are in the pool. Of several rounds, each has the chunks of a head group that follow
-        those of the rounds before, so results do not depend on the pool's size. Missing pages cycle through a quarter
-        of the slots, so that few pages leave.
+        Each `Tiles` is valid until the next. A single round also has the layer's other pages that are in the pool. Of
+        several rounds, each has the chunks of a head group that follow those of the rounds before, so results do not
+        depend on the pool's size. Missing pages cycle through a quarter of the slots, so that few pages leave.
         """
         self.settle()
         groups, chunks = np.nonzero(wanted)
@@ -159,7 +155,7 @@ class TierStack:
 
     def _slot_tiles(self, slot: Tensor) -> Tiles:
         """Return the device's pool as tiles. Head p of the page in slot s is tile `s·P + p`; -1 in `slot`: no page."""
-        k, v, heads = self.top.k, self.top.v, self.layout.page_heads
+        (k, v), heads = self.top.slots.slabs[0], self.layout.page_heads
         if heads > 1:
             slot = slot[:, None]
             tile = torch.where(slot < 0, -1, slot * heads + torch.arange(heads, device=k.device)[:, None])
@@ -167,10 +163,7 @@ class TierStack:
         return Tiles(k.flatten(0, 1), v.flatten(0, 1), slot)
 
     def prefetch(self, layer: int) -> None:
-        """Begin to fetch the pages of a layer's last request, if this can run beside the computation.
-
-        The next request is likely to have the same pages. Returns before anything is read.
-        """
+        """Begin to fetch the pages of a layer's last request, likely to be the next one's, beside the computation."""
         top = self.top
         if not top.mover.asynchronous or layer not in self._asked:
             return
@@ -180,10 +173,7 @@ class TierStack:
             self._coming[0].begin()
 
     def settle(self) -> None:
-        """Wait until the work of `prefetch`, if any, has ended; call again after an interruption.
-
-        Pages that could not be read are still missing. The next request for them raises the error.
-        """
+        """Wait until the work of `prefetch`, if any, has ended. If it failed, the next request raises the error."""
         if self._coming is None:
             return
         fetch, pages, slots = self._coming

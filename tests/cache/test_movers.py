@@ -251,7 +251,7 @@ def test_a_gpu_does_not_use_memory_again_that_is_still_written() -> None:
         for _ in tiers.rounds(layer, np.ones((2, 32), bool)):
             pass
     torch.cuda.synchronize()
-    n_bytes, early = tiers.top.k.nbytes, tiers.top.traffic.early
+    n_bytes, early = tiers.top.slots.slabs[0][0].nbytes, tiers.top.traffic.early
     assert isinstance(tiers.top.mover, Cuda)
     with torch.cuda.stream(tiers.top.mover.stream):
         torch.cuda._sleep(200_000_000)  # about a tenth of a second

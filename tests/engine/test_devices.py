@@ -192,7 +192,7 @@ def test_each_device_has_tiers_of_its_own(
     assert context.cache.growing
     assert torch.equal(context.logits.cpu(), whole.logits.cpu())
     for part, stack in zip(context.cache.layout.by_device, context.cache.stacks, strict=True):
-        assert stack.top.k.device == part.device
+        assert stack.top.slots.slabs[0][0].device == part.device
     assert {"cuda:0", "cuda:1"} < {*context.cache.traffic}
     path = tmp_path / "context.lce"
     context.fork().save(path)
