@@ -248,11 +248,6 @@ class RecentRows(MethodState):
     row_bytes: int
     remade: bool = False
 
-    @property
-    def first(self) -> int:
-        """The index of the token to which the buffer's first row belongs."""
-        return self._held[1]
-
     def write(self, rows: Tensor, start: int) -> None:
         """Append the rows `[heads, T, D]` of tokens `start..start+T-1`."""
         (buffer, first), stop = self._held, start + rows.shape[1]
