@@ -1,27 +1,15 @@
 """The script for a machine with a GPU: every stage at toy sizes on the CPU, so that no slip waits for the machine."""
 
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import gpu
 import pytest
 import torch
 
 from tests.pretended import Gpus
-
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, as a module; its neighbours are imported by their plain names."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.delitem(sys.modules, "gpu", raising=False)
-    return importlib.import_module("gpu")
 
 
 def errors(stage: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +20,7 @@ def errors(stage: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_every_stage_runs_at_toy_sizes(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_stage_runs_at_toy_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     status = gpu.main(["--device", "cpu", "--tiny", "--in-process", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "results.json").read_text())
@@ -46,7 +34,7 @@ def test_every_stage_runs_at_toy_sizes(gpu: ModuleType, tmp_path: Path, capsys: 
     assert capsys.readouterr().out.endswith((tmp_path / "summary.txt").read_text() + "\n")
 
 
-def test_a_stage_that_fails_costs_no_other(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own: one ends with an error, one hangs until its limit; what they had is kept."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -70,13 +58,13 @@ def test_a_stage_that_fails_costs_no_other(gpu: ModuleType, tmp_path: Path, monk
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_drawn_models_run_on_a_gpu(gpu: ModuleType, gpus: Gpus, tmp_path: Path) -> None:
+def test_drawn_models_run_on_a_gpu(gpus: Gpus, tmp_path: Path) -> None:
     """On a pretended one."""
     assert gpu.run_stage(4, tmp_path, tmp_path / "record.json", "cuda", True, math.inf) == "ran"
     assert errors(json.loads((tmp_path / "record.json").read_text())) == {}
 
 
-def test_without_a_gpu_every_stage_says_so(gpu: ModuleType, tmp_path: Path) -> None:
+def test_without_a_gpu_every_stage_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     record = tmp_path / "record.json"
@@ -84,7 +72,7 @@ def test_without_a_gpu_every_stage_says_so(gpu: ModuleType, tmp_path: Path) -> N
     assert json.loads(record.read_text()) == {"skipped": "no CUDA"}
 
 
-def test_bars_are_read_off_the_figures(gpu: ModuleType) -> None:
+def test_bars_are_read_off_the_figures() -> None:
     cell = {"method": "full", "length": 32768, "decoded at": 32768, "decode ms": 8.0, "decode bytes": 30e9}
     fast = {**cell, "method": "longheads", "decode ms": 5.0, "decode bytes": 15e9}
     times = {"resident": 4.0, "offloaded": 9.0}

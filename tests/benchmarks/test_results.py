@@ -1,46 +1,34 @@
 """benchmarks/RESULTS.md is what the records make of it, and short; every figure has a machine and a command."""
 
-import importlib
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import results
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-TABLES = sorted(path.stem for path in (BENCHMARKS / "record" / "tables").glob("*.toml") if path.stem != "machines")
+TABLES = {path.stem for path in (ROOT / "benchmarks" / "record" / "tables").glob("*.toml")} - {"machines"}
 MOST_WORDS, MOST_PROSE = 6000, 3000
 
 
-@pytest.fixture(scope="module")
-def results() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        patch.delitem(sys.modules, "results", raising=False)
-        yield importlib.import_module("results")
-
-
-def test_the_page_is_what_the_records_make(results: ModuleType) -> None:
+def test_the_page_is_what_the_records_make() -> None:
     assert results.PAGE.read_text(encoding="utf-8") == results.page(), "run python benchmarks/results.py"
 
 
-def test_the_page_is_short(results: ModuleType) -> None:
+def test_the_page_is_short() -> None:
     page = results.PAGE.read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```$|^\|.*?$|`[^`]*`", "", page, flags=re.MULTILINE | re.DOTALL)
     assert len(page.split()) <= MOST_WORDS
     assert len(prose.split()) <= MOST_PROSE
 
 
-def test_every_table_is_on_the_page(results: ModuleType) -> None:
+def test_every_table_is_on_the_page() -> None:
     named = re.findall(r"^\{\{(\w+)\}\}$", results.PROSE.read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted([*TABLES, *results.MADE])
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_every_run_has_a_machine_and_a_command_that_exists(results: ModuleType, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_every_run_has_a_machine_and_a_command_that_exists(name: str) -> None:
     runs = results.runs(name)
     assert [run.date for run in runs] == sorted((run.date for run in runs), reverse=True)
     for run in runs:
@@ -52,7 +40,7 @@ def test_every_run_has_a_machine_and_a_command_that_exists(results: ModuleType, 
             assert script[1] is None or (ROOT / script[1]).is_file(), command
 
 
-def test_intervals_stay_out_of_a_column(results: ModuleType) -> None:
+def test_intervals_stay_out_of_a_column() -> None:
     table = results.Table(["name", "share"], [["x", "0.50 (0.20–0.80)"]])
     assert table.column("share") == {"x": "0.50"}
     assert table.column("share", intervals=True) == {"x": "0.50 (0.20–0.80)"}

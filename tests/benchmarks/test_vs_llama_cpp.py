@@ -1,34 +1,23 @@
 """lce beside llama.cpp: the same weights give nearly the same logits; without the packages one line says so."""
 
-import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import models
 import pytest
 import torch
+import vs_llama_cpp
 from safetensors.torch import load_file, save_file
 
 import lce
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-@pytest.fixture
-def vs_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, as a module; its neighbours are imported by their plain names."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("models", "workers", "vs_llama_cpp"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("vs_llama_cpp")
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_same_weights_give_the_same_logits(vs_llama_cpp: ModuleType, tmp_path: Path, kv_heads: int) -> None:
+def test_the_same_weights_give_the_same_logits(tmp_path: Path, kv_heads: int) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
-    models = sys.modules["models"]
     models.SHAPES["tiny"] = {**SHAPE, "vocab_size": 32000, "num_key_value_heads": kv_heads}
     folder = models.checkpoint(tmp_path, "tiny", "bfloat16")
     assert models.checkpoint(tmp_path, "tiny", "bfloat16") == folder
@@ -45,7 +34,7 @@ def test_the_same_weights_give_the_same_logits(vs_llama_cpp: ModuleType, tmp_pat
     assert min(worker.prefill(40), worker.decode(3)) > 0
 
 
-def test_a_row_has_ratios_speeds_and_the_share_of_reading(vs_llama_cpp: ModuleType) -> None:
+def test_a_row_has_ratios_speeds_and_the_share_of_reading() -> None:
     at = {512: {"prefill": [3000.0, 1500.0], "decode": [94.25, 89.1], "share": 0.618}}
     assert vs_llama_cpp.table([512], {"Q4_0": {"lengths": at}}).splitlines() == [
         "| weights | prefill 512 | decode 512 |",
@@ -55,9 +44,7 @@ def test_a_row_has_ratios_speeds_and_the_share_of_reading(vs_llama_cpp: ModuleTy
 
 
 @pytest.mark.slow
-def test_a_decode_step_reads_the_weights_and_what_is_cached(
-    vs_llama_cpp: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decode_step_reads_the_weights_and_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vs_llama_cpp, "token_ids", lambda n: [i % 700 + 2 for i in range(n)])
     worker, found = vs_llama_cpp.Lce(), []
     assert worker.load("demo", n_ctx=256, threads=1) == "float32"
@@ -72,7 +59,7 @@ def test_a_decode_step_reads_the_weights_and_what_is_cached(
 
 
 def test_without_the_packages_one_line_says_so(
-    vs_llama_cpp: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "llama_cpp.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +30,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     line = [sys.executable, "-m", "pip", "install", "--quiet", *offline, "--target", folder, copy]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    with command.Process(line) as process:
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     return folder
 
 

@@ -1,7 +1,7 @@
 """Norms, gates, rotations, copies and merges, on a CPU and on a GPU or in Triton's interpreter, beside float64."""
 
+import importlib
 import math
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lce.attention import Attention
 from lce.kernels.cpu import elementwise as on_cpu
-from lce.kernels.cpu.merging import merged
 from tests.kernels.truth import DEVICE, EPS, MOST, ON_GPU, gated, normed, random, rotated
 
 MANY = on_cpu.ALONE // 16  # rows of 16 numbers that several threads share
@@ -23,14 +22,11 @@ each_size = pytest.mark.parametrize(
 )
 
 
-def kernels(room: str) -> tuple[ModuleType, str]:
-    """A room's module, and the device of its tensors."""
-    if room == "cpu":
-        return on_cpu, "cpu"
-    pytest.importorskip("triton")
-    from lce.kernels.cuda import elementwise
-
-    return elementwise, DEVICE
+def kernels(room: str, name: str = "elementwise") -> tuple[Any, str]:
+    """A module of a room, and the device of its tensors."""
+    if room == "cuda":
+        pytest.importorskip("triton")
+    return importlib.import_module(f"lce.kernels.{room}.{name}"), "cpu" if room == "cpu" else DEVICE
 
 
 def close(room: str, got: Tensor, expected: Tensor) -> None:
@@ -167,12 +163,10 @@ def test_turns(room: str, dtype: torch.dtype, scale: float) -> None:
 
 def merges(room: str) -> tuple[Any, Any]:
     """How a room merges parts, and slots: on a CPU slots are merged by PyTorch, if at all."""
-    if room == "cpu":
-        return merged, Attention.choose("torch").merge_slots
-    pytest.importorskip("triton")
-    from lce.kernels.cuda import merging
-
-    return merging.combined, merging.merge_slots
+    module, _ = kernels(room, "merging")
+    if room == "cuda":
+        return module.combined, module.merge_slots
+    return module.merged, Attention.choose("torch").merge_slots
 
 
 def parts_of(room: str, n_parts: int, dtype: torch.dtype, dim: int = 24) -> tuple[Tensor, Tensor]:
@@ -210,8 +204,7 @@ def test_parts_are_combined(room: str, n_parts: int, dtype: torch.dtype) -> None
 def test_slots_and_pieces_are_merged(room: str, n_parts: int, dtype: torch.dtype) -> None:
     out, lse = parts_of(room, n_parts, dtype)
     same(room, merges(room)[1](out.movedim(0, 2).contiguous(), lse.movedim(0, 2).contiguous()), out, lse, dtype)
-    from lce.kernels.cuda.merging import merge_pieces
-
+    merge_pieces = kernels(room, "merging")[0].merge_pieces
     same(room, merge_pieces(out.float(), lse, dtype), out, lse, dtype)
 
 

@@ -122,11 +122,9 @@ def test_a_context_is_made_asked_and_dropped(client: TestClient, engine: Any) ->
 def test_figures_have_vllms_names(client: TestClient) -> None:
     client.post("/v1/completions", json={"prompt": "the fox", "max_tokens": 4})
     text = client.get("/metrics").text
-    names = "num_requests_running num_requests_waiting kv_cache_usage_perc time_to_first_token_seconds_count "
-    names += "inter_token_latency_seconds_count time_per_output_token_seconds_count prompt_tokens_total "
-    names += (
-        "generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total e2e_request_latency_seconds_sum"
-    )
+    names = "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total "
+    names += "prefix_cache_hits_total prompt_tokens_total generation_tokens_total time_to_first_token_seconds_count "
+    names += "inter_token_latency_seconds_count time_per_output_token_seconds_count e2e_request_latency_seconds_sum"
     for name in names.split():
         assert f'vllm:{name}{{model_name="tiny"}}' in text, name
 

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from lce.kernels.code import bodies
 from lce.kernels.cpu import library
+from tests.command import Process
 from tests.kernels.arm64.emulator import RAN, qemu
 
 ROOT = Path(__file__).parents[3]
@@ -35,16 +35,10 @@ def test_kernels_for_arm64_pass_their_tests_in_an_emulator() -> None:
     if qemu() is None:
         pytest.skip("no qemu-aarch64 of version 7.1 or later is installed; Debian's package is qemu-user")
     options = ["-p", "tests.kernels.arm64.emulator", "-p", "no:cacheprovider", "-q", "-m", "not cuda", "-k", NOT]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *TESTS],
-        cwd=ROOT,
-        env={**os.environ, "LCE_CPU": "arm64"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
-    (said,) = (line for line in done.stdout.splitlines() if line.startswith(RAN))
+    line = [sys.executable, "-m", "pytest", *options, *TESTS]
+    with Process(line, cwd=ROOT, env={**os.environ, "LCE_CPU": "arm64"}) as process:
+        out, err = process.communicate(timeout=800)
+    assert process.returncode == 0, out[-20_000:] + err[-5_000:]
+    (said,) = (line for line in out.splitlines() if line.startswith(RAN))
     ran = {without_dtype(file) for file in said.removeprefix(RAN).split()}
     assert ran == {without_dtype(library.file_name(*each)) for each in bodies.names()}

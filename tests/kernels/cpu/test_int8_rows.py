@@ -61,13 +61,11 @@ def test_attention_to_rows_is_that_to_their_numbers(
 
 def test_bits_do_not_depend_on_threads_or_on_how_many_queries_there_are(any_threads: None) -> None:
     q, (k, v) = random(3, 7, 64, seed=3), (rows_of(random(3, 1300, 64, seed=seed)) for seed in (4, 5))
-    found = []
+    found, attend = [], Attention.choose("compiled").dense
     for n in (1, 2):
         torch.set_num_threads(n)
-        found.append(Attention.choose("compiled").dense(q, k, v, causal=False)[0])
-        found.append(
-            torch.cat([Attention.choose("compiled").dense(x, k, v, causal=False)[0] for x in q.split(1, 1)], 1)
-        )
+        found.append(attend(q, k, v, causal=False)[0])
+        found.append(torch.cat([attend(x, k, v, causal=False)[0] for x in q.split(1, 1)], 1))
     assert all(torch.equal(each, found[0]) for each in found)
 
 
@@ -81,10 +79,7 @@ def test_sums_of_integers_do_not_overflow() -> None:
 
 
 def test_chosen_chunks_of_rows() -> None:
-    q, k, v = (
-        random(4, 9, 64, seed=3, scale=1),
-        *(rows_of(random(2, 6 * 32, 64, seed=seed, scale=1)) for seed in (4, 5)),
-    )
+    q, (k, v) = random(4, 9, 64, seed=3, scale=1), (rows_of(random(2, 192, 64, seed=seed, scale=1)) for seed in (4, 5))
     chosen = torch.stack([torch.randperm(6)[:3].sort().values for _ in range(36)]).view(4, 9, 3)
     turn = Turn(torch.ones(9, 1, 32), torch.zeros(9, 1, 32))
     found = []

@@ -150,10 +150,8 @@ class Stage:
         return not self._asleep
 
     def _see_looks(self) -> None:
-        seen = self.looks
-        until(
-            lambda: self.looks >= seen + 3 or self._asleep
-        )  # the second look sees the time, and the third is behind it
+        seen = self.looks  # the second look sees the time, and the third is behind it
+        until(lambda: self.looks >= seen + 3 or self._asleep)
 
     def end(self) -> None:
         """Give the workers, which stay until the process ends, the C library's functions."""
