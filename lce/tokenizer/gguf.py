@@ -93,7 +93,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes
     files = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
     if (template := metadata.get("tokenizer.chat_template")) is None:
         return files
-    if not isinstance(template, str) or len(template) > MOST_TEMPLATE or not _is_text(template):
+    if not isinstance(template, str) or len(template) > MOST_TEMPLATE or _SURROGATE.search(template):
         raise vocabulary.wrong("tokenizer.chat_template", template, f"a text of at most {MOST_TEMPLATE} characters")
     return files | {"chat_template.jinja": template.encode()}
 
@@ -141,8 +141,8 @@ class _Vocabulary:
             raise self.wrong(name, value, "a list of strings")
         if sum(map(len, value)) > MOST_CHARS:
             raise self.wrong(name, value, f"at most {MOST_CHARS} characters in all")
-        if not _is_text("".join(value)):
-            raise self.wrong(name, next(text for text in value if not _is_text(text)), "Unicode text")
+        if wrong := _SURROGATE.search("".join(value)):
+            raise self.wrong(name, next(text for text in value if wrong[0] in text), "Unicode text")
         return value
 
     def numbers(self, name: str, *kinds: type) -> list[Any]:
@@ -179,11 +179,6 @@ class _Vocabulary:
         """Return the error for a value of the metadata."""
         key = name if name.startswith("tokenizer.") else f"tokenizer.ggml.{name}"
         return ModelError(f"{named(self._where)}: {key} is {shown(value)}; expected {expected}; {remedy}")
-
-
-def _is_text(value: str) -> bool:
-    """Return whether a string has no half of a surrogate pair."""
-    return _SURROGATE.search(value) is None
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:

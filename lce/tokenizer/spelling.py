@@ -88,11 +88,6 @@ class Spelling:
         fault = "the tokenizer's decoder has a step that cannot be read token by token"
         raise ModelError(f"{fault}: {shown(dict(step))}; expected {expected}")
 
-    @property
-    def errors(self) -> str:
-        """The name of the codec error handler that shows broken bytes as this decoder does."""
-        return "replace" if self.form == "byte_level" else "lce.replace_each_byte"
-
     def bytes_of(self, token: str, first: bool) -> bytes:
         """Return the bytes that `token` adds to a text; `first`: as the first token. Byte-level `Ġé` adds b' \\xe9'."""
         if not first:
@@ -118,8 +113,8 @@ def check_steps(chain: object, what: str) -> None:
     times = 1.0
     for number, step in enumerate(_steps(chain, f"{what}s")):
         pattern, new = step.get("pattern"), step.get("content", step.get("prepend"))
-        pattern, new = pattern if isinstance(pattern, dict) else {}, new if isinstance(new, str) else ""
-        old, regex = pattern.get("String"), pattern.get("Regex")
+        old, regex = (pattern.get(kind) if isinstance(pattern, dict) else None for kind in ("String", "Regex"))
+        new = new if isinstance(new, str) else ""
         if step.get("type") == "Replace":
             times *= max(1.0, len(new) / len(old) if isinstance(old, str) and old else len(new) + 1.0)
         if step.get("type") == "ByteLevel":  # writes a non-ASCII letter as two or more letters

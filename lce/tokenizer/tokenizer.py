@@ -36,7 +36,8 @@ class Detokenizer:
     def __init__(self, spell: Callable[[int, bool], bytes | None], spelling: Spelling) -> None:
         self._spell = spell
         self._first = True
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(spelling.errors)
+        errors = "replace" if spelling.form == "byte_level" else "lce.replace_each_byte"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._strip, self._strip_left = spelling.strip, spelling.strip_count
 
     def push(self, token_id: int) -> str:

@@ -59,9 +59,8 @@ _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
 class _Target:
     """A tensor or a quantised matrix to load: the stored tensors `names`, of `shapes`, joined along dimension 0.
 
-    `parts` has the loaded tensors, by name: several for a quantised matrix, one with the name "" for a plain tensor.
-    `dtype` is the dtype of a plain tensor, or of a matrix before loading quantises it; None for a matrix that is stored
-    quantised.
+    `parts` has what is loaded: a matrix' parts by name, or under "" a plain tensor. `dtype` is that of a plain tensor,
+    or of a matrix before loading quantises it; None for a matrix that is stored quantised.
     """
 
     names: Sequence[str]
@@ -73,7 +72,6 @@ class _Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        assert len({shape[1:] for shape in self.shapes}) == 1, f"{self.shapes} do not lie beneath each other"
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
 
     @property
@@ -165,13 +163,11 @@ class Checkpoint:
     ) -> dict[str, Any]:
         """Load the tensors of `wanted`, in `dtype` (None: as stored), on `device`, which may be a function of a name.
 
-        An entry of `wanted` maps the caller's name to the name in the checkpoint and the expected shape. Every other
-        tensor must match a pattern in `ignore` (`"*.rotary_emb.inv_freq"`). `joined` maps a new name to names in
-        `wanted` whose tensors are joined along dimension 0. Tensors of the names in `wide` are float32.
-
-        `schemes` maps names in the checkpoint to the schemes that quantise their matrices. These, and matrices that are
-        stored quantised, are returned as `PackedMatrix`. Joined matrices become one `Stacked` if their schemes differ,
-        or if the rows of one are no multiple of `ROW_BLOCK`.
+        `wanted` maps the caller's names to the name in the checkpoint and the expected shape. Other tensors must match
+        a pattern in `ignore`. `joined` maps a new name to names in `wanted`, to join along dimension 0. Tensors of the
+        names in `wide` are float32. `schemes` maps names in the checkpoint to the schemes that quantise their matrices.
+        These, and matrices stored quantised, are returned as `PackedMatrix`; joined ones become one `Stacked` if their
+        schemes differ, or if the rows of one are no multiple of `ROW_BLOCK`.
 
         Before anything is read, raises `CapacityError` for weights larger than the free memory, and ModelError for
         wrong names, shapes and dtypes. While reading, raises ModelError for NaN, infinity, and a file that was changed.

@@ -79,18 +79,18 @@ def read_gguf(path: Path) -> GgufFile:
         expected = f"a name that ends in {_SHARD_NAME.format('', file.metadata.get('split.no', 0) + 1, count)}"
         raise ModelError(f"{named(path)} is one of {count} shards; expected {expected}: give each shard its name back")
     shards = [path.with_name(_SHARD_NAME.format(match[1], number + 1, count)) for number in range(count)]
-    missing = [shard.name for shard in shards if not os.path.lexists(shard)]
-    if missing:
+    if missing := [shard.name for shard in shards if not os.path.lexists(shard)]:
         raise ModelError(f"{named(path)}: {len(missing)} of {count} shards are missing ({few(missing)}); download them")
-    first = file
-    tensors: dict[str, TensorInfo] = {}
-    stamps: dict[Path, tuple[int, ...]] = {}
+    first, tensors, stamps = file, dict[str, TensorInfo](), dict[Path, tuple[int, ...]]()
     for number, shard in enumerate(shards):
         found, header_bytes = (file, header_bytes) if shard == path else _read_file(shard, header_bytes)
         first = first if number else found
-        _check_shard(found, first, number)
-        twice = [name for name in found.tensors if name in tensors]
-        if twice:
+        if (own := found.metadata.get("split.no")) != number:
+            raise Damaged(shard, f"split.no is {own}, expected {number} by the file's name")
+        for key, value in found.metadata.items():
+            if key != "split.no" and first.metadata.get(key, value) != value:
+                raise Damaged(shard, f"{shown(key)} is not as in the first shard, so it is of another model")
+        if twice := [name for name in found.tensors if name in tensors]:
             raise Damaged(shard, f"tensor {shown(twice[0])} is in another shard too")
         tensors.update(found.tensors)
         stamps.update(found.stamps)
@@ -100,15 +100,6 @@ def read_gguf(path: Path) -> GgufFile:
     if total != len(tensors):
         raise Damaged(shards[0], f"the shards have {len(tensors)} tensors, expected {total} by split.tensors.count")
     return GgufFile(shards[0], first.metadata, tensors, stamps)
-
-
-def _check_shard(shard: GgufFile, first: GgufFile, number: int) -> None:
-    found = shard.metadata.get("split.no")
-    if found != number:
-        raise Damaged(shard.path, f"split.no is {found}, expected {number} by the file's name")
-    for key, value in shard.metadata.items():
-        if key != "split.no" and first.metadata.get(key, value) != value:
-            raise Damaged(shard.path, f"{shown(key)} is not as in the first shard, so it is of another model")
 
 
 def _read_file(path: Path, before: int = 0) -> tuple[GgufFile, int]:
@@ -123,9 +114,7 @@ def _read_file(path: Path, before: int = 0) -> tuple[GgufFile, int]:
     if alignment & (alignment - 1) or not _LEAST_ALIGNMENT <= alignment <= _MOST_ALIGNMENT:
         limits = f"a power of two from {_LEAST_ALIGNMENT} to {_MOST_ALIGNMENT}"
         raise Damaged(path, f"general.alignment is {alignment}, expected {limits}")
-    data_start = header.position
-    if n_tensors:
-        data_start += -data_start % alignment
+    data_start = header.position + (-header.position % alignment if n_tensors else 0)
     tensors: dict[str, TensorInfo] = {}
     end = offset = 0
     for name, kind, shape, found in described:
@@ -179,7 +168,7 @@ class _Header:
         return unpack(f"<{kinds}", self.raw[self.at - size : self.at])
 
     def counts(self) -> tuple[int, int]:
-        """Read the magic, the version, and the numbers of tensors and keys, which are returned."""
+        """Read the magic and the version. Return the numbers of tensors and of keys."""
         start = pread(self.descriptor, min(8, self.file_size), 0, self.path)
         if start == b"version ":
             raise ModelError(f"{named(self.path)} is a Git LFS pointer, not the model; fetch it with `git lfs pull`")
@@ -198,7 +187,6 @@ class _Header:
         return n_tensors, n_keys
 
     def metadata(self, n_keys: int) -> dict[str, Any]:
-        """Read the metadata."""
         found: dict[str, Any] = {}
         for number in range(n_keys):
             (key,) = self.strings(1, f"the name of key {number}")
@@ -257,8 +245,7 @@ class _Header:
             if count and found.max() > 1:
                 raise Damaged(self.path, f"{label} has the bool {found.max()}, expected 0 or 1")
             found = found.astype(bool)
-        values: list[Any] = found.tolist()
-        return values
+        return list(found.tolist())
 
     def tensor(self, number: int) -> tuple[str, int, tuple[int, ...], int]:
         """Read the description of tensor `number`: its name, the type's number, the shape, and the data's offset."""

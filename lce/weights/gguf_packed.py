@@ -28,7 +28,6 @@ from lce.weights.safetensors_file import Copies, TensorInfo, read_ahead, read_in
 _READ = 1 << 20  # the bytes that are read at once, at least `ROW_BLOCK` rows
 _REPACKED = 1 << 17  # the weights that are repacked at once: what is made of them fits a core's cache
 
-
 SCHEMES: Mapping[str, Scheme] = {name: Scheme("gguf", layout) for name, layout in GGUF_LAYOUTS.items()}
 
 
@@ -101,20 +100,16 @@ class Blocks:
     def _deliver(self, raw: NDArray[np.uint8], first: int, stop: int) -> Copies:
         kind, scheme = BY_NAME[self.info.dtype], SCHEMES.get(self.info.dtype)
         blocks, limit = raw.reshape(-1, kind.n_bytes), too_large(self.dtype)
-        if "" not in self.parts and scheme:
-            exploded = kind.explode(blocks)
-            largest = kind.largest(exploded).max()
-            if not largest < limit and not (largest := np.abs(exploded.weights()).max()) < limit:
+        exploded = kind.explode(blocks) if "" not in self.parts and scheme else None
+        if exploded is None or not kind.largest(exploded).max() < limit:  # the bound is quick, and may be too large
+            weights = kind.dequantise(blocks)
+            if not (largest := np.abs(weights).max()) < limit:
                 raise unfit(self.info, self.name, self.dtype, bool(np.isfinite(largest)))
-            if self.parts:
-                place = slice(first // ROW_BLOCK, -(-stop // ROW_BLOCK))
-                put_blocks(scheme.layout, exploded, stop - first, {name: x[place] for name, x in self.parts.items()})
-            return []
-        weights = kind.dequantise(blocks)
-        largest = np.abs(weights).max()
-        if not largest < limit:
-            raise unfit(self.info, self.name, self.dtype, bool(np.isfinite(largest)))
         if not self.parts:
+            return []
+        if exploded and scheme:
+            place = slice(first // ROW_BLOCK, -(-stop // ROW_BLOCK))
+            put_blocks(scheme.layout, exploded, stop - first, {name: x[place] for name, x in self.parts.items()})
             return []
         if len(self.info.shape) == 1:
             flat = weights.reshape(-1)

@@ -31,7 +31,6 @@ METADATA = "lce.quantised"  # the key of the `Manifest` in a safetensors file's 
 FORMAT = 2
 LARGEST = 256 << 20  # the largest size, in bytes, of a tokenizer or config file beside the weights
 
-
 PackedMatrix = QuantisedMatrix  # weights on the CPU; a loaded matrix never changes
 
 
@@ -57,8 +56,7 @@ class Scheme:
 
 ROUNDED: Mapping[str, Scheme] = {
     "int8": Scheme("int8", INT8),  # each 128 weights of a row share a scale: 8.1 bits per weight
-    # Each 32 weights of a row share a scale and a zero point, fitted by least squares: 4.75 bits per weight.
-    "int4": Scheme("int4", INT4),
+    "int4": Scheme("int4", INT4),  # each 32 share a scale and a zero point, fitted by least squares: 4.75 bits
 }
 
 

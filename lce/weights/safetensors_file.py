@@ -62,8 +62,8 @@ _TOO_LARGE = {
     ("F32", torch.bfloat16): 0x7F7F_8000,  # the least float32 that bfloat16 rounds to infinity
     ("F32", torch.float16): 0x477F_F000,  # the bits of 65520, which float16 rounds to infinity
     ("BF16", torch.float16): 0x4780,  # the bits of 65536, which float16 cannot hold
-    **{("BF16", dtype): 0x7F80 for dtype in (torch.float32, torch.bfloat16)},
-    **{("F16", dtype): 0x7C00 for dtype in (torch.float32, torch.bfloat16, torch.float16)},
+    **dict.fromkeys((("BF16", torch.float32), ("BF16", torch.bfloat16)), 0x7F80),
+    **{("F16", dtype): 0x7C00 for dtype in DTYPES.values()},
 }
 
 Copies = list[tuple[Tensor, Tensor]]  # pairs of a tensor to write and what to copy there
@@ -87,10 +87,8 @@ class TensorInfo:
 class Damaged(ModelError):
     """The error for a damaged file of weights."""
 
-    def __init__(
-        self, path: Path, what: str, remedy: str = "the file is damaged or incomplete: download it again"
-    ) -> None:
-        super().__init__(f"{named(path)}: {what}; {remedy}")
+    def __init__(self, path: Path, what: str, remedy: str = "") -> None:
+        super().__init__(f"{named(path)}: {what}; {remedy or 'the file is damaged or incomplete: download it again'}")
 
 
 def other_file(folder: Path) -> Path:
@@ -139,8 +137,7 @@ def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[
     shards = sorted(set(weight_map.values()))
     if missing := [shard for shard in shards if not os.path.lexists(folder / shard)]:
         raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({few(missing)}); download them")
-    tensors: dict[str, TensorInfo] = {}
-    stamps: dict[Path, tuple[int, ...]] = {}
+    tensors, stamps = dict[str, TensorInfo](), dict[Path, tuple[int, ...]]()
     for shard in shards:
         found, _, stamps[folder / shard] = read_header(folder / shard)
         for name, info in found.items():
