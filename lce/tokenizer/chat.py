@@ -61,11 +61,10 @@ def render_chat(
 ) -> ChatText:
     """Render `messages` with `template`. A token of `controls` in a message is split, to be encoded as plain text.
 
-    `special` has `bos_token`, `eos_token`, `add_generation_prompt`. `variables` has what else the template may read,
-    such as `tools`, as JSON values; `special` overrides them, and control tokens in them are split too. Raises
-    DataError for messages that are not a list of {"role": str, "content": str} or that the template refuses with
-    `raise_exception`, and ModelError for a template that is broken or exceeds its limits. A message may have
-    `tool_calls`, a JSON value; its `content` may then be None.
+    `special` has `bos_token`, `eos_token`, `add_generation_prompt`, and overrides `variables`, which have what else the
+    template may read, as JSON values. A message may have `tool_calls`, a JSON value; its `content` may then be None.
+    Raises DataError for other messages than {"role": str, "content": str} and those that the template refuses, and
+    ModelError for a template that is broken or exceeds its limits.
     """
     given = {"tools": None, "documents": None, **(variables or {})}
     conversation = _checked(messages)

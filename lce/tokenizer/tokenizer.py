@@ -170,11 +170,7 @@ class Tokenizer:
         return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation in this model's chat format.
-
-        Raises ModelError if the model has no chat template, or a broken one, and DataError for messages that the
-        template refuses.
-        """
+        """Return the text of a conversation in this model's chat format; see `render_chat`."""
         return self.render_chat(messages, add_generation_prompt).text
 
     def render_chat(
@@ -187,9 +183,9 @@ class Tokenizer:
     ) -> ChatText:
         """Return the chat's text, and where it is split to encode control tokens in messages as plain text.
 
-        `variables` has what else the template may read, such as `tools`. With `following`, the messages are formatted
-        as if they followed an answer, and the text is what comes behind this answer. Raises ModelError if the template
-        leaves out earlier answers then.
+        `variables` has what else the template may read, such as `tools`. With `following`, the text is what comes
+        behind an answer that is already there. Raises ModelError if there is no template, or it is broken or leaves out
+        earlier answers, and DataError for messages that it refuses.
         """
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
@@ -234,10 +230,7 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """A stand-in for a missing tokenizer. Prompts must be token ids: a text raises ModelError.
-
-    Generated ids have an empty text.
-    """
+    """A stand-in for a missing tokenizer: a text raises ModelError, and generated ids have an empty text."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -252,7 +245,6 @@ class NoTokenizer(Tokenizer):
     encode = decode = require_chat = _refuse
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return a `Detokenizer` that decodes every id to an empty text."""
         return Detokenizer(lambda token_id, first: None, Spelling())
 
 

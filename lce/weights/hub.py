@@ -28,9 +28,8 @@ from lce.sizes import size_text
 from lce.system import existing
 from lce.tokenizer.tokenizer import LARGEST_FILE
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.gguf_source import SHARD, GgufSource
 from lce.weights.safetensors_file import few, only_name, weight_map_of
-from lce.weights.source import BESIDE, CONFIG, VOCABULARIES, Source
+from lce.weights.source import BESIDE, CONFIG, SHARD, VOCABULARIES, GgufSource, Source
 
 _INDEX = "model.safetensors.index.json"
 _SMALL = (CONFIG, *BESIDE, _INDEX)
