@@ -132,10 +132,15 @@ def generated(model: Any, prompt: list[int], n: int, ends: list[int]) -> list[in
 
 
 class FamilyTests:
-    """The tests of a family: a class that derives from this one names `kinds`, and those whose text is compared."""
+    """The tests of a family: a class that derives from this one names `kinds`, and those whose text is compared.
+
+    Of `weights`, each matters: a kind, a pattern of names, and their number. `refused` has changes and messages.
+    """
 
     kinds: Mapping[str, Kind]
     greedy: Sequence[str]
+    weights: Sequence[tuple[Kind, str, int]] = ()
+    refused: Sequence[tuple[Mapping[str, Any], str]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for name, values in {"saved": list(self.kinds), "writer": self.greedy}.items():
@@ -181,6 +186,15 @@ class FamilyTests:
         ours = lce.load(tmp_path, block=32).generate(prompt, max_tokens=60)
         assert ours.token_ids == [token for token in theirs if token != 1]
         assert len(set(theirs)) > 10
+
+    def test_every_weight_makes_a_difference(self, tmp_path: Path) -> None:
+        for number, (kind, pattern, n) in enumerate(self.weights):
+            assert_every_weight_matters(tmp_path / f"{number}", kind, pattern, n)
+
+    def test_what_it_cannot_be(self, tmp_path: Path) -> None:
+        family = next(iter(self.kinds.values())).config.model_type
+        for change, message in self.refused:
+            assert re.search(message, refusal(tmp_path, family, change)), message
 
 
 def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:

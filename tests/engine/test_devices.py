@@ -18,35 +18,21 @@ from tests.checkpoints import save_tiny, tokens
 from tests.pretended import Gpus, pretended_gpus
 
 BOTH = "cuda:0,cuda:1"
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN |= {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3},
-    "qwen3, tied": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": 3,
-        "tie_word_embeddings": True,
-    },
-    "ministral3": {
-        "architectures": ["Ministral3ForCausalLM"],
-        "model_type": "ministral3",
-        "num_hidden_layers": 2,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 2.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3, "tie_word_embeddings": True},
+    "ministral3": {"architectures": ["Ministral3ForCausalLM"], "num_hidden_layers": 2, "rope_parameters": YARN},
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each kind of model."""
-    return {name: save_tiny(tmp_path_factory.mktemp("model"), **changes) for name, changes in KINDS.items()}
+    return {
+        name: save_tiny(tmp_path_factory.mktemp("model"), model_type=name, **changes) for name, changes in KINDS.items()
+    }
 
 
 @pytest.fixture
@@ -86,7 +72,7 @@ def test_two_devices_give_what_one_gives(two: Gpus, models: dict[str, Path], kin
 
 
 def test_each_tensor_is_where_its_layer_is(two: Gpus, models: dict[str, Path]) -> None:
-    engine = lce.load(models["qwen3, tied"], CHUNKS, device=[torch.device("cuda:0"), "cuda:1"])
+    engine = lce.load(models["qwen3"], CHUNKS, device=[torch.device("cuda:0"), "cuda:1"])
     assert [(part.first_layer, part.n_layers) for part in engine.setup.layout.by_device] == [(0, 2), (2, 1)]
     assert "layers 0 to 1 on cuda:0; layers 2 to 2 on cuda:1" in repr(engine)
     model, first, last = engine.setup.model, torch.device("cuda:0"), torch.device("cuda:1")

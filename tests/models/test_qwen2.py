@@ -14,7 +14,6 @@ from tests.parity import (
     FamilyTests,
     Kind,
     assert_equals_the_oracle,
-    assert_every_weight_matters,
     edited,
     rope,
     save_kind,
@@ -40,10 +39,7 @@ KINDS = {
 class TestQwen2(FamilyTests):
     kinds = KINDS
     greedy = ("qwen2.5", "yarn", "sliding-window")
-
-
-def test_biases_make_a_difference(tmp_path: Path) -> None:
-    assert_every_weight_matters(tmp_path, KINDS["qwen2.5"], r".*\.bias", 2 * 3)
+    weights = ((KINDS["qwen2.5"], r".*\.bias", 2 * 3),)
 
 
 def test_a_window_is_of_all_layers_or_of_none(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Families: found by name and never guessed, one file each, and every method runs on all of them."""
 
 import json
+import shutil
 import tokenize
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,7 @@ from tests.depth import pairs
 from tests.parity import assert_equals_the_oracle, difference
 
 ROOT = Path(__file__).parents[2]
-SHARED = {
-    "products",
-    "__init__",
-    "ranks",
-    "config",
-    "kinds",
-    "layers",
-    "registry",
-    "rope",
-}  # files of lce/models that hold no family
+SHARED = {"__init__", "config", "layers", "products", "ranks", "rope"}  # files of lce/models that hold no family
 NESTED = {"gemma3", "mistral3"}  # each wraps the text model of another family
 
 UNKNOWN = [
@@ -122,10 +114,7 @@ class Parrot(Llama):
 def test_a_new_family_is_one_file(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "parrot.py").write_text(NEW_FAMILY)
     config = TINY | {"architectures": ["ParrotForCausalLM"], "model_type": "parrot", "perch": 48}
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in tiny_model.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
+    model = shutil.copytree(tiny_model, tmp_path / "model")
     (model / "config.json").write_text(json.dumps(config))
     code = (
         "import sys, lce, lce.models; lce.models.__path__.append(sys.argv[1]); engine = lce.load(sys.argv[2]);"
@@ -134,13 +123,8 @@ def test_a_new_family_is_one_file(tiny_model: Path, tmp_path: Path) -> None:
     assert output(code, tmp_path, model, cwd=ROOT) == "Parrot 48 torch.Size([2, 300])\n"
 
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "llama_4_scaling_beta": 0.1,
-    "rope_theta": 1e6,
-}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e6}
+YARN["llama_4_scaling_beta"] = 0.1
 KINDS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
 OWN: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": YARN},
@@ -157,11 +141,8 @@ FAMILIES = sorted(set(families()) - NESTED)
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each family that has layers of its own."""
-    cls = families()[request.param]
-    own = OWN.get(request.param, {})
-    return save_tiny(
-        tmp_path_factory.mktemp(request.param), model_type=request.param, architectures=[cls.architecture], **own
-    )
+    names = {"model_type": request.param, "architectures": [families()[request.param].architecture]}
+    return save_tiny(tmp_path_factory.mktemp(request.param), **names, **OWN.get(request.param, {}))
 
 
 def test_the_plan_counts_the_weights_as_stored(folder: Path) -> None:
