@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lce.attention import Attention, Tiles, Turn, tiles
+from lce.attention import Attention, SlotTurns, Tiles, Turn, tiles
 from lce_lab.bench import machine
 
 TURNED_FIRST, AS_GATHERED = 1 << 62, tiles.AT_ONCE
@@ -39,8 +39,9 @@ def main() -> None:
     k, v = (
         torch.randn(args.kv_heads, args.chunks, args.chunk_size, args.dim, generator=random).to(dtype) for _ in range(2)
     )
-    angles = torch.randn(args.queries, args.choices, args.dim // 2, generator=random)
-    turns = Turn(angles.cos().to(dtype), angles.sin().to(dtype))
+    angles = torch.randn(args.queries * args.choices, args.dim // 2, generator=random)
+    rows = torch.arange(len(angles)).view(args.queries, args.choices)
+    turns = SlotTurns(Turn(angles.cos().to(dtype), angles.sin().to(dtype)), rows)
     order = torch.rand(args.heads, args.queries, args.chunks, generator=random).argsort(-1)
     chosen = order[..., : args.choices].sort(-1).values
     flops = 4 * chosen.numel() * args.chunk_size * args.dim

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lce
 from gpu_stages.setup import Setup
-from lce.attention import Attention, Tiles, Turn
+from lce.attention import Attention, SlotTurns, Tiles, Turn
 from tests import oracle
 from tests.running import cut, vectors
 from tests.running import run as run_method
@@ -128,14 +128,14 @@ def many_pairs(setup: Setup) -> dict[str, Any]:
     dtype, slots = torch.bfloat16, 4
     torch.manual_seed(1)
     k, v = (torch.randn(heads, chunks, size, dim, device=setup.device, dtype=dtype) for _ in range(2))
-    still = Turn(*(torch.full((1, 1, dim // 2), x, device=setup.device, dtype=dtype) for x in (1.0, 0.0)))
+    still = Turn(*(torch.full((1, dim // 2), x, device=setup.device, dtype=dtype) for x in (1.0, 0.0)))
     found: dict[str, Any] = {"pairs": heads * chunks, "ok": True}
     attention = Attention.choose("auto")
     for n in (1, 5 if setup.tiny else 2048):
         q = torch.randn(heads, n, dim, device=setup.device, dtype=dtype)
         scores = torch.rand(heads, n, chunks, device=setup.device)
         ids = scores.topk(slots, dim=-1).indices
-        turns = Turn(*(x.expand(n, 1, -1).contiguous() for x in still))
+        turns = SlotTurns(still, torch.zeros(n, 1, dtype=torch.int64, device=setup.device))
         started = time.perf_counter()
         with torch.inference_mode():
             out, lse = attention.routed(q, turns, ids, [Tiles.of_chunks(k, v)])

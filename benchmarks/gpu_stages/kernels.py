@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_stages.setup import Setup, seconds_of
-from lce.attention import Attention, Runs, Tiles, Turn
+from lce.attention import Attention, Runs, SlotTurns, Tiles, Turn
 from lce.kernels.cuda import launching
 from lce.methods.decoding import Span, runs_of
 
@@ -126,9 +126,12 @@ def prefill(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"causal, {called}", beside(setup, {name: dense(x) for name, x in backends.items()}, flops, 1)
         tiles = [Tiles.of_chunks(*(x.unflatten(1, (-1, chunk)) for x in (k, v)))]
         scores = torch.rand(n_heads, n, seen // chunk, device=setup.device)
-        ids, turns = scores.topk(CHUNKS, dim=-1).indices, still(setup, n, CHUNKS, dim // 2)
+        ids, rows = scores.topk(CHUNKS, dim=-1).indices, torch.arange(n * CHUNKS, device=setup.device).view(n, CHUNKS)
+        turns = SlotTurns(still(setup, n * CHUNKS, dim // 2), rows)
 
-        def routed(attention: Attention, q: Tensor = q, ids: Tensor = ids, tiles: Any = tiles, by: Turn = turns) -> Any:
+        def routed(
+            attention: Attention, q: Tensor = q, ids: Tensor = ids, tiles: Any = tiles, by: SlotTurns = turns
+        ) -> Any:
             return lambda _: lambda: attention.routed(q, by, ids, tiles)
 
         flops = 4.0 * n_heads * dim * n * CHUNKS * chunk

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
-from lce.attention.turn import SlotTurns, Turn, Turns
+from lce.attention.turn import SlotTurns, Turn
 from lce.errors import UsageError, nearest, shown
 from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.merging import merged
@@ -83,12 +83,12 @@ class Attention(ABC):
 
     @timed("attention", count_routed)
     def routed(
-        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
+        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute attention where each query of each head sees its own list of whole chunks.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of the list,
-        query t is rotated by `turns[t, s]`: `turns` is `[T, K, D/2]`, or `[T, 1, D/2]` if all slots share a rotation.
+        query t is rotated by the rotation number `turns.rows[t, s]` of `turns.table`.
         `tiles` are the chunks' keys and values, in one or more rounds: each has the chunks of a KV head that follow
         those of the rounds before. Returns `out [H, T, D]`, `lse [H, T]`.
 
@@ -98,7 +98,7 @@ class Attention(ABC):
         return self.attend_chosen(q, turns, chunk_ids, tiles, memory)
 
     def attend_chosen(
-        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
+        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute what `routed` returns.
 
@@ -106,11 +106,11 @@ class Attention(ABC):
         experts. Memory: H·T·K·D numbers of partial results, but not all rotated queries.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
-        queries, turns = None, turns.spread() if isinstance(turns, SlotTurns) else turns
+        queries, spread = None, turns.table.at(turns.rows)  # [T, K, D/2]
         out = (q.new_empty(chunk_ids.numel() * q.shape[-1]) if memory is None else memory()).view(-1, q.shape[-1])
         lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
         for some in tiles:  # every chosen chunk is in exactly one round
-            queries = queries or SlotQueries(q, turns, n_slots, n_heads // len(some.index))
+            queries = queries or SlotQueries(q, spread, n_slots, n_heads // len(some.index))
             self.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 

@@ -11,7 +11,7 @@ from lce.attention import int8_rows
 from lce.attention.attention import Attended, Memory
 from lce.attention.tiles import Tiles
 from lce.attention.torch import Torch
-from lce.attention.turn import SlotTurns, Turn, Turns
+from lce.attention.turn import SlotTurns, Turn
 from lce.kernels.cpu import attention
 from lce.kernels.cpu.kernel import DTYPES
 
@@ -46,13 +46,12 @@ class Compiled(Torch):
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def attend_chosen(
-        self, q: Tensor, turns: Turns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
+        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
         """Compute the attention with a kernel that sorts and rotates the queries, and needs no memory for slots."""
-        table, rows = turns if isinstance(turns, SlotTurns) else SlotTurns.of(turns)
-        if self.kernels(q, *table) is not attention:
+        if self.kernels(q, *turns.table) is not attention:
             return super().attend_chosen(q, turns, chunk_ids, tiles, memory)
-        found = attention.ChosenTiles(q, *table, rows, chunk_ids)
+        found = attention.ChosenTiles(q, *turns.table, turns.rows, chunk_ids)
         for some in tiles:
             found.add(some.k, some.v, some.index)
         return found.finish()

@@ -32,23 +32,9 @@ class SlotTurns(NamedTuple):
     table: Turn
     rows: Tensor
 
-    @classmethod
-    def of(cls, turns: Turn) -> SlotTurns:
-        """Return rotations `[T, K, D/2]` as they are, as a table."""
-        shape = turns.cos.shape[:2]
-        rows = torch.arange(shape.numel(), device=turns.cos.device).view(shape)
-        return cls(Turn(*(x.flatten(0, 1) for x in turns)), rows)
-
     def at(self, queries: slice) -> SlotTurns:
         """Return the rotations of some queries."""
         return self if len(self.rows) == 1 else SlotTurns(self.table, self.rows[queries])
-
-    def spread(self) -> Turn:
-        """Return the rotations `[T, K, D/2]`."""
-        return self.table.at(self.rows)
-
-
-Turns = Turn | SlotTurns
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:

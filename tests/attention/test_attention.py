@@ -20,6 +20,7 @@ from tests.attention.truth import (
     random,
     routed_truth,
     routed_vectors,
+    slots,
     turns_of,
     vectors,
 )
@@ -147,7 +148,7 @@ def test_routed(
     there = Turn(turns.cos.to(device), turns.sin.to(device))
     tiles = [Tiles.of_chunks(k.to(device), v.to(device))]
     memory = torch.full((chosen.numel() * 16,), torch.nan, dtype=dtype, device=device)
-    part = Attention.choose(name).routed(q.to(device), there, chosen.to(device), tiles, lambda: memory)
+    part = Attention.choose(name).routed(q.to(device), slots(there), chosen.to(device), tiles, lambda: memory)
     assert part[0].dtype == dtype
     assert_same(part, routed_truth(q, turns, chosen, (k, v)), 2 * HALF.get(dtype, 1.5e-5 if device == "cpu" else 1e-4))
 
@@ -166,7 +167,7 @@ def test_routed_over_several_rounds(name: str) -> None:
             index[head, chunk] = order[n]
             tiles_k[order[n]], tiles_v[order[n]] = k[head, chunk], v[head, chunk]
         rounds.append(Tiles(tiles_k, tiles_v, index))
-    part = Attention.choose(name).routed(q, turns, chosen, rounds)
+    part = Attention.choose(name).routed(q, slots(turns), chosen, rounds)
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
@@ -176,9 +177,9 @@ def test_many_queries_are_turned_as_they_are_gathered(name: str) -> None:
     q, k, v = routed_vectors(8, 2, 2600, 6, 5)
     turns, chosen = turns_of(2600, 4), choices("all different", 8, 2600, 4, 6)
     attention = Attention.choose(name)
-    out, lse = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    out, lse = attention.routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
     some = slice(1000, 1100)
-    part = attention.routed(q[:, some], turns.at(some), chosen[:, some], [Tiles.of_chunks(k, v)])
+    part = attention.routed(q[:, some], slots(turns.at(some)), chosen[:, some], [Tiles.of_chunks(k, v)])
     assert_same((out[:, some], lse[:, some]), (part[0].double(), part[1].double()), 1e-5)
 
 
@@ -194,7 +195,8 @@ def test_routed_of_any_shape(data: st.DataObject) -> None:
     ids = st.integers(-1, n_chunks - 1)
     flat = data.draw(st.lists(ids, min_size=math.prod(shape), max_size=math.prod(shape)))
     chosen = torch.tensor(flat, dtype=torch.int64).view(shape)
-    part = Attention.choose(data.draw(st.sampled_from(BACKENDS))).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    attention = Attention.choose(data.draw(st.sampled_from(BACKENDS)))
+    part = attention.routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
@@ -203,16 +205,16 @@ def test_unchosen_chunks_are_not_even_looked_at(name: str) -> None:
     """What a cache holds beyond its tokens may be anything."""
     q, k, v = routed_vectors(4, 2, 9, 6, 5)
     turns, chosen = turns_of(9, 2), choices("all different", 4, 9, 2, 5)
-    part = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    part = Attention.choose(name).routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
     k[:, 5], v[:, 5] = torch.nan, torch.inf
-    again = Attention.choose(name).routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    again = Attention.choose(name).routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
     assert_same(again, (part[0].double(), part[1].double()))
 
 
 def test_float64_works_and_its_log_sum_exp_is_float32() -> None:
     q, k, v = (x.double() for x in routed_vectors(8, 2, 20, 6, 5))
     turns, chosen = turns_of(20, 3, torch.float64), choices("some none", 8, 20, 3, 6)
-    part = Attention.choose("torch").routed(q, turns, chosen, [Tiles.of_chunks(k, v)])
+    part = Attention.choose("torch").routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
@@ -237,7 +239,7 @@ def test_a_part_that_saw_nothing_adds_nothing(name: str) -> None:
     q, k, v = vectors(4, 2, 6, 24)
     seen, nothing = attention.dense(q, k, v, causal=True), attention.dense(q, k[:, :0], v[:, :0], causal=False)
     chunks = (k.unflatten(1, (4, 6)), v.unflatten(1, (4, 6)))
-    unrouted = attention.routed(q, AS_IT_IS, torch.full((4, 6, 3), -1), [Tiles.of_chunks(*chunks)])
+    unrouted = attention.routed(q, slots(AS_IT_IS), torch.full((4, 6, 3), -1), [Tiles.of_chunks(*chunks)])
     torch.testing.assert_close(merge([nothing, seen, unrouted]), seen[0])
     assert torch.equal(merge([nothing, unrouted]), torch.zeros(4, 6, 16))
 

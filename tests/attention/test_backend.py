@@ -14,7 +14,7 @@ from lce.attention import Attended, Attention, Tiles
 from lce.attention.attention import backends
 from lce.attention.reference import Reference
 from lce.errors import UsageError
-from tests.attention.truth import routed_vectors, turns_of
+from tests.attention.truth import routed_vectors, slots, turns_of
 from tests.running import threads
 
 
@@ -64,7 +64,7 @@ def test_a_tile_is_attended_once_however_many_queries_chose_it() -> None:
 
     q, k, v = routed_vectors(8, 2, 300, 6, 5)
     chosen = torch.rand(8, 300, 6, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :3]
-    Counting().routed(q, turns_of(300, 3), chosen, [Tiles.of_chunks(k, v)])
+    Counting().routed(q, slots(turns_of(300, 3)), chosen, [Tiles.of_chunks(k, v)])
     assert sum(n_tiles for n_tiles, _ in seen) == 12
     rows = sum(n_tiles * n_queries for n_tiles, n_queries in seen)
     assert 8 * 300 * 3 <= rows <= 8 * 300 * 3 * 1.25

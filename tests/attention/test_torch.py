@@ -17,6 +17,7 @@ from tests.attention.truth import (
     random,
     routed_truth,
     routed_vectors,
+    slots,
     turns_of,
     vectors,
 )
@@ -85,7 +86,7 @@ def test_routed_never_waits(
     for each in (flash, backend):
         monkeypatch.setattr(each, "MOST_BLOCKS", most_blocks)
     gpu_k, turns_there = k.cuda(), Turn(turns.cos.cuda(), turns.sin.cuda())
-    args = (q.cuda(), turns_there, chosen.cuda(), [Tiles.of_chunks(gpu_k, v.cuda())])
+    args = (q.cuda(), slots(turns_there), chosen.cuda(), [Tiles.of_chunks(gpu_k, v.cuda())])
     with gpus.counting() as counts:
         part = TORCH.routed(*args)
     assert (counts.syncs, counts.uploads) == (0, 0), counts.at
@@ -103,7 +104,7 @@ def test_routed_in_rounds_keeps_what_other_rounds_wrote() -> None:
     whole, turns_there = Tiles.of_chunks(k.cuda(), v.cuda()), Turn(turns.cos.cuda(), turns.sin.cuda())
     even = torch.arange(6, device="cuda") % 2
     rounds = [Tiles(whole.k, whole.v, whole.index.masked_fill(even == rest, -1)) for rest in range(2)]
-    part = TORCH.routed(q.cuda(), turns_there, chosen.cuda(), rounds)
+    part = TORCH.routed(q.cuda(), slots(turns_there), chosen.cuda(), rounds)
     assert_same(part, routed_truth(q, turns, chosen, (k, v)), 8e-3)
 
 
@@ -165,6 +166,6 @@ def test_more_tiles_than_a_grid_has(dtype: torch.dtype, n_queries: int) -> None:
     chosen[..., 1:].masked_fill_(chosen[..., 1:] == chosen[..., :-1], -1)  # no chunk twice
     as_it_is = Turn(*(make(n_queries, 1, dim // 2, dtype=dtype, device="cuda") for make in (torch.ones, torch.zeros)))
     tiles = [Tiles.of_chunks(*keys)]
-    part = TORCH.routed(q.cuda(), as_it_is, chosen.cuda(), tiles)
-    truth = Attention.choose("reference").routed(q.cuda(), as_it_is, chosen.cuda(), tiles)
+    part = TORCH.routed(q.cuda(), slots(as_it_is), chosen.cuda(), tiles)
+    truth = Attention.choose("reference").routed(q.cuda(), slots(as_it_is), chosen.cuda(), tiles)
     assert_same(part, (truth[0].cpu().double(), truth[1].cpu().double()), 0.06 if dtype is torch.bfloat16 else 8e-3)

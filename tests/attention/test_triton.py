@@ -11,6 +11,7 @@ from tests.attention.truth import (
     random,
     routed_truth,
     routed_vectors,
+    slots,
     turns_of,
     vectors,
 )
@@ -42,7 +43,7 @@ def test_routed(attention: Attention, n_queries: int, per_slot: bool) -> None:
     chosen[0, :, 1] = -1
     chosen[1, 0] = -1
     memory = torch.full((chosen.numel() * 16,), torch.nan)
-    part = attention.routed(q, turns, chosen, [Tiles.of_chunks(k, v)], lambda: memory)
+    part = attention.routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)], lambda: memory)
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
@@ -56,8 +57,8 @@ def test_routed_over_several_rounds_is_the_same_to_the_bit(attention: Attention)
         index = torch.full_like(whole.index, -1)
         index[:, some] = torch.arange(len(tiles)).view(2, 2)
         rounds.append(Tiles(whole.k[tiles], whole.v[tiles], index))
-    out, lse = attention.routed(q, turns, chosen, [whole])
-    again, again_lse = attention.routed(q, turns, chosen, rounds)
+    out, lse = attention.routed(q, slots(turns), chosen, [whole])
+    again, again_lse = attention.routed(q, slots(turns), chosen, rounds)
     assert torch.equal(out, again)
     assert torch.equal(lse, again_lse)
 
@@ -70,7 +71,7 @@ def test_nothing_is_read_back_or_sent_to_the_gpu() -> None:
         turn, tiles = Turn(*(x.cuda() for x in turns)), Tiles.of_chunks(k.cuda(), v.cuda())
         on_gpu = q.cuda(), chosen.cuda()
         with gpus.counting() as counts:
-            part = attention.routed(on_gpu[0], turn, on_gpu[1], [tiles])
+            part = attention.routed(on_gpu[0], slots(turn), on_gpu[1], [tiles])
             out, lse = combine([part, attention.dense(on_gpu[0], tiles.k[:2], tiles.v[:2], causal=False)])
         assert counts.syncs == counts.uploads == 0
         assert_same((part[0].cpu().float(), part[1].cpu()), expected, 6e-2)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lce.attention import Turn
+from lce.attention import SlotTurns, Turn
 
 BACKENDS = ("compiled", "torch", "reference")
 HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
@@ -79,6 +79,13 @@ def turns_of(n_queries: int, n_slots: int, dtype: torch.dtype = torch.float32) -
     """Some turn for each slot of each query, `[T, K, D/2]`."""
     angles = random(n_queries, n_slots, 8, seed=6)
     return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def slots(turns: Turn) -> SlotTurns:
+    """Rotations `[T, K, D/2]` as `routed` takes them: a table, and the number of each."""
+    shape = turns.cos.shape[:2]
+    rows = torch.arange(shape.numel(), device=turns.cos.device).view(shape)
+    return SlotTurns(Turn(*(x.flatten(0, 1) for x in turns)), rows)
 
 
 def assert_same(part: Attended, truth: Attended, tolerance: float = 3e-5) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lce.attention import Attention, Tiles, Turn, append_rows, rotate, row_bytes
 from lce.attention import widened as of_rows
-from tests.attention.truth import dense_truth, random
+from tests.attention.truth import dense_truth, random, slots
 
 SHAPES = [  # H, G, T, N, D, window
     (9, 3, 1, 1100, 64, None),
@@ -85,7 +85,7 @@ def test_chosen_chunks_of_rows() -> None:
     found = []
     for keys, values in ((k, v), (widened(k, 64).float(), widened(v, 64).float())):
         tiles = Tiles.of_chunks(*(x.contiguous().unflatten(1, (6, 32)) for x in (keys, values)))
-        found.append(Attention.choose("compiled").routed(q, turn, chosen, [tiles])[0])
+        found.append(Attention.choose("compiled").routed(q, slots(turn), chosen, [tiles])[0])
     assert (found[0] - found[1]).abs().max() < 1e-4
 
 
