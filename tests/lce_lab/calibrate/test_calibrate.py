@@ -31,8 +31,12 @@ TINY = Calibration(low_dim=4, tokens=512, epochs=1, batch=64)
 KNOBS = {"sinks": 2, "local": 8, "top_k": 6}
 
 
-def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "maps.safetensors"
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "maps.safetensors"
+
+
+def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path, out: Path) -> None:
     stages: list[tuple[str, int, int]] = []
     recalls = calibrate(tiny_model, TEXT, out, SMALL, progress=lambda *stage: stages.append(stage))
     assert [recall.layer for recall in recalls] == [0, 1]
@@ -46,8 +50,7 @@ def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path) -> None:
     assert all(bool(maps.query_bias.any()) and bool(maps.key_bias.any()) for maps in layers.values())
 
 
-def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "maps.safetensors"
+def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, out: Path) -> None:
     recalls = calibrate(tiny_model, TEXT, out, Calibration(low_dim=64, tokens=1024, epochs=1, lr=1e-9, far=8))
     assert [(recall.calibrated, recall.pca) for recall in recalls] == [(1.0, 1.0)] * 2
     exact = lce.load(tiny_model, method=ESA(compress="none", **KNOBS), block=50)
@@ -59,14 +62,13 @@ def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, tmp_path:
 
 @pytest.mark.parametrize("rope", [{}, {"rope": "yarn", "rope_factor": 2}], ids=["plain", "yarn"])
 def test_queries_are_learned_as_the_method_places_them(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any]
+    tiny_model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any]
 ) -> None:
     learned, placed = [], []
     learn_layer, scorer = learn.Calibrator.learn, esa.scorer
     noted = lambda self, q, *rest: learned.append(q) or learn_layer(self, q, *rest)  # noqa: E731
     monkeypatch.setattr(learn.Calibrator, "learn", noted)
     monkeypatch.setattr(esa, "scorer", lambda self, q, *rest: placed.append(q) or scorer(self, q, *rest))
-    out = tmp_path / "maps.safetensors"
     calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=1, far=5), **rope)
     method = ESA(maps=str(out), low_dim=4, sinks=1, local=2, top_k=2, far=5)
     engine = lce.load(tiny_model, method, block=8, **rope)
@@ -141,8 +143,7 @@ def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path,
     lce.load(tiny_model, wanted, **loading)
 
 
-def test_what_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "maps.safetensors"
+def test_what_is_refused(tiny_model: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="expected 512 or more: give a longer one"):
         calibrate(tiny_model, TEXT[:300], out, SMALL)
     with pytest.raises(UsageError, match="tokens is 500; expected 512 or more, 8 pieces of 64"):
@@ -191,8 +192,9 @@ def test_recalls_are_printed_with_their_mean() -> None:
     ]
 
 
-def test_broken_numbers_are_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "maps.safetensors"
+def test_broken_numbers_are_refused(
+    tiny_model: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DataError, match="layer 0 are not finite; give a smaller --lr"):
         calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=3, lr=1e30))
     assert not out.exists()
@@ -213,10 +215,9 @@ def bytes_of(out: Path) -> dict[str, bytes]:
 
 
 def test_a_calibration_goes_on_after_every_write(
-    tiny_model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, out: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call is interrupted after its first write, until one has nothing left to write but the maps."""
-    out = tmp_path / "maps.safetensors"
     write, calls = work_folder.write_whole, 0
 
     def write_once(path: Path, data: bytes) -> None:

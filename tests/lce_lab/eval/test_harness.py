@@ -17,7 +17,7 @@ import torch
 
 import lce
 from lce.errors import UsageError
-from tests.checkpoints import save_chat, save_tiny
+from tests.checkpoints import save_chat
 from tests.command import run, spawn
 
 pytestmark = [
@@ -46,11 +46,6 @@ def write_tasks(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> Path:
         head = f"task: {task}\ndataset_path: json\ndataset_kwargs: {files}\ntest_split: test\nnum_fewshot: 0\n"
         (folder / f"{task}.yaml").write_text(head + TASKS[task])
     return folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("harness"))
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +82,9 @@ def evaluated(model: str, folder: Path, tasks: Path) -> dict[str, Any]:
     return found
 
 
-def test_same_numbers_as_transformers(folder: Path, tasks: Path) -> None:
+def test_same_numbers_as_transformers(tiny_model: Path, tasks: Path) -> None:
     importlib.import_module("lce_lab.eval.harness")
-    ours, theirs = evaluated("lce", folder, tasks), evaluated("hf", folder, tasks)
+    ours, theirs = evaluated("lce", tiny_model, tasks), evaluated("hf", tiny_model, tasks)
     for task in TASKS:
         metrics = {key: value for key, value in theirs["results"][task].items() if isinstance(value, float)}
         assert metrics
@@ -106,10 +101,10 @@ def flat(answers: Any) -> list[Any]:
     return [float(x) for x in map(ord, answers)] if isinstance(answers, str) else [float(answers)]
 
 
-def test_the_model_says_what_it_is(folder: Path) -> None:
+def test_the_model_says_what_it_is(tiny_model: Path) -> None:
     from lce_lab.eval.harness import LceLM
 
-    arguments = f"pretrained={folder},method=longheads,chunk_size=4,chunks=8,rope=linear,rope_factor=2"
+    arguments = f"pretrained={tiny_model},method=longheads,chunk_size=4,chunks=8,rope=linear,rope_factor=2"
     lm = LceLM.create_from_arg_string(arguments, {"device": "cuda:0", "max_batch_size": 4})
     assert lm.engine.method == lce.methods.LongHeads(chunk_size=4, chunks=8).resolve(64)
     assert lm.max_length is None  # no limit
@@ -138,8 +133,8 @@ def test_what_the_harness_refuses_is_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_runs_a_method(folder: Path, tasks: Path) -> None:
-    arguments = f"pretrained={folder},method=longheads,chunk_size=4,chunks=8,block=16"
+def test_the_command_runs_a_method(tiny_model: Path, tasks: Path) -> None:
+    arguments = f"pretrained={tiny_model},method=longheads,chunk_size=4,chunks=8,block=16"
     command = ["eval", "harness", "run", "--model", "lce", "--model_args", arguments]
     with spawn("", *command, "--tasks", "choice,writing", "--include_path", tasks) as process:
         out, err = process.communicate()
@@ -159,18 +154,18 @@ def model_of(*what: Any, **how: Any) -> Any:
 
 
 @pytest.fixture
-def lm(folder: Path) -> Any:
-    return model_of(folder)
+def lm(tiny_model: Path) -> Any:
+    return model_of(tiny_model)
 
 
 def request(*arguments: Any) -> Any:
     return SimpleNamespace(args=arguments)
 
 
-def test_tokens_are_those_of_transformers(lm: Any, folder: Path) -> None:
+def test_tokens_are_those_of_transformers(lm: Any, tiny_model: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    hf = HFLM(str(folder), device="cpu")
+    hf = HFLM(str(tiny_model), device="cpu")
     assert (lm.prefix_token_id, lm.eot_token_id, lm.max_length) == (hf.prefix_token_id, hf.eot_token_id, hf.max_length)
     for text in ("the quick", "<s>the quick", " 日本", ""):
         for special in (None, False, True):
@@ -180,8 +175,8 @@ def test_tokens_are_those_of_transformers(lm: Any, folder: Path) -> None:
     assert lm._encode_pair("the quick ", "fox") == hf._encode_pair("the quick ", "fox")
 
 
-def test_the_prefix_and_bos_may_be_chosen(folder: Path) -> None:
-    engine = lce.load(folder)
+def test_the_prefix_and_bos_may_be_chosen(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model)
     lm = model_of(engine, prefix_token_id=7, add_bos_token=False, max_length=20)
     assert lm.engine is engine
     assert (lm.prefix_token_id, lm.max_length) == (7, 20)

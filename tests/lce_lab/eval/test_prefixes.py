@@ -10,7 +10,7 @@ from torch import Tensor
 import lce
 from lce.engine import running
 from lce_lab.eval.prefixes import read_all
-from tests.checkpoints import save_tiny, tokens
+from tests.checkpoints import tokens
 
 BLOCK = 16
 SHARED = tokens(100)
@@ -36,11 +36,6 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("prefixes"))
-
-
 def alone(engine: lce.Engine, text: list[int]) -> tuple[Tensor, Tensor]:
     """The logits after a text, and the scores of what is added to it."""
     context = engine.prefill(text, length=len(text) + len(ADDED))
@@ -48,10 +43,10 @@ def alone(engine: lce.Engine, text: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(str(value) for value in kind.values())[:40])
-def test_every_text_is_read_as_alone(folder: Path, kind: dict[str, Any]) -> None:
+def test_every_text_is_read_as_alone(tiny_model: Path, kind: dict[str, Any]) -> None:
     if "kv_device_budget" in kind:
-        kind = {**kind, "spill_dir": folder.parent}
-    engine = lce.load(folder, block=BLOCK, **kind)
+        kind = {**kind, "spill_dir": tiny_model.parent}
+    engine = lce.load(tiny_model, block=BLOCK, **kind)
     seen = []
     for number, context in read_all(engine, TEXTS, [len(text) + len(ADDED) for text in TEXTS]):
         logits, scores = alone(engine, TEXTS[number])
@@ -65,9 +60,9 @@ def test_every_text_is_read_as_alone(folder: Path, kind: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("rope", "expected"), [("none", 32 + 64 + 4 + 34 + 94 + 108 + 70 + 1), ("dynamic", None)])
 def test_what_texts_have_in_common_is_read_once(
-    folder: Path, rope: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, rope: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = lce.load(folder, block=BLOCK, rope=rope, rope_factor=None if rope == "none" else 2.0)
+    engine = lce.load(tiny_model, block=BLOCK, rope=rope, rope_factor=None if rope == "none" else 2.0)
     read = []
     append = running.append
     monkeypatch.setattr(
@@ -80,8 +75,8 @@ def test_what_texts_have_in_common_is_read_once(
         _ = contexts[0].cache
 
 
-def test_the_longest_is_refused_before_any_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = lce.load(folder)
+def test_the_longest_is_refused_before_any_work(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = lce.load(tiny_model)
     monkeypatch.setattr(running, "append", None)
     with pytest.raises(lce.CapacityError):
         next(read_all(engine, TEXTS, [1 << 50] * len(TEXTS)))

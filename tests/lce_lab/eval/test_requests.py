@@ -12,14 +12,9 @@ import lce
 from lce.errors import UsageError
 from lce_lab.eval import requests
 from lce_lab.eval.requests import Generating, cut, generating, generations, likelihoods, longest, model_arguments
-from tests.checkpoints import save_tiny, tokens
+from tests.checkpoints import tokens
 
 TEXT = tokens(60)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("requests"))
 
 
 def test_model_arguments_are_options_knobs_and_our_own() -> None:
@@ -53,8 +48,8 @@ def test_model_arguments_that_cannot_be_used(given: dict[str, Any], message: str
     ("options", "expected"),
     [({}, 64), ({"rope": "linear", "rope_factor": 2.0}, 128), ({"window": 100}, 100), ({"method": "longheads"}, None)],
 )
-def test_the_longest_text_that_can_be_read(folder: Path, options: dict[str, Any], expected: int | None) -> None:
-    engine = lce.load(folder, **options)
+def test_the_longest_text_that_can_be_read(tiny_model: Path, options: dict[str, Any], expected: int | None) -> None:
+    engine = lce.load(tiny_model, **options)
     assert longest(engine) == expected
     if expected:
         assert engine.setup.beyond(expected) is None
@@ -62,8 +57,8 @@ def test_the_longest_text_that_can_be_read(folder: Path, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("method", ["full", lce.methods.LongHeads(chunk_size=4, chunks=8)], ids=["full", "longheads"])
-def test_likelihoods_are_those_of_the_logits(folder: Path, method: lce.Method) -> None:
-    engine = lce.load(folder, method, block=8)
+def test_likelihoods_are_those_of_the_logits(tiny_model: Path, method: lce.Method) -> None:
+    engine = lce.load(tiny_model, method, block=8)
     likely = int(engine.logits(TEXT)[-1].argmax())
     asked = [(TEXT, [likely]), (TEXT[:9], TEXT[9:12]), (TEXT, [likely, 7, 8])]
     asked += [(TEXT, [3]), ([5], TEXT), (TEXT[:20], [9, 9])]
@@ -77,8 +72,8 @@ def test_likelihoods_are_those_of_the_logits(folder: Path, method: lce.Method) -
     assert found[0][1]
 
 
-def test_contexts_lose_their_beginning(folder: Path) -> None:
-    engine = lce.load(folder)
+def test_contexts_lose_their_beginning(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model)
     (found,) = likelihoods(engine, [(TEXT[:20], TEXT[20:26])], max_length=15)
     assert [found] == list(likelihoods(engine, [(TEXT[10:20], TEXT[20:26])]))
     assert requests.text_likelihood(engine, [(TEXT[10:20], TEXT[20:26])]) == pytest.approx(found[1][0], abs=1e-4)
@@ -86,8 +81,8 @@ def test_contexts_lose_their_beginning(folder: Path) -> None:
         next(likelihoods(engine, [(TEXT[:20], TEXT[20:26])], max_length=5))
 
 
-def test_a_text_in_windows(folder: Path) -> None:
-    engine = lce.load(folder, block=8)
+def test_a_text_in_windows(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model, block=8)
     logits = [engine.logits([0, *TEXT[:30]]), engine.logits(TEXT[20:50])]
     scored = [(TEXT[:30], logits[0][:-1]), (TEXT[30:50], logits[1][9:-1])]
     expected = sum(float(x.log_softmax(-1)[range(len(ids)), ids].sum()) for ids, x in scored)
@@ -106,8 +101,8 @@ def test_generation_arguments() -> None:
             generating({**given, **wrong})
 
 
-def test_generations_end_before_the_first_stop(folder: Path) -> None:
-    engine = lce.load(folder)
+def test_generations_end_before_the_first_stop(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model)
     whole = [engine.generate(prompt, max_tokens=20).text for prompt in (TEXT, TEXT[:40], TEXT)]
     until = (whole[0][9:11], whole[1][5:6], "not in the text")
     asked = [(TEXT, Generating(until, 20)), (TEXT[:40], Generating(until, 20)), (TEXT, Generating((), 20))]
@@ -121,8 +116,8 @@ def test_generations_end_before_the_first_stop(folder: Path) -> None:
         next(generations(engine, asked, max_length=20))
 
 
-def test_a_stop_may_be_a_special_token(folder: Path) -> None:
-    engine = lce.load(folder)
+def test_a_stop_may_be_a_special_token(tiny_model: Path) -> None:
+    engine = lce.load(tiny_model)
     engine.setup.model.head = torch.zeros_like(engine.setup.model.head)  # so the likeliest token is the first, <s>
     for until, n_written in ((("x",), 9), (("x", "<s>"), 0)):
         context = engine.prefill(TEXT)

@@ -10,7 +10,7 @@ from tokenizers import normalizers, processors
 
 import lce
 from lce.errors import DataError
-from lce_lab.eval.record import Record
+from lce_lab.eval.record import Answer, Record
 from lce_lab.eval.running import Asking, Shard, answers, evaluate, is_decided
 from lce_lab.eval.sample import Sample
 from lce_lab.eval.suite import MadeSuite, make_tasks
@@ -31,6 +31,11 @@ def made(n: int = 3, questions: int = 2) -> list[Sample]:
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> lce.Engine:
     return lce.load(tiny_model, lce.methods.make("longheads", {"chunk_size": 8, "chunks": 4}))
+
+
+def replies(engine: lce.Engine, samples: list[Sample], record: Record | None = None, **asking: Any) -> list[Answer]:
+    how: dict[str, Any] = {"setting": SETTING, "asking": Asking(**asking), "record": record}
+    return [answer for _, answer in answers(engine, samples, **how)]
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -69,11 +74,7 @@ def test_killed_and_resumed_equals_never_stopped_and_shards_equal_one_run(
 @pytest.mark.parametrize("mode", ["single", "shared"])
 @pytest.mark.parametrize("brief", [False, True])
 def test_the_number_of_lanes_changes_nothing(mode: str, brief: bool, engine: lce.Engine) -> None:
-    samples = made(4, 3)
-    found = [
-        [answer for _, answer in answers(engine, samples, setting=SETTING, asking=Asking(mode, brief=brief, lanes=n))]
-        for n in (1, 3, 8)
-    ]
+    found = [replies(engine, made(4, 3), mode=mode, brief=brief, lanes=n) for n in (1, 3, 8)]
     assert found[0] == found[1] == found[2]
     assert all(answer.read_bytes for answer in found[0])
 
@@ -107,10 +108,7 @@ def test_a_line_tells_what_was_asked_of_whom(engine: lce.Engine, tmp_path: Path)
 def test_every_mode_gives_full_attention_the_same_answers(tiny_model: Path) -> None:
     """But for turns after the first, whose context has the answers before."""
     engine = lce.load(tiny_model)
-    asked = [
-        [answer.answer for _, answer in answers(engine, made(), setting=SETTING, asking=Asking(mode))]
-        for mode in ("single", "shared", "turns")
-    ]
+    asked = [[x.answer for x in replies(engine, made(), mode=mode)] for mode in ("single", "shared", "turns")]
     assert asked[0] == asked[1]
     assert asked[0][::2] == asked[2][::2]
     assert asked[0][1::2] != asked[2][1::2]
@@ -119,10 +117,7 @@ def test_every_mode_gives_full_attention_the_same_answers(tiny_model: Path) -> N
 def test_brief_answers_have_the_same_scores() -> None:
     suite, (task,), engine = MadeSuite(samples=3), make_tasks(["code"]), lce.load("demo", "longheads")
     samples = suite.make(engine, task, 400)
-    whole, brief = (
-        [answer for _, answer in answers(engine, samples, setting=SETTING, asking=Asking(brief=brief))]
-        for brief in (False, True)
-    )
+    whole, brief = (replies(engine, samples, brief=each) for each in (False, True))
     assert [answer.score for answer in whole] == [answer.score for answer in brief]
     pairs = [(str(some.answer), str(all_.answer)) for some, all_ in zip(brief, whole, strict=True)]
     assert all(full.startswith(cut) for cut, full in pairs)
@@ -152,50 +147,47 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_saved_contexts_are_opened_again(
     engine: lce.Engine, tiny_model: Path, tmp_path: Path, prefilled: list[int]
 ) -> None:
-    ask: dict[str, Any] = {"setting": SETTING, "asking": Asking("shared", contexts=tmp_path / "contexts")}
-    first = answers(engine, made(), **ask)
+    ask: dict[str, Any] = {"mode": "shared", "contexts": tmp_path / "contexts"}
+    first = replies(engine, made(), **ask)
     assert len(list((tmp_path / "contexts").iterdir())) == 3
-    answers(lce.load(tiny_model), made(), **ask)
+    replies(lce.load(tiny_model), made(), **ask)
     assert len(list((tmp_path / "contexts").iterdir())) == 6, "another method has its own"
     prefilled.clear()
-    assert answers(engine, made(), **ask) == first
+    assert replies(engine, made(), **ask) == first
     assert max(prefilled, default=0) <= 1, "no document is read again"
 
 
 def test_a_context_of_another_document_is_refused(engine: lce.Engine, tmp_path: Path) -> None:
-    ask: dict[str, Any] = {"setting": SETTING, "asking": Asking("shared", contexts=tmp_path)}
-    answers(engine, made(), **ask)
+    ask: dict[str, Any] = {"mode": "shared", "contexts": tmp_path}
+    replies(engine, made(), **ask)
     one, other = sorted(tmp_path.iterdir())[:2]
     one.write_bytes(other.read_bytes())
     with pytest.raises(DataError, match=f"{one.name} holds another document than its name says; remove it"):
-        answers(engine, made(), **ask)
+        replies(engine, made(), **ask)
 
 
 def test_turns_continue_saved_contexts(engine: lce.Engine, tmp_path: Path, prefilled: list[int]) -> None:
     folder = tmp_path / "contexts"
-    turns, saved = Asking("turns"), Asking("turns", contexts=folder)
-    plain = answers(engine, made(), setting=SETTING, asking=turns)
-    two, expected = (answers(engine, made(2), setting=SETTING, asking=each) for each in (saved, turns))
-    assert two == expected
-    answers(engine, made(), setting=SETTING, asking=Asking("shared", contexts=folder))
+    turns: dict[str, Any] = {"mode": "turns"}
+    saved, plain = turns | {"contexts": folder}, replies(engine, made(), **turns)
+    assert replies(engine, made(2), **saved) == replies(engine, made(2), **turns)
+    replies(engine, made(), mode="shared", contexts=folder)
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert len(files) == 3, "both modes have the same documents"
     prefilled.clear()
     record = Record(tmp_path / "record")
-    assert answers(engine, made(), setting=SETTING, asking=saved, record=record) == plain
+    assert replies(engine, made(), record, **saved) == plain
     assert max(prefilled, default=0) <= 1, "no document is read again"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files, "no turn changes a file"
     lines = record.path.read_text().splitlines(keepends=True)
     record.path.write_text("".join(lines[:3]))  # stopped after the first question of the second document
-    assert answers(engine, made(), setting=SETTING, asking=saved, record=Record(record.path)) == plain
+    assert replies(engine, made(), Record(record.path), **saved) == plain
     assert record.path.read_text().splitlines(keepends=True) == lines
 
 
 def test_chance_is_what_another_samples_answer_scores(engine: lce.Engine) -> None:
-    samples = [Sample("Text.", " So", (x,), answer=x, max_tokens=1) for x in ("1", "2", "12")]
-    samples = [Sample(f"{i}", s.question, s.answers, s.metric, s.answer, 1) for i, s in enumerate(samples)]
-    found = [answer.chance for _, answer in answers(engine, samples, setting=SETTING)]
-    assert found == [1.0, 0.0, 0.0], "12 begins with 1"
+    samples = [Sample(f"{i}", " So", (x,), answer=x, max_tokens=1) for i, x in enumerate(("1", "2", "12"))]
+    assert [x.chance for x in replies(engine, samples)] == [1.0, 0.0, 0.0], "12 begins with 1"
 
 
 def test_bytes_read_are_those_of_the_method_that_writes(tiny_model: Path) -> None:
@@ -215,12 +207,10 @@ def test_what_cannot_be_asked_is_refused(engine: lce.Engine, tmp_path: Path) -> 
         with pytest.raises(lce.UsageError, match="expected i/n"):
             Shard.parse(text)
     assert Shard.parse("1/3") == Shard(1, 3)
-    for asking, message in (
-        ({"mode": "shard"}, "did you mean 'shared'"),
-        ({"contexts": tmp_path}, "contexts are for the modes shared and turns"),
-    ):
-        with pytest.raises(lce.UsageError, match=message):
-            Asking(**asking)  # type: ignore[arg-type]
+    with pytest.raises(lce.UsageError, match="did you mean 'shared'"):
+        Asking("shard")
+    with pytest.raises(lce.UsageError, match="contexts are for the modes shared and turns"):
+        Asking(contexts=tmp_path)
     with pytest.raises(lce.UsageError, match="first name is task"):
         answers(engine, made(), setting={"length": 3})
     with pytest.raises(lce.UsageError, match="no answers to score"):
@@ -240,16 +230,13 @@ def test_every_mode_reads_the_tokens_of_the_prompts(tmp_path: Path) -> None:
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").unlink()
     engine = lce.load(tmp_path, rope="dynamic", rope_factor=2.0)
-    single = [answer for _, answer in answers(engine, made(2), setting=SETTING)]
-    turns = [answer for _, answer in answers(engine, made(2), setting=SETTING, asking=Asking("turns"))]
+    single, turns = replies(engine, made(2)), replies(engine, made(2), mode="turns")
     assert [a.prompt_tokens for a in turns[::2]] == [a.prompt_tokens for a in single[::2]]
     file = tmp_path / "record"
     for _ in range(2):
-        asking = Asking("shared", contexts=tmp_path / "contexts")
-        shared = [a for _, a in answers(engine, made(2), setting=SETTING, asking=asking)]
+        shared = replies(engine, made(2), mode="shared", contexts=tmp_path / "contexts")
         assert [a.prompt_tokens for a in shared] == [a.prompt_tokens for a in single]
     for _ in range(2):
-        found = answers(engine, made(2), setting=SETTING, asking=Asking("shared"), record=Record(file))
-        assert [a for _, a in found] == shared
+        assert replies(engine, made(2), Record(file), mode="shared") == shared
         kept = [line for line in file.read_text().splitlines(keepends=True) if '"index": 0' not in line]
         file.write_text("".join(kept))  # what is missing is announced as the whole was
