@@ -100,10 +100,7 @@ def observed_distances(seen: Observation) -> Tensor | None:
 
 
 def attended_tokens(always: Tensor, chosen: Tensor | None, first: int, size: int, n_heads: int) -> Tensor:
-    """Return a mask `[H, T, N]` of the tokens that queries attend, from a mask `always [T, N]` and `chosen [H, T, K]`.
-
-    A number c in `chosen` means the `size` tokens from `first + c·size` on.
-    """
+    """Return a mask `[H, T, N]` of attended tokens, from `always [T, N]` and `chosen [H, T, K]` of `size` tokens."""
     attended = always.expand(n_heads, *always.shape).clone()
     if chosen is None or not chosen.shape[-1]:
         return attended

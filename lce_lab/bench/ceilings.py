@@ -49,25 +49,20 @@ class Ceilings:
 
     def best(self, other: Ceilings) -> Ceilings:
         """Return the higher value of each rate in `self` and `other`, two measurements with the same `rows`."""
-        rates = {
-            name: max(x.products.get(name, 0.0) for x in (self, other)) for name in {**self.products, **other.products}
-        }
+        names = {**self.products, **other.products}
+        rates = {name: max(x.products.get(name, 0.0) for x in (self, other)) for name in names}
         reading, copying = max(self.reading, other.reading), max(self.copying, other.copying)
         return Ceilings(reading, copying, rates, max(self.rows, other.rows))
 
 
 def machine() -> str:
     """Return the processor, its cores, the GPU if any, and the versions of torch and Python as text."""
-    cpu = platform.processor() or platform.machine()
-    for line in CPUINFO.read_text().splitlines() if CPUINFO.exists() else []:
-        if line.startswith("model name"):
-            cpu = line.split(":", 1)[1].strip()
-            break
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    cpu = next(named, platform.processor() or platform.machine())
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return (
-        f"{cpu}, {os.cpu_count()} cores{gpu}, torch {torch.__version__} with {torch.get_num_threads()} threads, "
-        f"Python {platform.python_version()}"
-    )
+    used = f"torch {torch.__version__} with {torch.get_num_threads()} threads, Python {platform.python_version()}"
+    return f"{cpu}, {os.cpu_count()} cores{gpu}, {used}"
 
 
 def ceilings(shapes: Sequence[Shape], rows: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
@@ -80,11 +75,8 @@ def ceilings(shapes: Sequence[Shape], rows: int, dtype: torch.dtype, device: tor
     numbers, other = (torch.ones(_most_bytes(device) // 4, dtype=torch.float32, device=device) for _ in range(2))
     copying = shortest(lambda: other.copy_(numbers), device)
     first = {x: rate(shapes[:1], min(rows, 64), x, device) for x in dict.fromkeys((*USUAL, dtype))}
-    found = {
-        str(x).removeprefix("torch."): rate(shapes, rows, x, device)
-        for x, least in first.items()
-        if 2 * least >= max(first.values())
-    }
+    fast = [x for x, least in first.items() if 2 * least >= max(first.values())]
+    found = {str(x).removeprefix("torch."): rate(shapes, rows, x, device) for x in fast}
     return Ceilings(reading, 2 * numbers.nbytes / copying, found, rows)
 
 

@@ -56,10 +56,8 @@ def rounds(
         return [(loading, lengths)]
     beyond = [length for length in lengths if length > engine.window]
     if not beyond:
-        raise UsageError(
-            f"--rope {kind} stretches the window, {engine.window:,} tokens, and no length is beyond it; give longer "
-            "--lengths, or a --rope-factor"
-        )
+        why = f"--rope {kind} stretches the window, {engine.window:,} tokens, and no length is beyond it"
+        raise UsageError(f"{why}; give longer --lengths, or a --rope-factor")
     return [({**loading, "rope_factor": length / engine.window}, [length]) for length in beyond]
 
 
@@ -72,9 +70,8 @@ def records(folder: str | Path) -> list[Path]:
         Record(file)
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     if others and not files:
-        raise DataError(
-            f"{named(folder)} holds {named(others[0])} and no record, *.jsonl; name a new folder, or a leaderboard's"
-        )
+        found = f"{named(folder)} holds {named(others[0])} and no record, *.jsonl"
+        raise DataError(f"{found}; name a new folder, or a leaderboard's")
     return files
 
 

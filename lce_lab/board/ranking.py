@@ -157,9 +157,8 @@ def read_boards(folder: str | Path) -> list[Board]:
     """Return a board for each model in the records of a folder, whose names end with `.jsonl`."""
     files = sorted(path_of(folder).glob("*.jsonl"))
     if not files:
-        raise DataError(
-            f"{named(folder)} has no record, *.jsonl; lce leaderboard add {named(folder)} -m MODEL asks one"
-        )
+        remedy = f"lce leaderboard add {named(folder)} -m MODEL asks one"
+        raise DataError(f"{named(folder)} has no record, *.jsonl; {remedy}")
     asked = sorted(Report.read(files, ranked=True).tables, key=lambda table: (table.model, table.title))
     tables = [table for table in asked if table.cells]
     if not tables:

@@ -127,12 +127,10 @@ class Calibrator:
         method = Collecting(reading, options.far, lambda name, x: self.seen[name].append(lowdim.concat_heads(x).cpu()))
         engine = self.engine = Engine(engine.setup.using(method))
         if engine.setup.rope.follows_length:
-            remedies = {"dynamic": "give --rope ntk --rope-factor F"}
             kind, other = engine.setup.rope.kind, "ask with -o compress=pca, without maps"
-            raise UsageError(
-                f"under {kind} RoPE scaling queries rotate by the length of each text, and maps are learned for one "
-                f"rotation; {remedies.get(kind, other)}"
-            )
+            remedy = "give --rope ntk --rope-factor F" if kind == "dynamic" else other
+            why = f"under {kind} RoPE scaling queries rotate by the length of each text"
+            raise UsageError(f"{why}, and maps are learned for one rotation; {remedy}")
         ids = engine.tokenizer.encode(text, bos=False)[: options.tokens]
         pieces = self.pieces = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
         if len(pieces) < HELD_OUT:

@@ -142,10 +142,9 @@ class LceLM(TemplateLM):
     def _note_cut(self, lengths: Sequence[int]) -> None:
         longer = [length for length in lengths if self.max_length is not None and length > self.max_length]
         if longer:
-            _log.warning(
-                f"{len(longer)} of {len(lengths)} requests lose their beginning; the longest has {max(longer):,} tokens"
-                f", and max_length is {self.max_length:,}; give max_length=, or a method that reads on"
-            )
+            lost = f"{len(longer)} of {len(lengths)} requests lose their beginning"
+            sizes = f"the longest has {max(longer):,} tokens, and max_length is {self.max_length:,}"
+            _log.warning(f"{lost}; {sizes}; give max_length=, or a method that reads on")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a chat. Without a generation prompt, the last message is left open to be continued."""

@@ -67,10 +67,7 @@ class Recommendation:
 
 
 def told_apart(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether two methods' scores of the same questions differ by more than chance, by a two-sided sign test.
-
-    Example: one method is right in six questions and the other in none of them, and all other answers are alike.
-    """
+    """Return whether two methods' scores of the same questions differ by more than chance, by a sign test."""
     better = sum(x > y for x, y in zip(some, others, strict=True))
     n = sum(x != y for x, y in zip(some, others, strict=True))
     return 2 * sum(math.comb(n, k) for k in range(min(better, n - better) + 1)) < DOUBT * 2.0**n

@@ -194,10 +194,8 @@ class Report:
             for key, sample, line in Record(file).items():
                 task, length = sample.get("task"), sample.get("length")
                 if type(length) is not int or length < 1 or not isinstance(task, str):
-                    raise DataError(
-                        f"{named(file)} has a line of length {shown(length)} and task {shown(task)}; expected a number "
-                        "of tokens and a name; correct the line"
-                    )
+                    line = f"{named(file)} has a line of length {shown(length)} and task {shown(task)}"
+                    raise DataError(f"{line}; expected a number of tokens and a name; correct the line")
                 if ranked:
                     if "again" in sample:
                         continue

@@ -187,10 +187,7 @@ class _Run:
             yield from self._at_once((index, sample, questions[index], context) for index, sample in asked)
 
     def _at_once(self, asked: Iterable[tuple[int, Sample, list[int], lce.Context | None]]) -> Asked:
-        """Yield the answers to samples, in their order. Each has tokens to read, and the context that these continue.
-
-        As many samples as there are lanes are in the batch, each until its answer is scored.
-        """
+        """Yield the answers to samples in their order, of tokens that continue a context; as many at once as lanes."""
         lanes: deque[tuple[int, Sample, int, lce.BatchStream]] = deque()
         with lce.Batch(self.engine.setup, self.asking.lanes, reuse=False) as batch:
             for index, sample, ids, start in asked:

@@ -203,10 +203,7 @@ def printed_sign(
 
 
 def interval(cell: Cell, baseline: Cell) -> tuple[float, float] | None:
-    """Return the 95% interval of `cell` minus `baseline`; None if one has no interval, or one of a single timed run.
-
-    If both have losses of windows, it is the interval of the mean difference of losses, in nats.
-    """
+    """Return the 95% interval of `cell` minus `baseline`, of windows' losses in nats if known; None without one."""
     if cell.losses and len(cell.losses) == len(baseline.losses) > 1:
         differences = [own - other for own, other in zip(cell.losses, baseline.losses, strict=True)]
         mean, spread = fmean(differences), student(len(differences) - 1) * stdev(differences) / sqrt(len(differences))

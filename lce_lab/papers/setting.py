@@ -148,9 +148,8 @@ class Setting:
     def __post_init__(self) -> None:
         found = lce.info(self.model)
         if not isinstance(found, lce.ModelInfo):
-            raise UsageError(
-                f"--model {self.model} is a context file; expected a model: a folder, a .gguf file, a hub id, or demo"
-            )
+            expected = "a model: a folder, a .gguf file, a hub id, or demo"
+            raise UsageError(f"--model {self.model} is a context file; expected {expected}")
         self.window = self.loading.get("window") or self.window or found.config.window
 
     def method(self, row: Row) -> lce.Method:

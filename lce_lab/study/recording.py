@@ -1,7 +1,4 @@
-"""Records what a real model attends on a real prompt, under one or more methods, as JSON.
-
-docs/inspect.md describes the format. Recording does not change a run, except that heads can be switched off.
-"""
+"""Records what a model attends on a prompt, under one or more methods, as JSON (docs/inspect.md)."""
 
 from __future__ import annotations
 

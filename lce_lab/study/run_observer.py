@@ -86,10 +86,9 @@ class RunObserver:
         chosen = (n - n_before) * choosers * k * 2 * 4 // 3  # 4 / 3: base64
         n_bytes, most = n_acting * (n_looks * look + chosen) + sliding, self.choices.most_bytes
         if n_bytes > 2 * most:
-            raise CapacityError(
-                f"a recording would have about {size_text(n_bytes)}; expected {size_text(most)} or "
-                "less: give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
-            )
+            remedy = "give a shorter text, a smaller spread, or knobs by which fewer or larger chunks are chosen"
+            found = f"a recording would have about {size_text(n_bytes)}"
+            raise CapacityError(f"{found}; expected {size_text(most)} or less: {remedy}")
         return n_bytes
 
     def rows(self, step: Step) -> Tensor:

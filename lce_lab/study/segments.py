@@ -64,10 +64,8 @@ class RunChoices:
         """Add to the count of bytes recorded in this run. Raises `CapacityError` above `most_bytes` in all."""
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
-            raise CapacityError(
-                f"the choices of {self.blocks[-1].stop:,} tokens take more than {size_text(self.most_bytes)}; give a "
-                "shorter text, or knobs by which fewer or larger chunks are chosen"
-            )
+            found = f"the choices of {self.blocks[-1].stop:,} tokens take more than {size_text(self.most_bytes)}"
+            raise CapacityError(f"{found}; give a shorter text, or knobs by which fewer or larger chunks are chosen")
 
     @property
     def layers(self) -> list[int]:

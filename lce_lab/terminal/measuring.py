@@ -114,10 +114,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 def show_perplexities(
     files: Sequence[str], streams: bool, stride: int, scored: str, most: int | None, longest: int | None, **given: Any
 ) -> None:
-    """Measure each method's perplexity at each length over the texts of some files. Errors come before any output.
-
-    Windows of all lengths end at the same tokens: where windows of the largest length, or of `longest` tokens, end.
-    """
+    """Measure each method's perplexity at each length over the texts of some files. Errors come before output."""
     check(stride, scored)
     on = Compared(**given)
     lengths, output = on.lengths, on.output

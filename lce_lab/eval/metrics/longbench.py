@@ -39,10 +39,7 @@ def retrieval(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def code_similarity(prediction: str, references: tuple[str, ...]) -> float:
-    """Return difflib's ratio of the answer's first line of code and the reference, rounded to whole percents.
-
-    The published scores were computed with this ratio, which fuzzywuzzy uses if python-Levenshtein is not installed.
-    """
+    """Return difflib's ratio of the answer's first line of code and the reference in whole percents, as published."""
     return _best_ratio(prediction, references, lambda *texts: SequenceMatcher(None, *texts).ratio())
 
 

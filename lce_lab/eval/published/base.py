@@ -186,10 +186,7 @@ class Benchmark(ABC):
 
 
 def filled(template: str, **values: str) -> tuple[str, str, str]:
-    """Fill a template; return the text before `{context}`, the context, and the text after `{context}`.
-
-    Braces in `values`, and braces around other texts than the name of a value, stay as they are.
-    """
+    """Fill a template; return the text before `{context}`, the context, the text after it. Other braces stay."""
 
     def put(text: str) -> str:
         return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)

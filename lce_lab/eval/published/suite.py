@@ -41,9 +41,8 @@ class PublishedSuite(Suite):
         if self.asking.mode == "turns":
             raise UsageError("mode is 'turns'; expected single or shared: its questions are independent")
         if self.template not in (AUTO, NONE, CHAT) and "{prompt}" not in self.template:
-            raise UsageError(
-                f"template is {shown(self.template)}; expected auto, chat, none, or a text with {{prompt}} in it"
-            )
+            expected = "auto, chat, none, or a text with {prompt} in it"
+            raise UsageError(f"template is {shown(self.template)}; expected {expected}")
         if self.max_length is not None and self.max_length < 2:
             raise UsageError(f"max_length is {self.max_length}; expected 2 or more tokens")
 
@@ -111,9 +110,8 @@ def _words(sample: Sample, tokenizer: Any, most: int, *, keep_first: bool) -> Sa
     while text and len(tokenizer.encode(text)) > limit:
         n_words = limit - cut
         if n_words <= 0:
-            raise UsageError(
-                f"max_length is {most}; expected more, for the document and {_FOR_ANSWER} tokens of the answer"
-            )
+            needed = f"the document and {_FOR_ANSWER} tokens of the answer"
+            raise UsageError(f"max_length is {most}; expected more, for {needed}")
         words = text.split(" ")
         text = " ".join(words[:n_words] if keep_first else words[-n_words:])
         cut += _STEP
@@ -123,9 +121,8 @@ def _words(sample: Sample, tokenizer: Any, most: int, *, keep_first: bool) -> Sa
 def _uncut(sample: Sample, tokenizer: Any, most: int) -> Sample:
     n_tokens = len(tokenizer.encode(sample.beginning + sample.question))
     if n_tokens > most:
-        raise UsageError(
-            f"a prompt has {n_tokens} tokens, max_length is {most}, and this benchmark cuts none; give shorter data"
-        )
+        found = f"a prompt has {n_tokens} tokens, max_length is {most}"
+        raise UsageError(f"{found}, and this benchmark cuts none; give shorter data")
     return sample
 
 

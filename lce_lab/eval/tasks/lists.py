@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
@@ -71,12 +72,7 @@ class FrequentWords(MadeTask):
 def _drawn(rng: Random, words: list[str], weights: list[float] | list[int], n: int) -> list[str]:
     """Return `n` words in random order. The counts of words are proportional to `weights`, apart from rounding."""
     sums = list(accumulate(weights))
-    marks = [(i + 0.5) / n * sums[-1] for i in range(n)]
-    drawn, word = [], 0
-    for mark in marks:
-        while sums[word] < mark:
-            word += 1
-        drawn.append(words[word])
+    drawn = [words[bisect_left(sums, (i + 0.5) / n * sums[-1])] for i in range(n)]
     rng.shuffle(drawn)
     return drawn
 
