@@ -126,10 +126,7 @@ class Subject:
         return context, self.engine.generate(self.ids(length), context=context, max_tokens=1)
 
     def decode(self, context: lce.Context, n_tokens: int, first: lce.Generation) -> float:
-        """Return the tokens per second over `n_tokens` decode steps, after an untimed step.
-
-        If the model draws an end token, the text continues with a prompt of one token, whose step is not timed.
-        """
+        """Return the tokens per second over `n_tokens` steps, after an untimed one. An end token goes on untimed."""
         seconds, left, last = 0.0, n_tokens, first
         while left > 0:
             prompt = self.ids(1) if last.finish_reason == "stop" else []

@@ -245,10 +245,7 @@ class Calibrator:
         return LowDimMap(query, key, query_bias, key_bias - mean @ key)
 
     def recall(self, q: Tensor, k: Tensor, maps: LowDimMap, top_k: int, block: int = 128) -> float:
-        """Return the share of the `top_k` best keys by exact scores that low-dimensional scores find too.
-
-        The share is a mean over blocks of `block` queries. The queries are `q [N, H·D]`, the keys `k [N, G·D]`.
-        """
+        """Return the mean share of a block's `top_k` best keys that low-dimensional scores find, too."""
 
         def best(queries: Tensor, keys: Tensor) -> set[int]:
             scores = lowdim.block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))

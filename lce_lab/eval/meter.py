@@ -155,11 +155,7 @@ class AttentionMeter:
 
 
 def cover_and_gini(times: Tensor) -> tuple[float, float]:
-    """Return the share of chunks ever chosen, and the Gini coefficient of `times`, how often each chunk was chosen.
-
-    The Gini coefficient is 0 if all chunks were chosen equally often, and near 1 if always the same one of many chunks
-    was chosen. Example: the times 2, 2, 0, 0 give the share 0.5 and the coefficient 0.5.
-    """
+    """Return the share of chunks ever chosen, and the Gini coefficient of `times`: 2, 2, 0, 0 give 0.5 and 0.5."""
     x, n = times.double().sort().values, len(times)
     total = float(x.sum())
     if not n or not total:

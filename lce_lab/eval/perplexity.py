@@ -69,10 +69,7 @@ class Perplexity:
 
 
 def student(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t with `freedom` degrees of freedom, to 0.2%.
-
-    Up to 4 degrees the quantile is tabulated; beyond, it is computed by formula 26.7.5 of Abramowitz and Stegun.
-    """
+    """Return the 97.5% quantile of Student's t to 0.2%: tabulated to 4 degrees, then Abramowitz and Stegun 26.7.5."""
     exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
     if freedom in exact:
         return exact[freedom]

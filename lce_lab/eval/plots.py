@@ -1,8 +1,4 @@
-"""Draws a report: scores by length, by bytes read and by depth; one panel per task; perplexities; and recall.
-
-PNG files are 1,000 pixels wide, so they are legible on a phone. Colour-blind readers can distinguish the colours, which
-are Okabe and Ito's. Methods also differ in markers and lines, and heat maps show numbers.
-"""
+"""Draws a report, as PNG files of 1,000 pixels for a phone; colours (Okabe and Ito's), markers and lines differ."""
 
 from __future__ import annotations
 

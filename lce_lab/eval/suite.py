@@ -1,10 +1,4 @@
-"""Suites make samples of tasks and ask an engine these samples. `MadeSuite` is for the tasks that lce generates.
-
-suite = MadeSuite(samples=20)
-for task in make_tasks(["passkey", "variables"], {"variables.hops": "3"}):
-    print(suite.ceiling_lengths(lce.load("demo"), task, [256, 512, 2048]))
-    print(suite.evaluate(lce.load("demo", "longheads"), task, 2048))
-"""
+"""Suites make samples of tasks and ask an engine these samples. `MadeSuite` is for the tasks that lce generates."""
 
 from __future__ import annotations
 

@@ -55,10 +55,7 @@ def counted(setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Answers(Measure):
-    """The mean scores on tasks that lce generates. `called` has the paper's names of the corresponding tasks.
-
-    `scale` is the paper's score for right answers alone, 1 or 100.
-    """
+    """Mean scores on generated tasks, `called` so in the paper, whose best score is `scale`."""
 
     tasks: tuple[str, ...]
     filler: str = "prose"
@@ -111,10 +108,7 @@ class Perplexity(Measure):
 
 @dataclass(frozen=True)
 class Choices(Measure):
-    """Statistics of the chunks that heads choose for pass keys: `hit1` to `gini` of `lce_lab.eval.record.Attended`.
-
-    A measure that is `called` something reads a text instead, which has no key to find.
-    """
+    """Statistics of the chunks chosen for pass keys, or, if `called` something, in a text without a key."""
 
     called: str = ""
     suffix = ".looks"
@@ -139,10 +133,7 @@ class Choices(Measure):
 
 @dataclass(frozen=True)
 class Found(Measure):
-    """The share of the best tokens that low-dim scores find (`found` of `lce_lab.eval.record.Attended`).
-
-    Measured for `queries` queries of a text: the mean over layers, and the share of layers with more than 0.9.
-    """
+    """The share of the best tokens that low-dim scores find for `queries` queries: its mean, and layers above 0.9."""
 
     queries: str = "W/4"
     data = "a text, in the place of prose that is made here"
@@ -186,10 +177,7 @@ class Operations(Measure):
 
 @dataclass(frozen=True)
 class Distances(Measure):
-    """The share of cells in which lce's distances from queries to keys equal those of the paper's figure.
-
-    `printed` has the figure as a text by the row's name: one line per query, with a dot for an unattended key.
-    """
+    """The share of cells in which lce's distances equal those `printed` in the paper's figure, by the row's name."""
 
     tokens: int
     window: int

@@ -81,10 +81,7 @@ def knobs_of(cls: type[Method]) -> list[dict[str, Any]]:
 
 
 class Live:
-    """A loaded model that runs the requests of a page, one at a time. Its methods are thread-safe.
-
-    A prompt may have up to `most_prompt` tokens. `loading` are options of `lce.load`.
-    """
+    """A loaded model that runs a page's requests of up to `most_prompt` tokens, one at a time; thread-safe."""
 
     def __init__(self, model: str | Path, most_prompt: int = 64 << 10, **loading: Any) -> None:
         self.most_prompt = most_prompt

@@ -109,10 +109,7 @@ class _Row:
         return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add this layer's results to `look`. The heads form `choosers` groups; the heads of a group choose together.
-
-        If `compares`, the heads' weights under the method are computed and compared with full attention's.
-        """
+        """Add this layer's results to `look`, of `choosers` groups of heads; if `compares`, their own weights."""
         seen, layer = self.seen, Look()
         layer["always"] = None if seen.spans is None else _number_of(look["always"], [list(x) for x in seen.pieces])
         layer |= {"chosen": [], "scores": [], "ranks": []}

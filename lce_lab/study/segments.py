@@ -73,10 +73,7 @@ class RunChoices:
         return sorted({layer for block in self.blocks for layer in block.choices})
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return the number of choosers C, the most chunks that a chooser chose for a query, and the bits of a number.
-
-        C is H if each head chooses on its own, G if the heads of each KV head choose together, 1 if all heads do.
-        """
+        """Return how many choosers there are (H, G or 1), the most chunks that one chose, and a number's bits."""
         sizes = [(*x.shape[1:], 8 * x.itemsize) for block in self.blocks for x in block.choices.values()]
         choosers, most, bits = map(max, zip((1, 0, 16), *sizes, strict=True))
         return choosers, most, bits

@@ -40,10 +40,7 @@ def json_text(value: Any) -> str:
 
 
 def page(data: str, *, nonce: str | None = None, live: Any = None) -> str:
-    """Return the page's HTML with a recording's JSON `data`. `live` has the base URL and the prompt of a live page.
-
-    Scripts and styles get the `nonce` of a Content-Security-Policy.
-    """
+    """Return the page's HTML with a recording's JSON, a live page's URL and prompt, and the nonce of a policy."""
     element = '<script type="application/json" id="{}">{}</script>'
     parts = [element.format("lce-recording", data)]
     parts = parts if live is None else [element.format("lce-live", json_text(live)), *parts]
