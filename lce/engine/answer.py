@@ -105,22 +105,21 @@ class Sampler:
 
         Time: O(vocab), or O(vocab log vocab) if `top_p` keeps thousands; with penalties also O(n log n) for n tokens.
         """
-        logits = biased(logits, self.sampling)
+        logits = logits.float().cpu()
+        if bias := self.sampling.logit_bias:
+            logits = logits.clone()
+            logits[list(bias)] += torch.tensor(list(bias.values()))
         if self.sampling.penalises:
-            logits = penalised(logits.float().cpu(), self.sampling, self._prompt, answer)
+            logits = penalised(logits, self.sampling, self._prompt, answer)
         if self.sampling.temperature == 0:
-            return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())  # see `check_logits`
-        probabilities = probabilities_of(logits.float().cpu(), self.sampling)
-        return int(torch.multinomial(probabilities, 1, generator=self._random))
+            return likeliest_of(logits)
+        return int(torch.multinomial(probabilities_of(logits, self.sampling), 1, generator=self._random))
 
 
-def biased(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return logits `[vocab]` with `logit_bias` added."""
-    if not sampling.logit_bias:
-        return logits
-    logits = logits.float().cpu().clone()
-    logits[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()))
-    return logits
+@timed("sampling")
+def likeliest_of(logits: Tensor) -> int:
+    """Return the index of the largest logit, the first of equal ones. See `check_logits` for why NumPy looks for it."""
+    return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: Tensor, answer: Sequence[int]) -> Tensor:
@@ -178,25 +177,18 @@ class Answer:
     def __init__(
         self, options: Options, eos_ids: Set[int], tokenizer: Tokenizer, result: Generation, prompt: Sequence[int] = ()
     ) -> None:
-        self.options = options
-        self.result = result
+        self.options, self.result, self.done = options, result, False
         self._eos_ids = eos_ids
-        self._sampler = Sampler(options.sampling, prompt)
+        self._sampler = None if options.sampling.greedy else Sampler(options.sampling, prompt)
         self._detokenizer = tokenizer.stream()
         self._watch = StopWatch(options.sampling.stops)
         self._since = time.perf_counter()
 
     @property
-    def done(self) -> bool:
-        """Whether the answer has ended."""
-        return bool(self.result.finish_reason)
-
-    @property
     def ahead(self) -> bool:
         """Whether the next step may be launched before its token is read: if sampling is greedy and a step follows."""
-        options = self.options
-        plain = options.sampling.greedy and options.logprobs is None and options.constraint is None
-        return plain and len(self.result.token_ids) + 1 < options.max_tokens
+        plain = self._sampler is None and self.options.logprobs is None and self.options.constraint is None
+        return plain and len(self.result.token_ids) + 1 < self.options.max_tokens
 
     def take(self, logits: Tensor, likeliest: int | None = None) -> str:
         """Draw a token from `logits [vocab]`, and return the new text that later tokens cannot change.
@@ -206,8 +198,10 @@ class Answer:
         options, result, stats, n = self.options, self.result, self.result.stats, len(self.result.token_ids)
         constraint, stop = options.constraint, options.sampling.stop
         allowed = logits if constraint is None else constraint.apply(logits.clone())
-        known = likeliest if options.sampling.greedy and constraint is None else None
-        token_id = self._sampler.pick(allowed, result.token_ids) if known is None else known
+        if self._sampler is not None:
+            token_id = self._sampler.pick(allowed, result.token_ids)
+        else:
+            token_id = likeliest_of(allowed) if likeliest is None or constraint is not None else likeliest
         if constraint is not None:
             constraint.accept(token_id)
         now = time.perf_counter()
@@ -232,7 +226,7 @@ class Answer:
         result.token_ids += ids
         if result.logprobs is not None:
             result.logprobs += entries
-        result.text, result.finish_reason = result.text + text, reason
+        result.text, result.finish_reason, self.done = result.text + text, reason, reason != ""
         return text
 
 

@@ -161,10 +161,17 @@ def are_many(prompt: object) -> bool:
 
 def ids_of(prompt: object, vocab_size: int) -> list[int]:
     """Convert a sequence, an array or a tensor of token ids to a list. Refuses ids that are not in the vocabulary."""
+    from lce.tokenizer.tokenizer import checked_ids
+
+    ids = prompt if isinstance(prompt, list) else _listed(prompt)
+    if any(isinstance(token_id, bool) for token_id in ids):
+        raise UsageError("the prompt has truth values; expected text or token ids")
+    return checked_ids(ids, vocab_size)
+
+
+def _listed(prompt: object) -> list[Any]:
     import numpy as np
     from torch import Tensor
-
-    from lce.tokenizer.tokenizer import checked_ids
 
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise UsageError("the prompt is bytes; expected text or token ids: decode it, as prompt.decode() does")
@@ -173,12 +180,9 @@ def ids_of(prompt: object, vocab_size: int) -> list[int]:
             kind = f"{prompt.dtype} of shape {list(prompt.shape)}"
             raise UsageError(f"the prompt is {kind}; expected text, or token ids: whole numbers of one dimension")
         try:
-            return checked_ids(prompt.tolist(), vocab_size)
+            return list(prompt.tolist())
         except (RuntimeError, NotImplementedError):  # a meta tensor or a sparse tensor
             raise UsageError("the prompt is a tensor that has no list of numbers; expected a dense one") from None
     if isinstance(prompt, Mapping | Set) or not isinstance(prompt, Iterable):
         raise UsageError(f"the prompt is a {type(prompt).__name__}; expected text or token ids")
-    ids: list[Any] = list(prompt)
-    if any(isinstance(token_id, bool | np.bool_) for token_id in ids):
-        raise UsageError("the prompt has truth values; expected text or token ids")
-    return checked_ids(ids, vocab_size)
+    return list(prompt)

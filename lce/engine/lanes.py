@@ -48,21 +48,13 @@ class Lane:
     likeliest: int | None = None
     error: Exception | None = None
     start: int = field(init=False)
-    first: int = field(init=False)  # the index in the text of the lane's first token
+    stop: int = field(init=False)  # the number of rows of the context's cache after the pass
+    indices: tuple[int, int] = field(init=False)  # in the text: of the lane's first token, and behind the last one
     block: Block = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start, self.first = self.cache.length, self.cache.n_tokens
-
-    @property
-    def stop(self) -> int:
-        """The number of rows of the context's cache after the pass."""
-        return self.start + len(self.token_ids)
-
-    @property
-    def indices(self) -> tuple[int, int]:
-        """The index of the lane's first token in the text, and the index after the last."""
-        return self.first, self.first + len(self.token_ids)
+        self.start, first, n = self.cache.length, self.cache.n_tokens, len(self.token_ids)
+        self.stop, self.indices = self.start + n, (first, first + n)
 
     def check(self) -> None:
         """Raise the lane's error, if any, and forget it."""
@@ -132,7 +124,7 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
     cache has all tokens of its lane or none.
     """
     with torch.inference_mode():
-        for group in groups([lane for lane in lanes if not lane.replayed()]):
+        for group in groups([lane for lane in lanes if lane.recorded is None or not lane.replayed()]):
             try:
                 begun = [lane for lane in group if lane.begin()]
                 if begun:
@@ -191,8 +183,11 @@ def check_logits(logits: Tensor, first: int) -> None:
     NumPy adds up a single row. PyTorch would divide the row among threads, and wait for any thread whose core is busy.
     """
     alone = logits.is_cpu and len(logits) == 1
-    if math.isfinite(logits.numpy().sum() if alone else logits.sum().item()):  # cheaper than checking each number
-        return
+    if not math.isfinite(logits.numpy().sum() if alone else logits.sum().item()):  # cheaper than checking each number
+        _check_each(logits, first)
+
+
+def _check_each(logits: Tensor, first: int) -> None:
     finite = logits.isfinite().all(dim=-1)
     if not finite.all():  # otherwise only the sum overflowed
         token = first + int(finite.int().argmin())
