@@ -11,6 +11,7 @@ TABLES = {path.stem for path in (ROOT / "benchmarks" / "record" / "tables").glob
 MOST_WORDS, MOST_PROSE = 6000, 3000
 
 
+@pytest.mark.slow  # it reads all records, 26,000 lines
 def test_the_page_is_what_the_records_make() -> None:
     assert results.PAGE.read_text(encoding="utf-8") == results.page(), "run python benchmarks/results.py"
 
