@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -278,10 +279,7 @@ def test_a_file_under_work_is_held(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_the_space_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CapacityError, match=r"^cannot write .*draft: No space left on device; free some space or n"):
         Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))

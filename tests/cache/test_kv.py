@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,12 +108,8 @@ def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache.empty(LAYOUT)
     append(cache, 13)
-
-    def refuse(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refuse)
+        patch.setattr(torch, "empty", Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory")))
         with pytest.raises(
             CapacityError,
             match=r"^no memory for 1,000 tokens in the cache: 62.5 KiB a layer for keys and values; ask for "

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -355,12 +356,8 @@ def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
     cache = KVCache.empty(with_host(layout, Limits(layout).least_budget, tmp_path))
     keys = text(200, LAYOUT)
     read(cache, keys, 0, 16)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(CapacityError, match="No space left on device"):
             cache.reserve(200)
     assert not cache.stacks

@@ -2,10 +2,11 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -129,16 +130,19 @@ def test_the_folder_is_made_and_nothing_is_named_in_it(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+WRITTEN = """import numpy, os, sys, time, torch
+from pathlib import Path
+from lce.cache.formats import KVFormat
+from lce.cache.row_file import SpillFile
+file = SpillFile(Path(sys.argv[1]), KVFormat(1, 1, 4, torch.float32))
+zero = numpy.zeros(1, int)
+file.write_pages(file.allocate_pages(zero, zero, 1000), torch.ones(1, 1000, 2, 1, 4))
+"""
+
+
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    code = (
-        "import numpy, sys, time, torch\nfrom pathlib import Path\n"
-        "from lce.cache.formats import KVFormat\nfrom lce.cache.row_file import SpillFile\n"
-        "file = SpillFile(Path(sys.argv[1]), KVFormat(1, 1, 4, torch.float32))\n"
-        "zero = numpy.zeros(1, int)\n"
-        "file.write_pages(file.allocate_pages(zero, zero, 1000), torch.ones(1, 1000, 2, 1, 4))\n"
-        "print(int(file.read(numpy.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
-    )
-    with start(code, tmp_path) as process:
+    code = "print(int(file.read(numpy.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
+    with start(WRITTEN + code, tmp_path) as process:
         assert process.line() == "8000\n"
         process.kill()
     assert process.returncode == -9
@@ -158,11 +162,8 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, what: str, monkeypatch: py
 # Faults: what the disk refuses is an error, and what was there before it stays.
 
 
-def failing(number: int) -> Callable[..., int]:
-    def refuse(*_: object, **__: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return refuse
+def failing(number: int) -> Mock:
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
@@ -249,11 +250,6 @@ def test_a_page_that_the_disk_does_not_read(tmp_path: Path, monkeypatch: pytest.
 def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
     """Its parent's threads are not there."""
     script = (
-        "import os, sys, time, numpy, torch\nfrom pathlib import Path\n"
-        "from lce.cache.formats import KVFormat\nfrom lce.cache.row_file import SpillFile\n"
-        "file = SpillFile(Path(sys.argv[1]), KVFormat(1, 1, 4, torch.float32))\n"
-        "zero = numpy.zeros(1, int)\n"
-        "file.write_pages(file.allocate_pages(zero, zero, 100), torch.ones(1, 100, 2, 1, 4))\n"
         "pages = numpy.arange(0, 100, 2)\n"
         "original = os.preadv\n"
         "def disk(descriptor, to, offset, flags=0):\n"
@@ -266,7 +262,7 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
         "if child == 0: os._exit(0 if read() == 400 else 1)\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    with start(script, tmp_path) as process:
+    with start(WRITTEN + script, tmp_path) as process:
         assert process.wait() == 0
 
 

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,11 +176,7 @@ def test_a_process_that_is_forked_keeps_its_own(monkeypatch: pytest.MonkeyPatch)
 def test_where_memory_cannot_be_shared_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache.empty(LAYOUT)
     read(cache, [1] * 30)
-
-    def refuse(*_: object) -> int:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError(24, "Too many open files")))
     fork = cache.fork()
     assert not any(x.can_share(0) for each in (cache, fork) for layer in each.layers for x, _, _ in layer.shareable())
     read(fork, [2] * 9)

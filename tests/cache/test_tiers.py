@@ -603,17 +603,23 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py")
+INTERRUPTED = [  # tiers, format, of how many places one is tried, and where they are
+    *((tiers, "auto", 61, FILES) for tiers in TIERS[1:]),
+    ("device, host, file", "int8", 61, FILES),
+    ("memory, file", "auto", 1, ("Pool._fill.",)),  # while slots change hands: at every bytecode
+    *(pytest.param(tiers, "auto", 5, FILES, marks=pytest.mark.slow) for tiers in TIERS[1:]),
+]
 
 
-def check_interruptions(
-    tiers: str, every: int, folder: Path, patch: pytest.MonkeyPatch, *where: str, kv_dtype: str = "auto"
+@pytest.mark.parametrize(("tiers", "kv_dtype", "every", "where"), INTERRUPTED)
+def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
+    tiers: str, kv_dtype: str, every: int, where: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Add pages, interrupted anywhere; add them again, with others: all are found, with their latest contents."""
-    no_gpu(patch)
     layout = tiers_of(tiers, limit=6, kv_dtype=kv_dtype)
 
     def pages(first: int, stop: int, seed: int) -> tuple[Tensor, Tensor]:
-        k = rounded(torch.randn(N_HEADS, 12 * SIZE, DIM, generator=torch.Generator().manual_seed(seed)), SIZE)
+        k = chunks_of(12, seed).flatten(1, 2)
         return k[:, first * SIZE : stop * SIZE], -k[:, first * SIZE : stop * SIZE]
 
     def add(to: TierStack, seed: int) -> None:
@@ -624,13 +630,13 @@ def check_interruptions(
             list(to.rounds(layer, np.ones((N_HEADS, 5), bool)))
 
     def filled() -> TierStack:
-        made = stack(layout, file_for(tiers, layout, folder))
+        made = stack(layout, file_for(tiers, layout, tmp_path))
         for layer in range(N_LAYERS):
             made.add(layer, 0, *pages(0, 6, layer))  # of which two are to be replaced
         return made
 
     probe = filled()
-    for place, nth in places(lambda: add(probe, 10), every, *(where or FILES)):
+    for place, nth in places(lambda: add(probe, 10), every, *where):
         under_test = filled()
         interrupted(lambda under_test=under_test: add(under_test, 10), place, nth)
         add(under_test, 20)
@@ -640,28 +646,6 @@ def check_interruptions(
                 found = each.chunks(layer, 0, 9)
                 for x, old, new in zip(found, pages(0, 4, layer), pages(4, 9, 20 + layer), strict=True):
                     assert torch.equal(x, torch.cat((old, new), dim=1)), place
-
-
-@pytest.mark.parametrize(("tiers", "kv_dtype"), [*((x, "auto") for x in TIERS[1:]), ("device, host, file", "int8")])
-def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
-    tiers: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_interruptions(tiers, 61, tmp_path, monkeypatch, kv_dtype=kv_dtype)
-
-
-def test_an_interruption_while_slots_change_hands_loses_no_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every bytecode of it."""
-    check_interruptions("memory, file", 1, tmp_path, monkeypatch, "Pool._fill.")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tiers", TIERS[1:])
-def test_an_interruption_at_nearly_any_place_leaves_tiers_that_can_be_used(
-    tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_interruptions(tiers, 5, tmp_path, monkeypatch)
 
 
 class Shelf(Tier):
