@@ -78,10 +78,7 @@ class ContextRows(RowFile):
 
 
 class Draft:
-    """An unfinished context file at `path`. Keys and values go to `rows`; `finish` completes and renames the file.
-
-    `file_id` is a random identity, on which the checksums of the rows depend, and which goes into the manifest.
-    """
+    """An unfinished context file at `path`. Keys and values go to `rows`; `finish` completes and renames the file."""
 
     def __init__(self, path: Path, layout: FileLayout, file_id: str, *, new: bool = False) -> None:
         """Open the unfinished file that an ended process left at `path`, or, if `new`, create one as `create` does."""
@@ -170,23 +167,22 @@ class Snapshot:
 
 
 def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest], None], check: Check) -> Snapshot:
-    """Open a context file and read everything except keys and values.
+    """Open a context file and read everything except keys and values, once the whole header was checked.
 
     `identify` may refuse the manifest by raising `DataError`; `check` is passed to `read_small`. Raises `DataError` if
-    the file is no context or is damaged, or if its rows do not fit `layout`. The whole header is checked before
-    anything large is read or allocated.
+    the file is no context or is damaged, or if its rows do not fit `layout`.
     """
     descriptor = Descriptor(open_regular(path, follow=False))
     try:
         header = headers.read_header(descriptor, path)
         identify(header.manifest)
         found = FileLayout(layout, header.manifest.capacity)
-        same_pages = header.manifest.pages == headers.page_facts(layout) and header.start == found.rows_start
-        if not same_pages or any(header.entries.get(name) != entry for name, entry in row_entries(found).items()):
+        expected = row_entries(found)
+        if header.start != found.rows_start or any(header.entries.get(name) != x for name, x in expected.items()):
             raise contradiction(path)
         if found.small_start > header.file_bytes:
             raise DataError(f"{named(path)}: the file is cut short; it is damaged or incomplete: {REMEDY}")
-        small = headers.read_small(header, layout, check, row_entries(found), found.small_start)
+        small = headers.read_small(header, layout, check, expected, found.small_start)
         rows = ContextRows(descriptor, named(path), found, header.manifest.file_id, writable=False)
         return Snapshot(header.manifest, small, rows)
     except BaseException:

@@ -97,9 +97,7 @@ class Streamed(Mover):
             arrivals.pop(slot, None)
 
     def _note(self, slots: Numbers) -> None:
-        arrival = torch.cuda.Event()
-        arrival.record(self.stream)
-        self._arrivals.update(dict.fromkeys(slots.tolist(), arrival))
+        self._arrivals.update(dict.fromkeys(slots.tolist(), self.stream.record_event()))
 
 
 class Cuda(Streamed):
@@ -107,10 +105,8 @@ class Cuda(Streamed):
 
     asynchronous = True
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def now(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         # PyTorch records that the stream uses the memory: what is freed during a copy is not reused before its end.

@@ -155,21 +155,21 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
 
     `buffers` has, for each buffer, the number of rows to share, and the capacity in rows to have in the file.
     """
-    moving = [(x, n, m) for x, n, m in buffers if n and not x.can_share(n) and x.tensor.device.type == "cpu"]
+    moving, end = [], 0
+    for x, n, capacity in buffers:
+        if n and not x.can_share(n) and x.tensor.device.type == "cpu":
+            shape = (*x.tensor.shape[: x.axis], capacity, *x.tensor.shape[x.axis + 1 :])
+            moving.append((x, end, n, shape))
+            end += -(-torch.Size(shape).numel() * x.tensor.dtype.itemsize // PAGE) * PAGE
     if not moving or not _available():
         return
-    shapes = [(*x.tensor.shape[: x.axis], m, *x.tensor.shape[x.axis + 1 :]) for x, _, m in moving]
-    starts, end = [], 0
-    for (x, _, _), shape in zip(moving, shapes, strict=True):
-        starts.append(end)
-        end += -(-torch.Size(shape).numel() * x.tensor.dtype.itemsize // PAGE) * PAGE
     try:
         file = MemoryFile(end)
         for private in (True, False):  # if a mapping cannot be made, it fails here and not in a fork
             file.tensor(0, (end,), torch.uint8, private=private)
     except OSError:
         return
-    for (x, n, _), start, shape in zip(moving, starts, shapes, strict=True):
+    for x, start, n, shape in moving:
         x.move(file, start, n, shape)
 
 

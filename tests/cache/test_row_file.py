@@ -121,15 +121,6 @@ def test_contexts_share_a_file_from_several_threads(tmp_path: Path) -> None:
     assert file.n_rows == 600
 
 
-def test_the_folder_is_made_and_nothing_is_named_in_it(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    file = spill(folder, 100)
-    assert list(folder.iterdir()) == []
-    assert torch.equal(everything(file), some(100))
-    del file
-    assert list(folder.iterdir()) == []
-
-
 WRITTEN = """import numpy, os, sys, time, torch
 from pathlib import Path
 from lce.cache.formats import KVFormat
@@ -142,11 +133,13 @@ file.write_pages(file.allocate_pages(zero, zero, 1000), torch.ones(1, 1000, 2, 1
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     code = "print(int(file.read(numpy.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
-    with start(WRITTEN + code, tmp_path) as process:
+    folder = tmp_path / "a" / "b"
+    with start(WRITTEN + code, folder) as process:
         assert process.line() == "8000\n"
+        assert list(folder.iterdir()) == []
         process.kill()
     assert process.returncode == -9
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("what", ["a file", "below a file", "read-only"])
