@@ -114,16 +114,9 @@ class Output:
             yield (lambda done, total: None) if self.quiet else ProgressLines(label, unit)
 
     @contextmanager
-    def noting(self, *beyond: str | None) -> Iterator[list[str]]:
-        """Show the first warning of each lce warning class as a note on stderr. Append the note to the yielded list.
-
-        `beyond` has notes on texts longer than the window, which are shown at once; None is for a text within the
-        window. If any `beyond` is given, later `WindowWarning`s are dropped.
-        """
-        kinds: set[type[Warning]] = {WindowWarning} if beyond else set()
-        texts = [text for text in beyond if text is not None]
-        for text in texts:
-            note(text)
+    def noting(self, *dropped: type[Warning]) -> Iterator[list[str]]:
+        """Show the first warning of each lce warning class as a note on stderr. Append the note to the yielded list."""
+        kinds, texts = {*dropped}, list[str]()
         with warnings.catch_warnings():
             shown = warnings.showwarning
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lce.errors import UsageError
+from lce.errors import UsageError, WindowWarning
 from lce.files import named, write_whole
 from lce.sizes import size_text
 from lce.terminal.options import new_file
-from lce.terminal.output import Output, markdown
+from lce.terminal.output import Output, markdown, note
 
 if TYPE_CHECKING:
     from lce_lab.bench import Report, Row, Spread, StepTimes
@@ -32,7 +32,9 @@ def show_bench(json_file: str | None, force: bool, loading: dict[str, Any], outp
     longest = max(bench.lengths)
     beyond = next((line for each in bench.subjects.values() if (line := each.engine.setup.beyond(longest))), None)
     try:
-        with output.noting(beyond), output.bar("bench", " runs") as bar:
+        if beyond is not None:
+            note(beyond)
+        with output.noting(WindowWarning), output.bar("bench", " runs") as bar:
             bench.run(bar)
     finally:
         if (report := bench.report).rows:

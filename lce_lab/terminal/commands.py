@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument
 
+from lce.errors import WindowWarning
 from lce.sizes import size_text
 from lce.terminal import options
 from lce.terminal.options import flag
@@ -74,7 +75,7 @@ def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -
     from lce_lab.eval.recommend import recommend as ask
     from lce_lab.eval.report import fails
 
-    with output.noting(None), output.bar("ask", " s") as bar:
+    with output.noting(WindowWarning), output.bar("ask", " s") as bar:
         found = ask(model, progress=bar, **how, **loading)
     if reason := fails(found.ceiling.score):
         note(f"{reason}, at {found.ceiling.length:,} tokens: what methods find says little; try another --task")

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import lce
-from lce.errors import UsageError
+from lce.errors import UsageError, WindowWarning
 from lce.sizes import size_text
-from lce.terminal.output import Output, markdown
+from lce.terminal.output import Output, markdown, note
 from lce.terminal.reading import read_text
 from lce_lab.eval.perplexity import Perplexity, check, ends, stream, windows
 from lce_lab.eval.record import Record
@@ -135,8 +135,10 @@ def show_perplexities(
             texts = [engine.tokenizer.encode(content, bos=False) for content in contents]
             ends(texts, 2 if streams else longest, stride)
         for length in [max(lengths)] if streams else lengths:
-            unit, noting = " tok" if streams else " windows", output.noting(engine.setup.beyond(length))
-            with noting as notes, output.bar(f"{method.name} at {length:,}:", unit) as bar:
+            unit, beyond = " tok" if streams else " windows", engine.setup.beyond(length)
+            if beyond is not None:
+                note(beyond)
+            with output.noting(WindowWarning), output.bar(f"{method.name} at {length:,}:", unit) as bar:
                 how: dict[str, Any] = {"stride": stride, "record": losses, "about": {"checkpoint": on.model}}
                 if streams:
                     got = stream(engine, texts, lengths=lengths, progress=bar, **how)
@@ -145,7 +147,7 @@ def show_perplexities(
                     got = [windows(engine, texts, length=length, progress=bar, **how)]
             output.text(*([] if found else [LOSS_HEADER]), *map(loss_row, got))
             found += got
-            objects += [{**dataclasses.asdict(each), "warning": next(iter(notes), None)} for each in got]
+            objects += [{**dataclasses.asdict(each), "warning": beyond} for each in got]
     output.object(objects)
     if len(on.methods) > 1 and len(lengths) > 1:
         output.text("", *loss_table(found))

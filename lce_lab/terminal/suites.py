@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lce
-from lce.errors import DataError, UsageError
+from lce.errors import DataError, UsageError, WindowWarning
 from lce.files import named, write_whole
 from lce.methods import knob_values
 from lce.sizes import size_text
@@ -138,7 +138,9 @@ class SuiteRun:
             told.update(beyond)
             if number == 0:
                 self.output.text(HEADER)
-            with self.output.noting(None, *beyond):
+            for text in filter(None, beyond):
+                note(text)
+            with self.output.noting(WindowWarning):
                 self._task(task, engines, made, ceilings[number], left)
 
     def _ceilings(self, engine: lce.Engine) -> list[Ceiling]:
@@ -244,8 +246,8 @@ def score_predictions(benchmark: Benchmark, path: str, task: str | None, metric:
             broken.append(error)
     if not found:
         raise broken[0]
-    for error in broken:
-        note(f"not scored: {error}")
+    for fault in broken:
+        note(f"not scored: {fault}")
     averages = {} if metric else benchmark.averages({each.task: each.score for each in found})
     output.object(
         [{"suite": benchmark.name, **asdict(each)} for each in found]

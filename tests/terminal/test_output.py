@@ -135,8 +135,7 @@ def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(
             err = capsys.readouterr().err
             assert err.startswith("lce: note: 3 tokens are too many\n")
             assert err.count("\n") == 1
-        with Output().noting("5 tokens are too many") as notes:
+        with Output().noting(WindowWarning) as notes:
             warnings.warn("6 tokens are too many", WindowWarning, stacklevel=1)
-        assert notes == ["5 tokens are too many"]
-        assert capsys.readouterr().err == "lce: note: 5 tokens are too many\n"
+        assert (notes, capsys.readouterr().err) == ([], "")
         assert other.getvalue() == "of another package\n" * 2
