@@ -6,7 +6,7 @@ import atexit
 import gc
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lce.errors import RankError, UsageError, shown
 from lce.methods.base import Method
 from lce.models.config import ModelConfig
-from lce.models.layers import Model
+from lce.models.layers import model_class
 from lce.models.products import SummedMatrix, VocabularyPart
 from lce.models.ranks import LIMIT_S, Division, Ranks
 from lce.weights.checkpoint import Checkpoint
@@ -73,12 +73,7 @@ def check_same(ranks: Ranks, *facts: object) -> None:
 
 
 def division_of(
-    config: ModelConfig,
-    ranks: Ranks,
-    family: type[Model],
-    method: Method,
-    checkpoint: Checkpoint,
-    schemes: Mapping[str, Scheme],
+    config: ModelConfig, ranks: Ranks, method: Method, checkpoint: Checkpoint, schemes: Mapping[str, Scheme]
 ) -> Division:
     """Return the division of a model whose matrices `schemes` round. Raises `UsageError` if there can be none.
 
@@ -86,6 +81,7 @@ def division_of(
     """
     if why := method.couples_heads:
         raise UsageError(f"{method.label} cannot be divided among {ranks.count} ranks: {why}; or load without ranks")
+    family = model_class(config)
     table = family.table(config, checkpoint.shapes)
     if any(words in (("query",), ("key",)) and not name.endswith("_bias") for name, (_, words) in table.items()):
         whole = "it normalises the queries and keys of all heads together"
@@ -102,27 +98,25 @@ def division_of(
     return division
 
 
-def weights_of(
-    division: Division, family: type[Model], stored: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def weights_of(division: Division, stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return what `Model.weights` returns, with the shapes that one of several ranks has."""
-    slices = _slices(division, family, stored)
-    whole = family.weights(division.config, stored)
+    slices, whole = _slices(division, stored), model_class(division.config).weights(division.config, stored)
     return {
         name: (published, slices.get(published, Slice()).shape(shape)) for name, (published, shape) in whole.items()
     }
 
 
-def part_of(division: Division, family: type[Model], checkpoint: Checkpoint, ignore: Sequence[str]) -> Checkpoint:
+def part_of(division: Division, checkpoint: Checkpoint, ignore: Sequence[str]) -> Checkpoint:
     """Return a checkpoint with the tensors of one of several ranks."""
-    checkpoint.check(dict(family.weights(division.config, checkpoint.shapes).values()), ignore)
-    return sliced(checkpoint, _slices(division, family, checkpoint.shapes))
+    wanted = model_class(division.config).weights(division.config, checkpoint.shapes)
+    checkpoint.check(dict(wanted.values()), ignore)
+    return sliced(checkpoint, _slices(division, checkpoint.shapes))
 
 
-def joined(division: Division, family: type[Model], loaded: Mapping[str, Any], stored: Sequence[str]) -> dict[str, Any]:
+def joined(division: Division, loaded: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
     """Return loaded weights. In them, matrices divided by columns or by tokens act like whole matrices."""
     made, ranks = dict(loaded), division.ranks
-    for name, (_, words) in family.table(division.config, stored).items():
+    for name, (_, words) in model_class(division.config).table(division.config, stored).items():
         if words[0] == "vocab" and words[0] in division.spans:
             first, n_rows = division.spans["vocab"][0][0], division.config.vocab_size
             made[name] = VocabularyPart(loaded[name], first, n_rows, ranks)
@@ -131,10 +125,10 @@ def joined(division: Division, family: type[Model], loaded: Mapping[str, Any], s
     return made
 
 
-def _slices(division: Division, family: type[Model], stored: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
+def _slices(division: Division, stored: Collection[str]) -> dict[str, Slice]:
     """Return the slices that this rank has, by the names in published checkpoints."""
     spans, found = division.spans, {}
-    for published, words in family.table(division.config, stored).values():
+    for published, words in model_class(division.config).table(division.config, stored).values():
         rows, columns = (spans.get(word) for word in (*words, "")[:2])
         if rows or columns:
             found[published] = Slice(rows, columns[0] if columns else None)

@@ -19,7 +19,7 @@ from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig
-from lce.models.layers import families, model_class, read_config
+from lce.models.layers import model_class, read_config
 from lce.models.products import products_in
 from lce.progress import Progress, check_progress, reported
 from lce.weights.finding import source_of
@@ -115,26 +115,22 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
     family = model_class(config)
     shapes = dict(family.weights(config).values())  # by stored name, so that tied weights count once
     checkpoint = source.checkpoint if check or source.has_weights else None
-    manifest = checkpoint.manifest if checkpoint else None
-    file = source.vocabulary
-    facts = ModelFacts(source, config, config.window, config.rope)
-    methods: dict[str, Method] = {}
-    refused: dict[str, str] = {}
+    weights = checkpoint.manifest.weights if checkpoint and checkpoint.manifest else None
+    file, facts = source.vocabulary, ModelFacts(source, config, config.window, config.rope)
+    methods, refused = dict[str, Method](), dict[str, str]()
     for name in registry.available():
         try:
             methods[name] = fitted(name, facts)
         except LceError as error:
             refused[name] = str(error)
-    weights = manifest.weights if manifest else None
-    fingerprint = checkpoint.fingerprint() if checkpoint else None
-    checked = None
+    fingerprint, checked = checkpoint.fingerprint() if checkpoint else None, None
     if check and checkpoint:
         checkpoint.check(dict(family.weights(config, checkpoint.shapes).values()), (*family.unused, *config.unused))
         with reported(progress, "check", "B") as report:
             checked = checkpoint.verify(report)
     return ModelInfo(
         folder=source.path,
-        family=next(name for name, cls in families().items() if cls.architecture == config.architecture),
+        family=family.model_type,
         config=config,
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtype=None if checkpoint is None else str(checkpoint.dtype()).removeprefix("torch."),

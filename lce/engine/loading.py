@@ -138,8 +138,8 @@ def _model(made: Planned, checkpoint: Checkpoint, scheme: Scheme | None) -> Mode
     if made.division:
         from lce.engine import dividing
 
-        wanted = dividing.weights_of(made.division, family, stored)
-        part = dividing.part_of(made.division, family, checkpoint, ignore)
+        wanted = dividing.weights_of(made.division, stored)
+        part = dividing.part_of(made.division, checkpoint, ignore)
     loaded = part.load(
         wanted,
         dtype=layout.dtype,
@@ -153,7 +153,7 @@ def _model(made: Planned, checkpoint: Checkpoint, scheme: Scheme | None) -> Mode
         (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], all_devices(layout)[-1])
         loaded["head"].copy_(loaded["embed"])
     if made.division:
-        loaded = dividing.joined(made.division, family, loaded, [*stored])
+        loaded = dividing.joined(made.division, loaded, stored)
     return family(config, loaded)
 
 

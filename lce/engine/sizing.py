@@ -122,8 +122,8 @@ def sizes_of(
     if checkpoint and ranks.count > 1:
         from lce.engine import dividing
 
-        division = dividing.division_of(config, ranks, family, chosen, checkpoint, schemes)
-        weights, config = dividing.weights_of(division, family, stored), division.own
+        division = dividing.division_of(config, ranks, chosen, checkpoint, schemes)
+        weights, config = dividing.weights_of(division, stored), division.own
     if checkpoint and devices[0].type == "cpu":
         schemes = {**schemes, **checkpoint.schemes}
     sizes = {}
@@ -175,8 +175,9 @@ def resolved(model: str | Path, method: str | Method, **options: Any) -> Method:
 
 def facts_of(options: SizeOptions, source: Source, config: ModelConfig, *, plan_only: bool = False) -> ModelFacts:
     """Return what a method may know of a model: the window and the RoPE scaling are the user's, if given."""
-    window, rope = plain(options.window) or config.window, scaled(config.rope, options.rope, options.rope_factor)
-    return ModelFacts(source, config, window, rope, plan_only=plan_only)
+    given = (options.rope, options.rope_factor) != (None, None)
+    rope = scaled(config.rope, options.rope, options.rope_factor) if given else config.rope
+    return ModelFacts(source, config, plain(options.window) or config.window, rope, plan_only=plan_only)
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
@@ -194,7 +195,7 @@ def scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConf
     """Return the checkpoint's RoPE config, with the scaling changed by the user's `kind` and `factor`."""
     if factor is not None and (kind or rope.kind) == "none":
         raise UsageError(f"rope_factor={factor:g} has no scaling to belong to; add rope=, for example rope='linear'")
-    if isinstance(rope, LongRope) and (kind, factor) != (None, None):
+    if isinstance(rope, LongRope):
         raise UsageError("the model's RoPE has divisors of its own, LongRoPE; leave rope and rope_factor out")
     if kind not in (None, "none", rope.kind) and factor is None:
         raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")

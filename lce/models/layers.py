@@ -124,7 +124,8 @@ class Model:
         fields = Fields(fields.where, fields.values, cls.defaults, cls.implements)
         check_supported(fields, cls.activation)
         config = cls.configure(ModelConfig.read(fields, generation, cls.architecture, cls.rope), fields)
-        check_layer_types(fields, config)
+        if fields.values.get("layer_types"):
+            check_layer_types(fields, config)
         return config
 
     @classmethod
