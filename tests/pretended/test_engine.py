@@ -27,13 +27,14 @@ def test_says_what_it_says_on_the_cpu(gpus: Gpus, tiny_model: Path, method: Meth
     assert answer(gpu, gpu.prefill(prompt)) == answer(cpu, cpu.prefill(prompt))
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "device", "host"),
-    [("full", 700, 164_000, 100_000), pytest.param("longheads", 140, 22_000, 12_000, marks=pytest.mark.slow)],
-)
+LONG, SHORT = (700, 164_000, 100_000), (140, 22_000, 12_000)  # tokens, and bytes of the tiers
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("full", LONG), pytest.param("longheads", SHORT, marks=pytest.mark.slow)])
 def test_forks_files_and_tiers_change_nothing(
-    gpus: Gpus, tiny_model: Path, name: str, length: int, device: int, host: int, tmp_path: Path
+    gpus: Gpus, tiny_model: Path, name: str, sizes: Any, tmp_path: Path
 ) -> None:
+    length, device, host = sizes
     options = {**GPU, "method": METHODS[name], "dtype": "bfloat16"}
     engine, prompt = lce.load(tiny_model, **options), tokens(length)
     context = engine.prefill(prompt)

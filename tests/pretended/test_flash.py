@@ -82,9 +82,7 @@ def test_what_it_refuses(gpus: Gpus, change: Any, options: dict[str, Any], messa
         ([0, 2, 5], [0, 4, 9], (2, 5), torch.int32, "max_q is 2"),
     ],
 )
-def test_bounds_that_it_refuses(
-    gpus: Gpus, q_ends: list[int], k_ends: list[int], most: tuple[int, int], dtype: torch.dtype, message: str
-) -> None:
+def test_bounds_that_it_refuses(gpus: Gpus, q_ends: Any, k_ends: Any, most: Any, dtype: Any, message: str) -> None:
     x = vectors(q=(5, 4, 16), k=(9, 2, 16), v=(9, 2, 16))
     bounds = [torch.tensor(ends, dtype=dtype, device="cuda") for ends in (q_ends, k_ends)]
     with pytest.raises(RuntimeError, match=message):

@@ -28,9 +28,7 @@ AROUND = 40  # what all layers share, the embedding and the head
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_launches_of_a_recorded_step(
-    name: str, triton_gpus: Gpus, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_of_a_step(name: str, triton_gpus: Gpus, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method, expected = CASES[name]
     engine = lce.load(tiny_model, method, device="cuda", dtype="bfloat16")
     with monkeypatch.context() as patch:
@@ -41,12 +39,9 @@ def test_launches_of_a_recorded_step(
     counted = []
     for n_layers in (2, 1):
         monkeypatch.setattr(engine.setup.model, "layers", engine.setup.model.layers[:n_layers])
-        tape = CudaTape(engine.setup.device)
-        work = (
-            DecodeGraph(engine.setup.model, engine.setup.driver, engine.setup.device, tape)
-            ._prepared(context.cache, context.rope, bound)
-            .work
-        )
+        setup, tape = engine.setup, CudaTape(engine.setup.device)
+        graph = DecodeGraph(setup.model, setup.driver, setup.device, tape)
+        work = graph._prepared(context.cache, context.rope, bound).work
 
         def count(work: Work = work) -> None:
             with triton_gpus.counting() as counts:

@@ -7,31 +7,24 @@ import sentencepiece
 
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.source import Source
-from tests.vocabularies import (
-    KINDS,
-    LLAMA2,
-    byte_level_library,
-    llama_library,
-    sentencepiece_model,
-    unigram_library,
-    write_json,
-)
+from tests import vocabularies
+from tests.vocabularies import KINDS, LLAMA2, write_json
 
 
 @pytest.fixture(scope="session")
 def tiny_sentencepiece() -> bytes:
-    return sentencepiece_model()
+    return vocabularies.sentencepiece_model()
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory, tiny_sentencepiece: bytes) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp(name) for name in ("byte_level", "llama", "unigram", "sentencepiece")}
-    byte_level_library().save(str(made["byte_level"] / "tokenizer.json"))
+    vocabularies.byte_level_library().save(str(made["byte_level"] / "tokenizer.json"))
     write_json(made["byte_level"], "tokenizer_config.json", {"bos_token": "<|begin|>", "eos_token": "<|end|>"})
     model = sentencepiece.SentencePieceProcessor(model_proto=tiny_sentencepiece)
-    llama_library(model).save(str(made["llama"] / "tokenizer.json"))
+    vocabularies.llama_library(model).save(str(made["llama"] / "tokenizer.json"))
     write_json(made["llama"], "special_tokens_map.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
-    unigram_library().save(str(made["unigram"] / "tokenizer.json"))
+    vocabularies.unigram_library().save(str(made["unigram"] / "tokenizer.json"))
     (made["sentencepiece"] / "tokenizer.model").write_bytes(tiny_sentencepiece)
     return made
 

@@ -91,14 +91,14 @@ def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], pr
     assert rendered(template, turns, prompt) == expected
 
 
+TOO_LONG = "it makes a text of more than 2000 characters"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("{{ ('a' * 2000) | length }}{{ x | int }}", {"text": "2000123"}),
-        (
-            "{% for a in range(3) %}{{ 'a' * 700 }}{% endfor %}",
-            {"failed": "it makes a text of more than 2000 characters"},
-        ),
+        ("{% for a in (1, 2, 3) %}{{ 'a' * 700 }}{% endfor %}", {"failed": TOO_LONG}),
         ("{{ 1 / 0 }}", {"failed": "ZeroDivisionError: division by zero"}),
         ("{{ raise_exception('n' * 1999) }}", {"refused": "n" * 400}),
     ],
@@ -107,11 +107,8 @@ def test_what_becomes_of_a_template(text: str, expected: dict[str, str]) -> None
     assert render(text, {"x": "123"}, 2000) == expected
 
 
-def test_half_a_surrogate_pair_is_rendered() -> None:
+def test_half_a_surrogate_pair_is_rendered_and_the_time_is_known() -> None:
     assert rendered("{{ 'é' ~ messages[0].content }}", [("user", "\ud800")]) == "é\ud800"
-
-
-def test_the_time_is_known() -> None:
     assert rendered("{{ strftime_now('%Y') }}").isdecimal()
 
 
@@ -227,10 +224,10 @@ def slow(templates: list[str]) -> list[ParameterSet]:
     return [pytest.param(template, marks=pytest.mark.slow) for template in templates]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [*BROKEN, *ESCAPES, *BOMBS, *MEMORY_BOMBS[::3], TIME_BOMBS[0], *slow(MEMORY_BOMBS), *slow(TIME_BOMBS[1:])],
-)
+QUICK = [*BROKEN, *ESCAPES, *BOMBS, *MEMORY_BOMBS[::3], TIME_BOMBS[0]]
+
+
+@pytest.mark.parametrize("template", [*QUICK, *slow(MEMORY_BOMBS), *slow(TIME_BOMBS[1:])])
 def test_a_hostile_template_ends_in_an_error(template: str) -> None:
     started = time.monotonic()
     with pytest.raises(ModelError) as error:
@@ -336,9 +333,7 @@ def test_a_program_without_an_interpreter(monkeypatch: pytest.MonkeyPatch, name:
         rendered("{{ messages[0].content }}")
 
 
-def test_a_process_that_gets_no_processor_is_no_fault_of_the_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_gets_no_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other_python(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(chat, "MOST_WAITED", 0.2)
     with pytest.raises(LceError, match="the machine is too busy; try again"):
@@ -376,9 +371,7 @@ def test_only_the_template_makes_control_tokens(folders: dict[str, Path], kind: 
     content = "".join(words)
     ids = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", content), ("assistant", content)])))
     said = tokenizer.encode_parts(tokenizer.render_chat(messages([("user", ""), ("assistant", "")])))
-    special = set(tokenizer.encode("".join(WRITTEN[:6]), bos=False)) & {
-        i for i in range(10) if not tokenizer.decode([i])
-    }
+    special = {i for i in tokenizer.encode("".join(WRITTEN[:6]), bos=False) if i < 10 and not tokenizer.decode([i])}
     assert special
     assert [i for i in ids if i in special] == [i for i in said if i in special]
     text = tokenizer.decode(ids, skip_special=False)
@@ -416,11 +409,8 @@ TOOLS_TEMPLATE = (
 
 def test_tools_calls_and_variables_reach_the_template() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    said = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-    ]
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    said = [{"role": "user", "content": "Hi"}, answer, {"role": "tool", "content": "2"}]
     variables = {"tools": [{"name": "add"}], "mood": "calm"}
     text = render_chat(TOOLS_TEMPLATE, said, {}, (), variables).text
     assert text == '[{"name": "add"}][user]Hi[assistant](add {"a": 1})[tool]2calm'

@@ -118,10 +118,8 @@ def config_of(kind: str) -> dict[str, Any]:
         names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         return names | {"extra_special_tokens": ["[INST]", "[/INST]"]}
     library = library_of(kind)
-    added = {
-        str(token_id): {"content": token.content, "normalized": False, "special": token.special}
-        for token_id, token in library.get_added_tokens_decoder().items()
-    }
+    tokens = library.get_added_tokens_decoder().items()
+    added = {str(i): {"content": x.content, "normalized": False, "special": x.special} for i, x in tokens}
     return {
         "add_bos_token": False,
         "add_prefix_space": False,

@@ -16,6 +16,8 @@ from lce.weights.source import Source
 from tests.command import output
 from tests.vocabularies import KINDS, TEXTS, byte_ids, byte_level_library, one_line, write_json
 
+Made = dict[str, Tokenizer]
+
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:
     stream = tokenizer.stream(skip_special=skip_special)
@@ -64,9 +66,8 @@ def test_config_overrides_the_rule(kind: str, folders: dict[str, Path], tmp_path
 
 def test_bos_and_eos_without_any_config(folders: dict[str, Path], tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(folders["llama"] / "tokenizer.json"))
-    library.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
+    special = [("<s>", 1), ("</s>", 2)]
+    library.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Source(tmp_path).tokenizer()
     assert (tokenizer.bos_token, tokenizer.bos_id) == ("<s>", 1)
@@ -97,21 +98,17 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     """Random ids, special ones and bytes drawn more often; and texts cut anywhere."""
     kinds = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 3) | st.integers(3, 260)
     cut_texts = st.tuples(st.text(max_size=12), st.integers(0, 6)).map(lambda c: tokenizer.encode(c[0])[c[1] :])
-    return (
-        st.lists(kinds, max_size=24) | cut_texts | st.lists(cut_texts, max_size=3).map(lambda parts: [*chain(*parts)])
-    )
+    several = st.lists(cut_texts, max_size=3).map(lambda parts: [*chain(*parts)])
+    return st.lists(kinds, max_size=24) | cut_texts | several
 
 
-fixtures_are_shared = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+fixtures_are_shared = settings(max_examples=80, deadline=None, suppress_health_check=checks)
 
 
 @fixtures_are_shared
 @given(data=st.data(), skip=st.booleans())
-def test_decode_is_the_librarys(
-    made: dict[str, Tokenizer], folders: dict[str, Path], data: st.DataObject, skip: bool
-) -> None:
+def test_decode_is_the_librarys(made: Made, folders: dict[str, Path], data: st.DataObject, skip: bool) -> None:
     kind = data.draw(st.sampled_from(["byte_level", "llama", "unigram"]))
     ids = data.draw(ids_of(made[kind]))
     library = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
@@ -151,11 +148,8 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     tokenizer = Source(tmp_path).tokenizer(300)
     assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.bos_id, tokenizer.chat_template) == (300, (), None, None)
     assert streamed(tokenizer, [5, 299, 1000]) == ["", "", "", ""]
-    for call in (
-        lambda: tokenizer.encode("a"),
-        lambda: tokenizer.decode([1]),
-        lambda: tokenizer.chat([{"role": "user", "content": "Hi"}]),
-    ):
+    chat = [{"role": "user", "content": "Hi"}]
+    for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1]), lambda: tokenizer.chat(chat)):
         with pytest.raises(ModelError) as error:
             call()
         assert "expected tokenizer.json or tokenizer.model; give token ids, or copy" in one_line(error)
@@ -184,9 +178,7 @@ def test_a_broken_byte_leaves_its_neighbours_whole(made: dict[str, Tokenizer], k
 
 @fixtures_are_shared
 @given(raw=st.lists(st.integers(0, 255) | st.integers(0x80, 0xFF), max_size=16))
-def test_broken_bytes_read_as_in_sentencepiece(
-    made: dict[str, Tokenizer], tiny_sentencepiece: bytes, raw: list[int]
-) -> None:
+def test_broken_bytes_read_as_in_sentencepiece(made: Made, tiny_sentencepiece: bytes, raw: list[int]) -> None:
     ids = byte_ids(bytes(raw))
     model = sentencepiece.SentencePieceProcessor(model_proto=tiny_sentencepiece)
     space = " " if raw[:1] == [0x20] else ""  # a byte is never sentencepiece's own space, but is for the JSON decoder

@@ -79,10 +79,8 @@ def test_added_tokens_over_sentencepiece(tiny_sentencepiece: bytes, tmp_path: Pa
     if older:
         write_json(tmp_path, "added_tokens.json", {"<|im_end|>": 400, "<tool>": 405})
     else:
-        config["added_tokens_decoder"] = {
-            "400": {"content": "<|im_end|>", "special": True},
-            "405": {"content": "<tool>", "special": False},
-        }
+        added = {"400": {"content": "<|im_end|>", "special": True}, "405": {"content": "<tool>", "special": False}}
+        config["added_tokens_decoder"] = added
     write_json(tmp_path, "tokenizer_config.json", config)
     assert Source(tmp_path).tokenizer(vocab_size=406).vocab_size == 406
     tokenizer = Source(tmp_path).tokenizer(vocab_size=410)
@@ -181,10 +179,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (sequence("normalizer", replacing("a", "a" * 10, 9)), "the tokenizer's normalizer makes a text more than 64 times"),
     (sequence("normalizer", replacing("", "x" * 64)), "the tokenizer's normalizer makes a text more than 64 times"),
     ({"normalizer": {"type": "Prepend", "prepend": "x" * 65}}, "adds more than 64 characters at once"),
-    (
-        sequence("normalizer", [sequence("normalizer", replacing("a", "a" * 10, 9))["normalizer"]]),
-        "the tokenizer's normalizer makes a text more than 64 times",
-    ),
+    (sequence("normalizer", [sequence("normalizer", replacing("a", "a" * 10, 9))["normalizer"]]), "than 64 times"),
     (sequence("decoder", replacing("a", "a" * 10, 9)), "the tokenizer's decoder makes a text more than 64 times"),
     (sequence("normalizer", [{"type": "ByteLevel"}] * 7), "the tokenizer's normalizer makes a text more than 64 times"),
     (sequence("pre_tokenizer", [split("a")] * 65), "the tokenizer's pretokenizer has more than 64 steps"),
@@ -194,10 +189,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"pre_tokenizer": split(r"(?<x>a\g<x>?b)")}, "refers to an earlier match"),
     (sequence("pre_tokenizer", [split(r"(?<x>.*)\k<x>"), BYTE_LEVEL]), "refers to an earlier match"),
     ({"pre_tokenizer": split("|".join(f"a{i}" for i in range(1000)))}, "has more than 4096 characters"),
-    (
-        {"normalizer": {"type": "Replace", "pattern": {"Regex": r"(.*)\1$"}, "content": ""}},
-        "refers to an earlier match",
-    ),
+    ({"normalizer": {"type": "Replace", "pattern": {"Regex": r"(.*)\1$"}, "content": ""}}, "refers to an earlier"),
     (
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},  # a panic at every text
         "is not a tokenizer the tokenizers library accepts: index out of bounds",
@@ -206,9 +198,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), HOSTILE)
-def test_files_that_would_fail_later_are_refused_when_they_are_read(
-    changed: Changed, change: dict[str, Any], message: str
-) -> None:
+def test_files_that_would_fail_later_are_refused(changed: Changed, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         Source(changed(change)).tokenizer()
     assert len(one_line(error)) < 600
@@ -248,9 +238,9 @@ class Panic(BaseException):
     """As pyo3's, which is no Exception."""
 
 
-def test_a_panic_is_a_data_error_and_an_interruption_stays_one(
-    made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_is_a_data_error(made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an interruption stays one."""
+
     class Broken:
         def encode(self, text: str, **_: object) -> None:
             raise {"panic": Panic("line\nbreak\x1b"), "stop": KeyboardInterrupt()}[text]

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +74,12 @@ def test_model_safetensors_goes_before_all_others(folder: Path) -> None:
     assert_loads(folder)
 
 
-@pytest.mark.parametrize(
-    "names", [["weights"], ["consolidated"], ["model.fp16", "consolidated"], ["demo", "adapter_model"]]
-)
-def test_a_single_other_file_serves(folder: Path, names: list[str]) -> None:
-    (folder / "model.safetensors").rename(folder / f"{names[0]}.safetensors")
-    for name in names[1:]:
+@pytest.mark.parametrize("names", ["weights", "consolidated", "model.fp16 consolidated", "demo adapter_model"])
+def test_a_single_other_file_serves(folder: Path, names: str) -> None:
+    (folder / "model.safetensors").rename(folder / f"{names.split()[0]}.safetensors")
+    for name in names.split()[1:]:
         save_file({"other": torch.zeros(1)}, folder / f"{name}.safetensors")
     assert_loads(folder)
-
-
-def test_links_are_followed_as_in_the_cache_of_the_hub(folder: Path) -> None:
-    blobs, snapshot = folder / "blobs", folder / "snapshots"
-    blobs.mkdir()
-    snapshot.mkdir()
-    (folder / "model.safetensors").rename(blobs / "0123abc")
-    (snapshot / "model.safetensors").symlink_to("../blobs/0123abc")
-    assert_loads(snapshot)
-    (blobs / "0123abc").unlink()
-    with pytest.raises(ModelError, match=r"^cannot read .*model\.safetensors: No such file"):
-        Checkpoint.open(snapshot)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -129,9 +116,8 @@ def test_joined_tensors_lie_beneath_each_other(tmp_path: Path, dtype: torch.dtyp
     """Whatever their order in the file, and however they are stored; they are read once, into one tensor."""
     tensors = {name: torch.full((n, 3), float(n), dtype=kind) for name, n, kind in ROWS}
     save_file(tensors, tmp_path / "model.safetensors")
-    loaded = Checkpoint.open(tmp_path).load(
-        wanted_of(tensors), dtype=dtype, device=CPU, joined={"whole": ("own.z", "own.a")}
-    )
+    wanted, joined = wanted_of(tensors), {"whole": ("own.z", "own.a")}
+    loaded = Checkpoint.open(tmp_path).load(wanted, dtype=dtype, device=CPU, joined=joined)
     assert sorted(loaded) == ["own.m", "whole"]
     assert loaded["whole"].is_contiguous()
     assert loaded["whole"].dtype == (dtype or torch.float32), "the wider of the two, or what was asked for"
@@ -184,10 +170,10 @@ def test_a_file_that_changed_after_opening(folder: Path) -> None:
         checkpoint = Checkpoint.open(folder)
         time.sleep(0.02)  # longer than the clock of file systems ticks
         change()
-        with pytest.raises(ModelError, match=r"changed while it was loaded; load it again|No such file"):
-            checkpoint.load(wanted_of(TENSORS), dtype=None, device=CPU)
-        with pytest.raises(ModelError, match=r"changed while it was loaded; load it again|No such file"):
-            checkpoint.fingerprint()
+        load_all = partial(checkpoint.load, wanted_of(TENSORS), dtype=None, device=CPU)
+        for use in (load_all, checkpoint.fingerprint):
+            with pytest.raises(ModelError, match=r"changed while it was loaded; load it again|No such file"):
+                use()
         file.write_bytes(whole)
 
 
@@ -259,13 +245,11 @@ def test_pickles_are_never_read(tmp_path: Path, name: str) -> None:
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "names", [["a", "b"], ["model-00001-of-00002"], ["model-00001-of-00002", "model-00002-of-00002"]]
-)
-def test_shards_without_an_index(tmp_path: Path, names: list[str]) -> None:
-    for name in names:
+@pytest.mark.parametrize("names", ["a b", "model-00001-of-00002", "model-00001-of-00002 model-00002-of-00002"])
+def test_shards_without_an_index(tmp_path: Path, names: str) -> None:
+    for name in names.split():
         save_file(TENSORS, tmp_path / f"{name}.safetensors")
-    with pytest.raises(ModelError, match=f"has '{names[0]}.*but no index"):
+    with pytest.raises(ModelError, match=f"has '{names.split()[0]}.*but no index"):
         Checkpoint.open(tmp_path)
 
 
@@ -282,8 +266,6 @@ def open_index(folder: Path, **weight_map: object) -> Checkpoint:
 
 
 GOOD_MAP = {"embed": "a.safetensors", "norm": "b.safetensors", "proj": "b.safetensors"}
-
-
 PATHS = ("../a.safetensors", "/etc/a.safetensors", "x\\a.safetensors", "c:a.safetensors", "a\0.safetensors")
 
 
@@ -340,10 +322,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    flips=st.lists(st.tuples(st.integers(0, 255), st.integers(1, 255)), max_size=3),
-    cut=st.one_of(st.none(), st.integers(0, 400)),
-)
+@given(st.lists(st.tuples(st.integers(0, 255), st.integers(1, 255)), max_size=3), st.none() | st.integers(0, 400))
 def test_a_damaged_header_never_loads_other_tensors(good: Path, flips: list[tuple[int, int]], cut: int | None) -> None:
     raw = bytearray((good / "good").read_bytes())
     header_end = 8 + int.from_bytes(raw[:8], "little")
@@ -367,7 +346,5 @@ def test_numbers_that_are_not_finite(folder: Path, value: float, dtype: torch.dt
         embed = TENSORS["embed"].clone().to(torch.bfloat16)
         embed.view(-1)[place] = value
         save_file(TENSORS | {"embed": embed}, folder / "model.safetensors")
-        with pytest.raises(
-            ModelError, match=r"model\.safetensors: tensor 'embed' has NaN or infinite numbers; the che"
-        ):
+        with pytest.raises(ModelError, match=r"model\.safetensors: tensor 'embed' has NaN or infinite numbers; the"):
             load(folder, dtype=dtype)

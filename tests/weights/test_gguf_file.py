@@ -31,10 +31,8 @@ ONES = {"i8": np.int8(-7), "u8": np.uint8(200), "i16": np.int16(-300), "u16": np
 ONES |= {"u64": np.uint64(1 << 63), "i64": np.int64(-1 << 40), "f32": 0.25, "f64": np.float64(1e-300), "bool": False}
 LISTS = {"tokens": ["<s>", "", "Ġthe", "日本"], "numbers": [1, 1 << 31], "scores": [-1e4, -np.inf], "bools": [True]}
 METADATA = ONES | LISTS | {"general.architecture": "llama", "text": "Längere\nKöpfe 😀 \0", "empty": ""}
-WEIGHTS = {
-    name: np.random.default_rng(0).standard_normal(shape)
-    for name, shape in {"a": (3, 64), "b": (5,), "c": (2, 3, 32), "d": (1, 1, 1, 1), "e": (2, 256)}.items()
-}
+SHAPES = {"a": (3, 64), "b": (5,), "c": (2, 3, 32), "d": (1, 1, 1, 1), "e": (2, 256)}
+WEIGHTS = {name: np.random.default_rng(0).standard_normal(shape) for name, shape in SHAPES.items()}
 KINDS = {"a": "Q4_1", "c": "Q8_0", "e": "Q4_K"}
 
 
@@ -161,10 +159,9 @@ def test_types_that_are_not_read_are_named(tmp_path: Path, kind: Type) -> None:
         read_gguf(tmp_path / "a.gguf")
 
 
-@pytest.mark.parametrize(("version", "alignment", "piece"), [(2, 8, 1), (2, 32, 64), (3, 64, 1), (3, 1 << 20, 1 << 20)])
-def test_files_are_read_as_they_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, alignment: int, piece: int
-) -> None:
+@pytest.mark.parametrize("how", [(2, 8, 1), (2, 32, 64), (3, 64, 1), (3, 1 << 20, 1 << 20)])
+def test_files_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+    version, alignment, piece = how
     monkeypatch.setattr(gguf_file, "PIECE", piece)
     path, values = write_gguf(tmp_path / "a.gguf", WEIGHTS, KINDS, METADATA | {"general.alignment": alignment})
     raw = bytearray(path.read_bytes())

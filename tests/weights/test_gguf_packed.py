@@ -58,9 +58,7 @@ def same_bits(got: Tensor, expected: NDArray[np.float32]) -> bool:
 
 @each_type
 @pytest.mark.parametrize("shape", [(40, 512), (21, 576), (300, 768)])
-def test_weights_are_those_of_the_file_and_products_use_them(
-    tmp_path: Path, kind: str, dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
+def test_weights_are_the_files_and_products_use_them(tmp_path: Path, kind: str, dtype: Any, shape: Any) -> None:
     """Rows in an order of their own, too, and a number of rows that is no whole number of blocks."""
     path, values = write_gguf(tmp_path / "a.gguf", {"w": array(*shape)}, kind)
     order = np.random.default_rng(1).permutation(shape[0])
@@ -123,9 +121,8 @@ def test_plain_tensors_and_vectors_get_the_dtype(tmp_path: Path, capsys: pytest.
     assert "1 matrix of MXFP4 is unpacked to float32" in said
 
 
-def test_on_a_gpu_matrices_are_unpacked_and_a_line_says_so(
-    tmp_path: Path, gpus: Gpus, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_gpu_matrices_are_unpacked(tmp_path: Path, gpus: Gpus, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a line says so."""
     tensors = {"a": array(48, 64), "b": array(32, 64), "norm": array(64)}
     path, values = write_gguf(tmp_path / "a.gguf", tensors, {"a": "Q8_0", "b": "Q4_1"})
     checkpoint = opened(path, {"a": np.arange(48)[::-1].copy()})

@@ -43,10 +43,9 @@ def test_a_product_with_stacked_matrices_is_the_products_with_each(rows: int, ga
     torch.manual_seed(0)
     weights = [torch.randn(n, WIDTH) for n in (20, 32, 16)]
     stacked = Stacked([packed("int8", weights[0]), weights[1], packed("int4", weights[2])])
-    matrices = [
-        part if isinstance(part, Tensor) else part.unpacked(0, torch.empty(part.shape)) for part in stacked.parts
-    ]
-    whole, onto = torch.cat(matrices), torch.randn(rows, 34 if gate else 68)
+    first, plain, last = stacked.parts
+    whole = torch.cat([first.unpacked(0, torch.empty(first.shape)), plain, last.unpacked(0, torch.empty(last.shape))])
+    onto = torch.randn(rows, 34 if gate else 68)
     x, norm, bias = torch.randn(rows, WIDTH), torch.rand(WIDTH), torch.randn(68)
     assert stacked.shape == (68, WIDTH)
     around = {"norm": norm, "eps": 1e-5, "gate": gate}

@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,27 +158,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     gap=st.integers(0, 3),
     piece=st.sampled_from([8, 24, 4096]),
 )
-def test_every_number_comes_to_its_place(
-    tmp_path_factory: pytest.TempPathFactory,
-    shapes: list[list[int]],
-    kinds: list[tuple[str, str]],
-    gap: int,
-    piece: int,
-) -> None:
+def test_every_number_comes_to_its_place(tmp_path_factory: Any, shapes: Any, kinds: Any, gap: int, piece: int) -> None:
     draw, path = torch.Generator().manual_seed(0), tmp_path_factory.getbasetemp() / "stored"
-    tensors = [
-        (a, torch.randn(shape, generator=draw).to(DTYPES[a])) for shape, (a, _) in zip(shapes, kinds, strict=False)
-    ]
-    wanted = [DTYPES[b] for _, (_, b) in zip(shapes, kinds, strict=False)]
+    kinds = kinds[: len(shapes)]
+    tensors = [(a, torch.randn(x, generator=draw).to(DTYPES[a])) for x, (a, _) in zip(shapes, kinds, strict=True)]
+    wanted = [DTYPES[b] for _, b in kinds]
     descriptor, infos = stored(path, tensors, gap)
     outs = allocate([(info.shape, dtype) for info, dtype in zip(infos, wanted, strict=True)], CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "PIECE", piece)
-        fill(
-            {f"{i}": out for i, out in enumerate(outs)},
-            {f"{i}": info for i, info in enumerate(infos)},
-            {path: descriptor},
-        )
+        names = [f"{i}" for i in range(len(outs))]
+        fill(dict(zip(names, outs, strict=True)), dict(zip(names, infos, strict=True)), {path: descriptor})
     os.close(descriptor)
     for (_, tensor), out, dtype in zip(tensors, outs, wanted, strict=True):
         assert (out.dtype, out.shape) == (dtype, tensor.shape)
