@@ -15,16 +15,9 @@ PRINT = "0123456789abcdef"
 
 
 def test_a_record_has_a_safe_name_of_its_own(tmp_path: Path) -> None:
-    for model, name in (
-        ("demo", "demo"),
-        ("ORG/NAME@rev:FILE.gguf", "NAME-rev-FILE.gguf"),
-        ("a/../..", "model"),
-        ("/", "model"),
-        ("x/.hidden", "hidden"),
-        ("x/-rf \n$(y)", "rf-y"),
-        ("é" * 300, "model"),
-        ("n" * 300, "n" * 80),
-    ):
+    safe = {"demo": "demo", "ORG/NAME@rev:FILE.gguf": "NAME-rev-FILE.gguf", "x/.hidden": "hidden", "n" * 300: "n" * 80}
+    odd = dict.fromkeys(("a/../..", "/", "é" * 300), "model") | {"x/-rf \n$(y)": "rf-y"}
+    for model, name in (safe | odd).items():
         assert record_of(tmp_path / "new", model, PRINT) == tmp_path / "new" / f"{name}-01234567.jsonl"
     file(tmp_path / "new" / "first-01234567.jsonl", line(0))
     assert record_of(tmp_path / "new", "other/path", PRINT).name == "first-01234567.jsonl", "the same model"

@@ -25,6 +25,7 @@ from lce_lab.eval.selection import measure_text
 from lce_lab.terminal.commands import recall_lines
 from tests.command import assert_error, run
 
+Patch, Maps = pytest.MonkeyPatch, dict[str, bytes]
 TEXT = "the quick brown fox jumps over the lazy dog, and then over the moon. " * 120
 SMALL = Calibration(low_dim=8, tokens=1024, epochs=2, batch=64, far=8)
 TINY = Calibration(low_dim=4, tokens=512, epochs=1, batch=64)
@@ -61,9 +62,7 @@ def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, out: Path
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope": "yarn", "rope_factor": 2}], ids=["plain", "yarn"])
-def test_queries_are_learned_as_the_method_places_them(
-    tiny_model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any]
-) -> None:
+def test_queries_are_learned_as_placed(tiny_model: Path, out: Path, monkeypatch: Patch, rope: dict[str, Any]) -> None:
     learned, placed = [], []
     learn_layer, scorer = learn.Calibrator.learn, esa.scorer
     noted = lambda self, q, *rest: learned.append(q) or learn_layer(self, q, *rest)  # noqa: E731
@@ -77,9 +76,7 @@ def test_queries_are_learned_as_the_method_places_them(
     assert torch.allclose(first, learned[0][8:16], atol=1e-5)  # the first layer's, before choices differ
 
 
-def test_pieces_beyond_the_window_are_read_by_exact_scores(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_pieces_are_read_by_exact_scores(tiny_model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """The queries that are learned from are those of `esa` with exact scores, in the layer above its choices too."""
     learned: dict[int, torch.Tensor] = {}
     chosen_by: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -143,7 +140,7 @@ def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path,
     lce.load(tiny_model, wanted, **loading)
 
 
-def test_what_is_refused(tiny_model: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(tiny_model: Path, tmp_path: Path, out: Path, monkeypatch: Patch) -> None:
     with pytest.raises(DataError, match="expected 512 or more: give a longer one"):
         calibrate(tiny_model, TEXT[:300], out, SMALL)
     with pytest.raises(UsageError, match="tokens is 500; expected 512 or more, 8 pieces of 64"):
@@ -192,9 +189,7 @@ def test_recalls_are_printed_with_their_mean() -> None:
     ]
 
 
-def test_broken_numbers_are_refused(
-    tiny_model: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_numbers_are_refused(tiny_model: Path, tmp_path: Path, out: Path, monkeypatch: Patch) -> None:
     with pytest.raises(DataError, match="layer 0 are not finite; give a smaller --lr"):
         calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=3, lr=1e30))
     assert not out.exists()
@@ -208,15 +203,13 @@ def test_broken_numbers_are_refused(
         calibrate(tiny_model, TEXT, tmp_path / "other", SMALL)
 
 
-def bytes_of(out: Path) -> dict[str, bytes]:
+def bytes_of(out: Path) -> Maps:
     """The numbers of a map file, to the bit."""
     tensors, metadata = read_sealed(out, 1 << 20)
     return {name: x.numpy().tobytes() for name, x in tensors.items()} | {"for": metadata["learned_for"].encode()}
 
 
-def test_a_calibration_goes_on_after_every_write(
-    tiny_model: Path, tmp_path: Path, out: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_calibration_goes_on(tiny_model: Path, tmp_path: Path, out: Path, whole: Maps, monkeypatch: Patch) -> None:
     """Each call is interrupted after its first write, until one has nothing left to write but the maps."""
     write, calls = work_folder.write_whole, 0
 
@@ -243,7 +236,7 @@ def test_a_calibration_goes_on_after_every_write(
 
 
 @pytest.fixture
-def whole(tiny_model: Path, tmp_path: Path) -> dict[str, bytes]:
+def whole(tiny_model: Path, tmp_path: Path) -> Maps:
     """The maps of an undisturbed calibration."""
     out = tmp_path / "whole.safetensors"
     calibrate(tiny_model, TEXT, out, TINY)
@@ -267,9 +260,7 @@ KINDS = ["plan.safetensors", "piece-00003-001.safetensors", "layer-000.safetenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_work_file_changes_no_map(
-    tiny_model: Path, begun: Path, whole: dict[str, bytes], kind: str, tmp_path: Path
-) -> None:
+def test_a_damaged_file_changes_no_map(tiny_model: Path, begun: Path, whole: Maps, kind: str, tmp_path: Path) -> None:
     out, kept = tmp_path / "maps.safetensors", tmp_path / "kept"
     shutil.copytree(begun, kept)
     good = (begun / kind).read_bytes()
@@ -287,9 +278,7 @@ def test_a_damaged_work_file_changes_no_map(
         assert not begun.exists()
 
 
-def test_a_work_file_of_another_place_or_plan_changes_no_map(
-    tiny_model: Path, begun: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_file_of_another_plan_changes_no_map(tiny_model: Path, begun: Path, whole: Maps, tmp_path: Path) -> None:
     notes: list[str] = []
     place = begun / "piece-00003-001.safetensors"
     shutil.copy(begun / "piece-00004-001.safetensors", place)
@@ -303,9 +292,7 @@ def test_a_work_file_of_another_place_or_plan_changes_no_map(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file_in_the_work_folder_is_refused(
-    tiny_model: Path, begun: Path, kind: str, tmp_path: Path
-) -> None:
+def test_what_is_no_work_file_is_refused(tiny_model: Path, begun: Path, kind: str, tmp_path: Path) -> None:
     place, moved = begun / kind, tmp_path / "moved"
     place.rename(moved)
     for make in (lambda: os.mkfifo(place), place.mkdir, lambda: place.symlink_to(moved)):

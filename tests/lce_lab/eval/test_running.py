@@ -46,9 +46,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["single", "shared", "turns"])
-def test_killed_and_resumed_equals_never_stopped_and_shards_equal_one_run(
-    mode: str, engine: lce.Engine, tmp_path: Path
-) -> None:
+def test_stops_and_shards_change_nothing(mode: str, engine: lce.Engine, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     score = evaluate(engine, made(), setting=SETTING, asking=Asking(mode), record=Record(whole))
     assert (score.samples, score.interval) == (6, "bootstrap")
@@ -144,9 +142,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
-def test_saved_contexts_are_opened_again(
-    engine: lce.Engine, tiny_model: Path, tmp_path: Path, prefilled: list[int]
-) -> None:
+def test_saved_contexts_are_opened(engine: lce.Engine, tiny_model: Path, tmp_path: Path, prefilled: list[int]) -> None:
     ask: dict[str, Any] = {"mode": "shared", "contexts": tmp_path / "contexts"}
     first = replies(engine, made(), **ask)
     assert len(list((tmp_path / "contexts").iterdir())) == 3

@@ -79,9 +79,7 @@ def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: py
     assert explain(model, method, lambda _: both, length=202, record=Record(path)) == first
 
 
-def test_a_shared_document_is_read_once_for_a_change_and_gives_the_same_causes(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_document_is_read_once(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two questions of one document, one of which is of another kind."""
     made = [Sample(FAR, "?", (answer,), answer=answer, kind=kind) for answer, kind in (("7", "keys"), ("4", "pairs"))]
     method, read = make("longheads", {"chunk_size": 8, "chunks": 3}), list[int]()

@@ -26,12 +26,8 @@ QUICK = ("longheads:table3", "longheads:reach", "dca:table5", "dca:figure2", "dc
 LENGTHS = {"dca:figure3": "64", "dca:table2": "80"}
 TIMED = {"longheads:table5"}  # left out: it measures as dca:figure3 and longheads:figure6 do, in a minute
 # Rows of ours whose cells the paper plots alone, has in another table, or does not have.
-UNPRINTED = {
-    "longheads:table3": {"random"},
-    "longheads:figure4": {"LongHeads"},
-    "dca:figure5": {"NTK"},
-    "dca:figure6": {"RoPE"},
-}
+UNPRINTED = {"longheads:table3": {"random"}, "longheads:figure4": {"LongHeads"}}
+UNPRINTED |= {"dca:figure5": {"NTK"}, "dca:figure6": {"RoPE"}}
 CHUNKS = Row("chunks", "longheads", {"chunk_size": "W/16", "chunks": 8})
 SCALED = Row("scaled", "full", rope="linear")
 PRINTED = Printed.read(

@@ -38,11 +38,7 @@ def watched(name: str, knobs: dict[str, Any], looked: Iterable[int] = ()) -> tup
 
 
 def looks_at(
-    name: str,
-    knobs: dict[str, Any],
-    looked: Iterable[int],
-    judge: Judge = "constant",
-    marks: Sequence[tuple[int, int]] = (),
+    name: str, knobs: dict[str, Any], looked: Iterable[int], judge: Judge = "constant", marks: Sequence[Any] = ()
 ) -> dict[int, dict[str, Any]]:
     """The looks at some queries of a watched run."""
     return looks_of(watched(name, knobs, looked)[0], make(name, knobs).resolve(WINDOW).choices, marks, judge)

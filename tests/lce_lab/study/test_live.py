@@ -70,6 +70,7 @@ REFUSED: dict[str, list[Any]] = {
     "has no option 'chunksize'": [{"knobs": {"chunksize": 4}}],
     "expected an object": [[], None, {"knobs": [1]}],
     "chunk_size=[] is not": [{"knobs": {"chunk_size": []}}],
+    "expected 1 or more": [{"knobs": {"chunk_size": size}} for size in (0, -5)],
     "has no": [{"knobs": {"preset": [1]}}],
     "is not a whole number": [{"knobs": {"chunk_size": "x" * 200}}],
     "cannot be set from a page": [{"method": "esa", "knobs": {"maps": "/etc/passwd"}}],

@@ -115,15 +115,10 @@ def test_pointing_at_a_token_shows_its_choices_and_leaving_it_goes_back(shown: P
 
 def test_keys_and_the_slider_step_through_tokens_blocks_looks_and_the_answer(shown: Page) -> None:
     go(shown, 200)
-    for key, modifiers, expected in (
-        ("ArrowRight", 0, "token 201 of 400"),
-        ("ArrowLeft", 0, "token 200 of 400"),
-        ("ArrowLeft", SHIFT, "prefill block 1 of 4"),
-        ("ArrowRight", SHIFT, "prefill block 2 of 4"),
-        ("a", 0, "writes 4"),
-        ("ArrowRight", SHIFT, "generated token 1 of 4"),
-        ("ArrowRight", 0, "generated token 2 of 4"),
-    ):
+    right, left = "ArrowRight", "ArrowLeft"
+    steps = [(right, 0, "token 201 of 400"), (left, 0, "token 200 of 400"), (left, SHIFT, "prefill block 1 of 4")]
+    steps += [(right, SHIFT, "prefill block 2 of 4"), ("a", 0, "writes 4"), (right, SHIFT, "generated token 1 of 4")]
+    for key, modifiers, expected in (*steps, (right, 0, "generated token 2 of 4")):
         shown.press(key, modifiers)
         assert expected in text(shown, "#now")
     go(shown, 200)
@@ -224,9 +219,7 @@ def test_text_of_prompts_is_never_markup(browser: Browser, tmp_path: Path) -> No
     found.close()
 
 
-def test_a_recording_behind_a_context_begins_there_and_a_frame_may_be_given_it(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_a_recording_behind_a_context_begins_there(browser: Browser, tmp_path: Path) -> None:
     made = recording()
     for run in made["runs"]:
         run["blocks"] = [[max(start, 300), stop] for start, stop in run["blocks"] if stop > 300]
@@ -253,9 +246,7 @@ def test_a_recording_behind_a_context_begins_there_and_a_frame_may_be_given_it(
     found.close()
 
 
-def test_data_beside_the_page_is_loaded_when_it_is_looked_at(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_beside_the_page_is_loaded(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lce_lab.study.web_page.INLINE", 1000)
     write_page(MADE, tmp_path / "page.html")
     found = browser.open((tmp_path / "page.html").as_uri())
@@ -364,26 +355,15 @@ def test_live_runs_a_prompt_shows_progress_and_puts_the_run_before_beside_the_ne
         assert found.value("document.getElementById('shown').hidden")
         assert found.value("document.querySelector('[data-knob=chunk_size]').list.options[0].value") == "auto"
         assert found.value("document.querySelector('[data-knob=chunk_size]').placeholder") == "default: 8, or auto"
+        values = {"text": "The key is 4829.", "question": "The key is", "mark": "4829", "tokens": "4"}
         for element, value in (
-            ("#ask-text", "The key is 4829."),
-            ("#ask-question", "The key is"),
-            ("#ask-mark", "4829"),
-            ("#ask-tokens", "4"),
-            ("[data-knob=chunk_size]", "8"),
-        ):
+            {f"#ask-{name}": x for name, x in values.items()} | {"[data-knob=chunk_size]": "8"}
+        ).items():
             fill(found, element, value)
         found.click(*found.middle("document.getElementById('ask-run')"))
         found.wait("document.getElementById('ask-state').textContent.includes('prefill 3 of 9')")
-        assert engine.asked == [
-            {
-                "prompt": "The key is 4829. The key is",
-                "method": "choosing",
-                "knobs": {"chunk_size": "8"},
-                "max_tokens": 4,
-                "off": [],
-                "marks": ["4829"],
-            }
-        ]
+        method = {"method": "choosing", "knobs": {"chunk_size": "8"}, "max_tokens": 4, "off": [], "marks": ["4829"]}
+        assert engine.asked == [{"prompt": "The key is 4829. The key is", **method}]
         assert found.value("document.getElementById('ask-run').disabled")
         engine.turn("done", recording=MADE | {"runs": MADE["runs"][:1]})
         found.wait("!document.getElementById('shown').hidden")

@@ -63,9 +63,7 @@ def test_knobs_with_all_are_for_those_that_have_them(tiny_model: Path, capsys: p
             methods_of(["all"], knobs, {"model": tiny_model})
 
 
-def test_a_method_that_cannot_be_made_hides_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_method_hides_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(registry, "available", lambda: ["broken", "full"])
     monkeypatch.setattr(lce.methods, "available", registry.available)
     assert names_of(methods_of(["all"], {}, {"model": "demo"})) == ["full"]

@@ -55,9 +55,7 @@ def test_lengths_within_the_window_have_ceilings_of_their_own(tmp_path: Path) ->
     assert [cell.split()[0] for cell in row.split("|")[2:4]] == ["1.00", "1.00"]
 
 
-def test_a_run_names_the_time_left_over_all_its_cells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_names_the_time_left_over_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded answers do not count, and the tokens to read are the unit."""
     args = ["--method", "full,dca", "--task", "passkey,code", "--no-ceiling", "--record", tmp_path / "record"]
     monkeypatch.setattr("lce.terminal.output.FIRST_LINE_S", 0.0)
