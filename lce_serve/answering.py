@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run, begin
 from lce_serve.refusals import Refusal, refusal_of
 from lce_serve.service import Record, Service
-from lce_serve.sse import EventStream, unless_gone
+from lce_serve.sse import EventStream, event, unless_gone
 
 MOST_TOKENS = 1 << 24  # the largest `max_tokens`
 MOST_CHOICES = 8
@@ -39,6 +40,34 @@ class Form(Protocol):
 
     def failed(self, refusal: Refusal) -> bytes:
         """Return the event that ends a stream which failed."""
+
+
+class OpenAIForm:
+    """What the forms of chat and completions share. `chunk` is the kind of the objects in their streams."""
+
+    def __init__(self, service: Service, prefix: str, chunk: str, include_usage: bool) -> None:
+        engine, self._include_usage = service.engine, include_usage
+        self._tokenizer = engine.tokenizer
+        self._common = {
+            "id": new_id(prefix),
+            "object": chunk,
+            "created": int(time.time()),
+            "model": service.settings.model,
+            "system_fingerprint": f"lce-{lce.__version__}-{str(engine.setup.fingerprint)[:12]}",
+        }
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return event(refusal.body(anthropic=False))
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        """Return an event about one choice."""
+        return event({**self._common, "choices": [choice], **({"usage": None} if self._include_usage else {})})
+
+    def _ends(self, run: Run) -> Iterator[bytes]:
+        """Yield the last events of a stream."""
+        if self._include_usage:
+            yield event({**self._common, "choices": [], "usage": openai_usage(run)})
+        yield event("[DONE]")
 
 
 async def answer(service: Service, request: Request, asked: Asked, form: Form) -> Response:
@@ -133,12 +162,6 @@ def openai_usage(run: Run) -> dict[str, Any]:
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def fingerprint(service: Service) -> str:
-    """Return `system_fingerprint`: the same for the same weights and version."""
-    engine = service.engine
-    return f"lce-{lce.__version__}-{str(engine.setup.fingerprint)[:12]}"
 
 
 def finite(logprob: float) -> float:

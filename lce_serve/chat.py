@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -11,36 +10,30 @@ from starlette.responses import Response
 
 from lce_serve.answering import (
     MOST_TOKENS,
+    OpenAIForm,
     answer,
     choices_of,
     common,
-    fingerprint,
     finite,
-    new_id,
     openai_options,
     openai_usage,
 )
-from lce_serve.conversation import openai_messages, openai_tools, rendered
+from lce_serve.conversation import openai_messages, openai_tools, rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
 from lce_serve.grammar import grammar_of
-from lce_serve.refusals import Refusal
 from lce_serve.service import Service
-from lce_serve.sse import event
 from lce_serve.tools import Call
 
 
 async def chat(service: Service, request: Request, fields: Fields) -> Response:
     """Answer a conversation."""
-    tokenizer = service.engine.tokenizer
     messages, tools, how = openai_messages(fields), openai_tools(fields), common(service, fields)
-    variables = fields.object("chat_template_kwargs")
     options, given = openai_options(fields), fields.whole("max_completion_tokens", 1, MOST_TOKENS)
     if fields.flag("logprobs"):
         options["logprobs"] = fields.whole("top_logprobs", 0, 20) or 0
-    shown = () if tools.choice == "none" else tools.tools
     asked = Asked(
-        prompts=[lambda: rendered(tokenizer, messages, shown, variables, following=how["context"] is not None)],
+        prompts=[rendering(service.engine.tokenizer, messages, tools, fields, how["context"] is not None)],
         max_tokens=fields.whole("max_tokens", 1, MOST_TOKENS) if given is None else given,
         options=options,
         n=choices_of(fields),
@@ -49,21 +42,11 @@ async def chat(service: Service, request: Request, fields: Fields) -> Response:
         **how,
     )
     include = fields.inner("stream_options").flag("include_usage")
-    return await answer(service, request, asked, _Form(service, include))
+    return await answer(service, request, asked, _Form(service, "chatcmpl-", "chat.completion.chunk", include))
 
 
-class _Form:
+class _Form(OpenAIForm):
     """The form of chat completions."""
-
-    def __init__(self, service: Service, include_usage: bool) -> None:
-        self._tokenizer = service.engine.tokenizer
-        self._include_usage = include_usage
-        self._common = {
-            "id": new_id("chatcmpl-"),
-            "created": int(time.time()),
-            "model": service.settings.model,
-            "system_fingerprint": fingerprint(service),
-        }
 
     def body(self, run: Run) -> dict[str, Any]:
         choices = []
@@ -93,19 +76,13 @@ class _Form:
                 written = {"index": n_calls[each.index], **_call(call)}
                 n_calls[each.index] += 1
                 yield self._chunk(each.index, {"tool_calls": [written]})
-        if self._include_usage:
-            last = {**self._common, "object": "chat.completion.chunk", "choices": [], "usage": openai_usage(run)}
-            yield event(last)
-        yield event("[DONE]")
-
-    def failed(self, refusal: Refusal) -> bytes:
-        return event(refusal.body(anthropic=False))
+        for last in self._ends(run):
+            yield last
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: list[Any] | None = None, reason: str = "") -> bytes:
         found = {"content": self._logprobs(logprobs), "refusal": None} if logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason or None}
-        usage = {"usage": None} if self._include_usage else {}
-        return event({**self._common, "object": "chat.completion.chunk", "choices": [choice], **usage})
+        return self._event(choice)
 
     def _logprobs(self, found: list[Any]) -> list[dict[str, Any]]:
         return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +13,11 @@ from starlette.responses import Response
 from lce_serve.answering import (
     MOST_TOKENS,
     Json,
+    OpenAIForm,
     answer,
     choices_of,
     common,
-    fingerprint,
     finite,
-    new_id,
     openai_options,
     openai_usage,
 )
@@ -28,7 +26,7 @@ from lce_serve.generation import Asked, Delta, Ended, Run, engine_for
 from lce_serve.grammar import grammar_of
 from lce_serve.refusals import TOO_LONG, Refusal, wrong
 from lce_serve.service import Service
-from lce_serve.sse import event, unless_gone
+from lce_serve.sse import unless_gone
 from lce_serve.tools import Tools
 
 MOST_PROMPTS = 128
@@ -123,20 +121,13 @@ def _scored(engine: Any, ids: list[int], n_top: int) -> _Tokens:
     return _Tokens(ids, [None, *own], top)
 
 
-class _Form:
+class _Form(OpenAIForm):
     """The form of completions. `echoes` has each prompt's tokens, if the answer begins with them."""
 
     def __init__(self, service: Service, n_top: int | None, include_usage: bool) -> None:
-        self._tokenizer = service.engine.tokenizer
-        self._n_top, self._include_usage = n_top, include_usage
+        super().__init__(service, "cmpl-", "text_completion", include_usage)
+        self._n_top = n_top
         self.echoes: list[_Tokens] = []
-        self._common = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.settings.model,
-            "system_fingerprint": fingerprint(service),
-        }
 
     def unanswered(self, lengths: list[int], n: int) -> dict[str, Any]:
         """Return the answer to a request for no tokens: the prompts alone, or nothing."""
@@ -175,15 +166,8 @@ class _Form:
             said = self._said(each.logprobs)
             yield self._event(self._choice(each.index, _Tokens(), said, each.text, None, offsets[each.index]))
             offsets[each.index] += len(each.text)
-        if self._include_usage:
-            yield event({**self._common, "choices": [], "usage": openai_usage(run)})
-        yield event("[DONE]")
-
-    def failed(self, refusal: Refusal) -> bytes:
-        return event(refusal.body(anthropic=False))
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return event({**self._common, "choices": [choice], **({"usage": None} if self._include_usage else {})})
+        for last in self._ends(run):
+            yield last
 
     def _echo(self, prompt: int) -> _Tokens:
         return self.echoes[prompt] if self.echoes else _Tokens()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lce_serve.fields import Fields
@@ -110,3 +110,11 @@ def rendered(
     else:
         messages = in_plain_text(messages, tools)
     return tokenizer.render_chat(messages, answer, variables=given, following=following)
+
+
+def rendering(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, fields: Fields, following: bool
+) -> Callable[[], Any]:
+    """Return what renders a request's conversation, as `rendered` does. The model is told of tools that it may call."""
+    shown, variables = () if tools.choice == "none" else tools.tools, fields.object("chat_template_kwargs")
+    return lambda: rendered(tokenizer, messages, shown, variables, following=following)

@@ -13,10 +13,12 @@ from lce.errors import UsageError
 from lce_serve.answering import Json, common
 from lce_serve.conversation import prompt_or_messages, rendered
 from lce_serve.fields import Fields
-from lce_serve.generation import engine_for, room
+from lce_serve.generation import engine_for, longest, room
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import unless_gone
+
+ANY = 1 << 40  # tokens, more than any text has
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -43,14 +45,9 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _longest(engine: Any) -> int | None:
-    """Return the most tokens that the method reads, None for any number. Found by bisection."""
-    fits, too_many = 1, 1 << 40
-    if engine.setup.beyond(too_many) is None:
-        return None
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if engine.setup.beyond(middle) is None else (fits, middle)
-    return fits
+    """Return the most tokens that the method reads, None for any number."""
+    found = longest(engine, 0, ANY)
+    return None if found == ANY else found
 
 
 async def models(service: Service, request: Request) -> Response:

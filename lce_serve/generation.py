@@ -286,12 +286,17 @@ def room(engine: Any, n_prompt: int, given: int | None) -> int:
         raise Refusal(400, warning, "messages", TOO_LONG)
     if given is not None:
         return given
-    fits, too_many = 1, DEFAULT_TOKENS + 1
-    if engine.setup.beyond(n_prompt + DEFAULT_TOKENS) is None:
-        return DEFAULT_TOKENS
+    return longest(engine, n_prompt, DEFAULT_TOKENS)
+
+
+def longest(engine: Any, before: int, most: int) -> int:
+    """Return how many tokens the method reads behind `before` tokens, `most` at most. Found by bisection."""
+    if engine.setup.beyond(before + most) is None:
+        return most
+    fits, too_many = 1, most
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if engine.setup.beyond(n_prompt + middle) is None else (fits, middle)
+        fits, too_many = (middle, too_many) if engine.setup.beyond(before + middle) is None else (fits, middle)
     return fits
 
 

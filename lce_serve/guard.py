@@ -14,6 +14,7 @@ import secrets
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -122,21 +123,7 @@ class Guard:
         service.metrics.answered(endpoint, record.status)
         if endpoint in ("/health", "/metrics") and record.status == 200:
             return
-        line = {
-            "id": record.id,
-            "endpoint": endpoint,
-            "method": scope["method"],
-            "status": record.status,
-            "stream": record.stream,
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "generated_tokens": record.generated_tokens,
-            "first_token_s": record.first_token_s,
-            "total_s": took,
-            "finish": record.finish,
-            "error": record.error,
-            "replica": record.replica,
-        }
+        line = asdict(record) | {"endpoint": endpoint, "method": scope["method"], "total_s": took, "started": None}
         log({name: round(x, 4) if isinstance(x, float) else x for name, x in line.items() if x is not None})
 
 

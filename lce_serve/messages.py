@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import MOST_TOKENS, Json, answer, common, new_id
-from lce_serve.conversation import MOST_MESSAGES, MOST_PARTS, call_object, rendered, text_of
+from lce_serve.conversation import MOST_MESSAGES, MOST_PARTS, call_object, rendering, text_of
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Choice, Delta, Ended, Run
 from lce_serve.grammar import grammar_of
@@ -36,7 +36,7 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
     }
     tools, how = _tools(fields), common(service, fields)
     asked = Asked(
-        prompts=[_rendering(service, fields, tools, how["context"] is not None)],
+        prompts=[rendering(service.engine.tokenizer, _messages(fields), tools, fields, how["context"] is not None)],
         max_tokens=max_tokens,
         options={name: value for name, value in options.items() if value is not None},
         tools=tools,
@@ -49,17 +49,10 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
 async def count_tokens(service: Service, request: Request, fields: Fields) -> Response:
     """Count the tokens of a conversation."""
     tokenizer, context = service.engine.tokenizer, common(service, fields)["context"]
-    rendering = _rendering(service, fields, _tools(fields), context is not None)
+    render = rendering(tokenizer, _messages(fields), _tools(fields), fields, context is not None)
     n_before = 0 if context is None else len(service.batch.contexts[context])
-    ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode_parts(rendering())))
+    ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode_parts(render())))
     return Json({"input_tokens": n_before + len(ids)})
-
-
-def _rendering(service: Service, fields: Fields, tools: Tools, following: bool) -> Any:
-    """Return what renders the conversation."""
-    said, tokenizer = _messages(fields), service.engine.tokenizer
-    shown = () if tools.choice == "none" else tools.tools
-    return lambda: rendered(tokenizer, said, shown, fields.object("chat_template_kwargs"), following=following)
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:

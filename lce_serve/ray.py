@@ -186,35 +186,19 @@ def app(arguments: dict[str, Any]) -> Any:
     """Return the application for `serve run lce_serve.ray:app model=... ` and for the `args` of a Serve config."""
     given = Arguments.model_validate(arguments)
     method = lce.methods.make(given.method, given.method_options)
-    load = Load(
-        {"model": given.model, "method": method, "threads": given.threads, **given.load},
-        {
-            "max_lanes": given.lanes,
-            "max_waiting": given.queue,
-            "cache_dir": given.cache_dir,
-            "cache_budget": given.cache_budget,
-        },
-        given.contexts,
-    )
-    settings = Settings(
-        given.name or served_name(given.model),
-        given.api_key or os.environ.get("LCE_API_KEY"),
-        given.cors,
-        given.hosts,
-        given.open_metrics,
-        ping_s=given.ping,
-        drain_s=given.drain,
-    )
+    batch: dict[str, Any] = {"max_lanes": given.lanes, "max_waiting": given.queue}
+    batch |= {"cache_dir": given.cache_dir, "cache_budget": given.cache_budget}
+    loading = {"model": given.model, "method": method, "threads": given.threads, **given.load}
+    load, key = Load(loading, batch, given.contexts), given.api_key or os.environ.get("LCE_API_KEY")
+    served, metrics = given.name or served_name(given.model), given.open_metrics
+    settings = Settings(served, key, given.cors, given.hosts, metrics, ping_s=given.ping, drain_s=given.drain)
     how: dict[str, Any] = {"num_replicas": given.replicas}
     if given.max_replicas is not None:
-        how = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=given.min_replicas, max_replicas=given.max_replicas, target_ongoing_requests=given.target
-            )
-        }
+        most = {"max_replicas": given.max_replicas, "target_ongoing_requests": given.target}
+        how = {"autoscaling_config": AutoscalingConfig(min_replicas=given.min_replicas, **most)}
     resources = {"num_cpus": given.threads, "num_gpus": given.gpus}
-    most = given.max_replicas or given.replicas
-    replicas = deployment(load, settings, most, given.target, ray_actor_options=resources, **how)
+    n_replicas = given.max_replicas or given.replicas
+    replicas = deployment(load, settings, n_replicas, given.target, ray_actor_options=resources, **how)
     ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress", max_ongoing_requests=settings.most_connections)
     return ingress.options(ray_actor_options={"num_cpus": 0}).bind(replicas, settings)
 
@@ -254,12 +238,8 @@ class Local(Handle):
         ship_code(load.loading.values())
         quiet = {"log_level": "ERROR"}
         serve.start(proxy_location="Disabled", logging_config=quiet)
-        how: dict[str, Any] = {
-            "num_replicas": n_replicas,
-            "ray_actor_options": {"num_cpus": 0},
-            "max_constructor_retry_count": 1,
-        }
-        bound = deployment(load, settings, n_replicas, **how)
+        how: dict[str, Any] = {"num_replicas": n_replicas, "max_constructor_retry_count": 1}
+        bound = deployment(load, settings, n_replicas, ray_actor_options={"num_cpus": 0}, **how)
         try:
             super().__init__(serve.run(bound, route_prefix=None, logging_config=quiet))
         except RuntimeError as error:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import MOST_TOKENS, answer, common, new_id, openai_options
-from lce_serve.conversation import MOST_MESSAGES, ROLES, call_object, rendered, text_of
+from lce_serve.conversation import MOST_MESSAGES, ROLES, call_object, rendering, text_of
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
 from lce_serve.grammar import grammar_of
@@ -25,12 +25,9 @@ async def responses(service: Service, request: Request, fields: Fields) -> Respo
     if fields.has("previous_response_id") or fields.has("conversation"):
         line = "this server keeps no responses: send the whole input, without previous_response_id or conversation"
         raise Refusal(400, line, "previous_response_id", "unsupported_parameter")
-    tokenizer = service.engine.tokenizer
     messages, tools, how = _messages(fields), _tools(fields), common(service, fields)
-    shown = () if tools.choice == "none" else tools.tools
-    variables = fields.object("chat_template_kwargs")
     asked = Asked(
-        prompts=[lambda: rendered(tokenizer, messages, shown, variables, following=how["context"] is not None)],
+        prompts=[rendering(service.engine.tokenizer, messages, tools, fields, how["context"] is not None)],
         max_tokens=fields.whole("max_output_tokens", 1, MOST_TOKENS),
         options=openai_options(fields),
         tools=tools,

@@ -48,7 +48,7 @@ def test_products_and_rows_are_those_of_the_unpacked_weights(
     assert error(exact, weight) < ERRORS[kind]
     for n in (1, 2, 3, 8):
         x = random(n, shape[1], dtype=dtype, seed=3)
-        assert error(matrix.product(x, bias), truth.product(x, exact, bias)) < 4 * torch.finfo(dtype).eps
+        assert error(matrix.product(x, bias), truth.product(x, exact, bias)) < 6 * torch.finfo(dtype).eps
     later = matrix.unpacked(16, torch.empty(shape[0] - 16, shape[1], dtype=dtype))
     assert torch.equal(later, exact[16:].to(dtype))
     ids = torch.tensor([3, 0, 32])
@@ -65,7 +65,7 @@ def test_norm_bias_gate_and_sum_come_on_the_way(
     inside = torch.float32 if wide else dtype
     x, onto = random(rows, 100, dtype=inside), random(rows, 64 if gate else 128, dtype=inside, seed=5)
     multiply, weight = made(kind, random(128, 100, dtype=dtype, seed=2))
-    most = 4 * torch.finfo(dtype).eps if not wide else 1e-5 if dtype is torch.float32 else 2e-4
+    most = 6 * torch.finfo(dtype).eps if not wide else 1e-5 if dtype is torch.float32 else 2e-4
     for bias in (None, random(128, dtype=dtype, seed=4)):
         around = {"bias": bias, "norm": random(100, dtype=dtype, seed=3), "gate": gate}
         out, given = multiply(x, eps=EPS, out_dtype=inside, **around), onto.clone()
