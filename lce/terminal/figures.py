@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,9 +66,8 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     """Format the JSON object of `method_object` as lines of text."""
     from lce.methods.knobs import spelled
 
-    rows = [(f"{x['name']}={spelled(x['default'])}", x["type"], x["meaning"] or "") for x in method["options"]]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    lines = [f"  {knob:<{widths[0]}}  {kind:<{widths[1]}}  {meaning}".rstrip() for knob, kind, meaning in rows]
+    rows = [(f"  {x['name']}={spelled(x['default'])}", x["type"], x["meaning"] or "") for x in method["options"]]
+    lines = _table(rows)
     for name, values in method.get("presets", {}).items():
         lines.append(f"  preset={name}  " + " ".join(f"{knob}={spelled(value)}" for knob, value in values.items()))
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
@@ -147,7 +146,7 @@ def model_lines(model: ModelInfo) -> list[str]:
     groups = [(f"  {x.kind}", str(x.count), x.type, size_text(x.n_bytes)) for x in model.tensors]
     mixed = len({group.type for group in model.tensors}) > 1
     tensors = ["", *aligned([("tensors", "count", "type", "size"), *groups])] if mixed else []
-    return [*_table(rows), *tensors, "", title, *_table(methods | refused)]
+    return [*_table(rows.items()), *tensors, "", title, *_table((methods | refused).items())]
 
 
 def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
@@ -179,7 +178,7 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
         rows["announced"] = f"{context.announced:,} tokens in the end"
     if ends is not None:
         rows |= {"begins": shown(ends[0]), "ends": shown(ends[1])}
-    return _table(rows)
+    return _table(rows.items())
 
 
 def _word(text: str) -> str:
@@ -212,9 +211,9 @@ def _pairs(knobs: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
-def _table(rows: Mapping[str, str]) -> list[str]:
-    width = max(map(len, rows), default=0)
-    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+def _table(rows: Collection[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def quantised_line(model: ModelInfo) -> str:
