@@ -287,36 +287,28 @@ def test_a_named_context_is_read_on_for_the_caller(batch: Batch) -> None:
     assert cancelled.context is None
 
 
-WRONG: dict[str, Callable[[Batch], object]] = {
-    "empty": lambda batch: batch.stream(""),
-    "a bias for no token": lambda batch: batch.stream([5], logit_bias={10**6: 1.0}),
-    "no ids": lambda batch: batch.stream([]),
-    "empty chat": lambda batch: batch.stream(ChatText("")),
-    "vocabulary": lambda batch: batch.stream([5, 300]),
-    "method": lambda batch: batch.stream([5], method="longhead"),
-    "kind": lambda batch: batch.stream([5], method=[]),  # type: ignore[arg-type]
-    "number": lambda batch: batch.stream([5], method=7),  # type: ignore[arg-type]
-    "knob": lambda batch: batch.stream([5], method="dca", method_options={"chunk": 3}),
-    "knobs": lambda batch: batch.stream([5], method="dca", method_options="chunk_size=3"),  # type: ignore[arg-type]
-    "knobs of none": lambda batch: batch.stream([5], method_options=[3]),  # type: ignore[arg-type]
-    "option": lambda batch: batch.stream([5], max_token=3),
-    "length": lambda batch: batch.stream([5], max_tokens=0),
-    "context": lambda batch: batch.stream([5], context="none"),
-    "context's kind": lambda batch: batch.stream([5], context=3),  # type: ignore[arg-type]
-    "constraint": lambda batch: batch.stream([5], constraint=3),
-    "name": lambda batch: batch.make_context("a@b", [5]),
-    "no name": lambda batch: batch.make_context("", [5]),
-    "empty book": lambda batch: batch.make_context("a", ""),
-    "book's option": lambda batch: batch.make_context("a", [5], max_tokens=3),
-    "kind of name": lambda batch: batch.drop_context(5),  # type: ignore[arg-type]
-}
+WRONG: list[tuple[Any, dict[str, Any]]] = [  # prompts, and options of `stream`
+    *(("", {}), ([], {}), (ChatText(""), {}), ([5, 300], {}), ([5], {"logit_bias": {10**6: 1.0}})),
+    *(([5], {"method": method}) for method in ("longhead", [], 7)),
+    *(([5], {"method": "dca", "method_options": knobs}) for knobs in ({"chunk": 3}, "chunk_size=3")),
+    *(([5], {name: 3}) for name in ("max_token", "context", "constraint")),
+    *(([5], {"method_options": [3]}), ([5], {"max_tokens": 0}), ([5], {"context": "none"})),
+]
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_used_is_refused_at_once(what: str, batch: Batch) -> None:
+@pytest.mark.parametrize(("prompt", "options"), WRONG, ids=repr)
+def test_what_cannot_be_used_is_refused_at_once(prompt: Any, options: dict[str, Any], batch: Batch) -> None:
     with pytest.raises(UsageError):
-        WRONG[what](batch)
+        batch.stream(prompt, **options)
     assert finish(batch.stream([5, 6], max_tokens=2)).token_ids
+
+
+def test_contexts_that_cannot_be_named(batch: Batch) -> None:
+    for name, prompt, options in (("a@b", [5], {}), ("", [5], {}), ("a", "", {}), ("a", [5], {"max_tokens": 3})):
+        with pytest.raises(UsageError):
+            batch.make_context(name, prompt, **options)
+    with pytest.raises(UsageError, match="there is no context 5"):
+        batch.drop_context(5)  # type: ignore[arg-type]
 
 
 def test_another_engines_context_is_refused(batch: Batch, tiny_model: Path) -> None:

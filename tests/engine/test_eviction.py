@@ -17,7 +17,7 @@ from lce.cache.kv import Eviction
 from lce.cache.limits import Limits
 from lce.cache.manifest import EVICTED, FORMAT
 from lce.engine import eviction
-from lce.engine.eviction import attention_peaks, best_rows, copy_rows, repetitions
+from lce.engine.eviction import attention_peaks, best_rows, repetitions
 from lce.errors import DataError, UsageError, WindowWarning
 from lce.methods import Full
 from lce.weights.safetensors_file import read_header
@@ -164,21 +164,6 @@ def test_later_tokens_attend_what_is_kept(share: float, engine: lce.Engine, peer
     assert torch.allclose(torch.as_tensor(scores)[1:].double(), picked.double(), atol=1e-3)
 
 
-def test_a_model_sees_the_tokens_at_their_own_indices(
-    engine: lce.Engine, kept: lce.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind, found = type(engine.setup.model), list[list[int]]()
-    call = kind.__call__
-
-    def spied(self: Any, ids: Tensor, indices: Tensor, attend: Any) -> Tensor:
-        found.append(indices.tolist())
-        return call(self, ids, indices, attend)
-
-    monkeypatch.setattr(kind, "__call__", spied)
-    engine.generate(QUESTION, context=kept, max_tokens=2)
-    assert found == [[*range(N, N + 9)], [N + 9]]
-
-
 def test_recorded_decode_steps_agree(tiny_model: Path) -> None:
     said = []
     for tape in (None, Again):
@@ -283,15 +268,6 @@ def test_tokens_that_are_not_read_yet_are_read_first(engine: lce.Engine) -> None
     assert kept.token_ids == context.token_ids
     assert kept.cache.n_tokens == len(kept)
     assert kept.logits is not None
-
-
-def test_a_cache_is_copied_a_block_at_a_time(engine: lce.Engine) -> None:
-    context, rows = engine.prefill(DOCUMENT), rows_of(engine, 70)
-    made = engine.new_context(70).cache
-    copy_rows(context.cache, rows, made)
-    for layer, other, index in zip(context.cache.layers, made.layers, rows, strict=True):
-        for old, new in zip(layer.span(0, N), other.span(0, 70), strict=True):
-            assert torch.equal(new, torch.stack([x[i] for x, i in zip(old, index, strict=True)]))
 
 
 # Refusals

@@ -115,17 +115,6 @@ def test_what_memory_lacks_is_in_a_file(engine: lce.Engine, tmp_path: Path) -> N
         assert batch.stream(tokens(100, seed=0), max_tokens=1).finish().stats.read_before >= 99
 
 
-def test_a_context_whose_file_another_process_removed_is_saved_when_it_is_used_again(
-    engine: lce.Engine, tmp_path: Path
-) -> None:
-    with engine.batch(cache_dir=tmp_path) as batch:
-        for _ in range(2):
-            batch.stream(tokens(100), max_tokens=1).finish()
-            until(lambda: len(listed(tmp_path)) == 1)
-            for path in tmp_path.rglob("*.*"):
-                path.unlink()
-
-
 def test_a_folder_that_cannot_be_written(engine: lce.Engine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(lce.UsageError, match="cache_dir"):

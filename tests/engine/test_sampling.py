@@ -1,6 +1,7 @@
 """Sampling: what each cut leaves, seeds, refusals. Scores of tokens: those of the whole logits, for any block."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import lce
 from lce.engine.answer import Sampler, probabilities_of
 from lce.engine.arguments import Sampling
+from lce.errors import shown
 from tests.checkpoints import tokens
 
 # Logits on a grid, so that no two that differ are closer than float32 can tell; ties are frequent.
@@ -103,35 +105,27 @@ def test_sampling_neither_reads_nor_moves_the_global_random_numbers() -> None:
     assert Sampler(Sampling(temperature=1.0, seed=3)).pick(logits) == first
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -0.1}, "temperature is -0.1; expected a number, 0 or more"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": float("inf")}, "temperature is inf"),
-        ({"temperature": "hot"}, "temperature is 'hot'"),
-        ({"top_k": -1}, r"top_k is -1; expected a whole number, 0 \(off\) or more"),
-        ({"top_k": 2.5}, "top_k is 2.5"),
-        ({"top_p": 0.0}, "top_p is 0.0; expected more than 0 and at most 1"),
-        ({"top_p": 1.01}, "top_p is 1.01"),
-        ({"top_p": float("nan")}, "top_p is nan"),
-        ({"min_p": -0.01}, r"min_p is -0.01; expected 0 \(off\) to 1"),
-        ({"min_p": 1.01}, "min_p is 1.01"),
-        ({"seed": -1}, r"seed is -1; expected a whole number from 0 to 2\*\*63 - 1"),
-        ({"seed": 2**63}, f"seed is {2**63}"),
-        ({"seed": 1.5}, "seed is 1.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; expected 0.01 to 100; 1 is off"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
-        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; expected -2 to 2; 0 is off"),
-        ({"frequency_penalty": "1"}, "frequency_penalty is '1'"),
-        ({"stop": ("a", "")}, "none of them empty"),
-        ({"stop": ""}, "none of them empty"),
-        ({"stop": (3,)}, "expected strings"),
-    ],
-)
-def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(lce.UsageError, match=message):
-        Sampling(**values)
+NAN, INF = float("nan"), float("inf")
+NO_BIASES = [{-1: 1.0}, {1: 101}, {1: NAN}, {1: INF}, {1: "2"}, {1: True}, {"1": 1.0}, {1.5: 1.0}, [1], 3, None]
+REFUSED: list[tuple[str, list[Any], str]] = [
+    ("temperature", [-0.1, NAN, INF, "hot"], "a number, 0 or more"),
+    ("top_k", [-1, 2.5], "a whole number, 0 (off) or more"),
+    ("top_p", [0.0, 1.01, NAN], "more than 0 and at most 1"),
+    ("min_p", [-0.01, 1.01], "0 (off) to 1"),
+    ("seed", [-1, 2**63, 1.5], "a whole number from 0 to 2**63 - 1"),
+    ("repetition_penalty", [0, NAN], "0.01 to 100; 1 is off"),
+    ("presence_penalty", [2.1], "-2 to 2; 0 is off"),
+    ("frequency_penalty", ["1"], "-2 to 2; 0 is off"),
+    ("stop", [("a", ""), "", (3,)], "strings, none of them empty, or a function of the text"),
+    ("logit_bias", NO_BIASES, "token ids with numbers from -100 to 100"),
+]
+
+
+@pytest.mark.parametrize(("knob", "values", "expected"), REFUSED)
+def test_values_that_cannot_be_are_refused(knob: str, values: list[Any], expected: str) -> None:
+    for value in values:
+        with pytest.raises(lce.UsageError, match=re.escape(f"{knob} is {shown(value)}; expected {expected}")):
+            Sampling(**{knob: value})
 
 
 IDS = tokens(150)
@@ -271,15 +265,6 @@ def test_biases_are_added_before_penalties_and_cuts() -> None:
     draws = {Sampler(Sampling(temperature=1.0, top_k=1, logit_bias={3: 4.0}, seed=i)).pick(logits) for i in range(9)}
     assert draws == {3}
     assert torch.equal(logits, untouched)
-
-
-WRONG_BIASES = [{-1: 1.0}, {1: 101}, {1: float("nan")}, {1: float("inf")}, {1: "2"}, {1: True}, {"1": 1.0}, {1.5: 1.0}]
-
-
-@pytest.mark.parametrize("bias", [*WRONG_BIASES, [1], 3, None], ids=repr)
-def test_biases_that_cannot_be_used_are_refused(bias: Any) -> None:
-    with pytest.raises(lce.UsageError, match="logit_bias"):
-        Sampling(logit_bias=bias)
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.5}], ids=str)
