@@ -131,9 +131,8 @@ def test_intervals() -> None:
 
 
 def test_what_cannot_be_measured_is_refused(engine: lce.Engine) -> None:
-    for wrong in ({"stride": 0}, {"scored": "lst"}):
-        with pytest.raises(lce.UsageError, match=next(iter(wrong))):
-            windows(engine, [IDS], length=100, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(lce.UsageError, match="stride is 0"):
+        windows(engine, [IDS], length=100, stride=0)
     with pytest.raises(lce.UsageError, match="two tokens"):
         stream(engine, [[3]], lengths=[10])
 

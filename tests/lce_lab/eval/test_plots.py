@@ -1,6 +1,7 @@
 """Pictures of reports: which there are, and what they show."""
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,17 @@ from tests.lce_lab.eval.test_selection import engine, look
 @pytest.fixture
 def report(tmp_path: Path) -> Report:
     pytest.importorskip("matplotlib")
-    lines = [
-        line(i, float(i % 2 or length < 999), length=length, depth=i % 2, depths=[0, 1], read_bytes=length * 100, **who)
-        for length in (512, 1024)
-        for who in ({"engine": QUEST, "method": "quest"}, {})
-        for i in range(4)
-    ]
+    lines = []
+    for n, who, i in product((512, 1024), ({"engine": QUEST, "method": "quest"}, {}), range(4)):
+        lines.append(line(i, float(i % 2 or n < 999), length=n, depth=i % 2, depths=[0, 1], read_bytes=n * 100, **who))
     lines += [line(0, task="other", method="|" * 200 + "$\\no_formula$")]
     return Report.read([file(tmp_path / "record", *lines)])
 
 
 def test_pictures_are_files_of_their_own(report: Report, tmp_path: Path) -> None:
     paths = draw_all(report, tmp_path / "made" / "here")
-    names = [path.name for path in paths]
-    assert names == [
-        *(f"tiny-abcdef01-made-{kind}.png" for kind in ("length", "bytes", "depth")),
-        "tiny-abcdef01-other-length.png",
-        "tiny-abcdef01-methods.png",
-    ]
+    names, kinds = [path.name for path in paths], "made-length made-bytes made-depth other-length methods"
+    assert names == [f"tiny-abcdef01-{kind}.png" for kind in kinds.split()]
     assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in paths)
     assert sorted(path.name for path in paths[0].parent.iterdir()) == sorted(names)
 
@@ -56,12 +50,8 @@ def test_pictures_show_the_scores(report: Report) -> None:
 
 def test_recall_by_bytes_has_a_panel_a_length_and_a_line_a_method(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    lines = [
-        look(0, n / 10, length=length, engine=engine(n, placement), read_bytes=n << 20)
-        for length in (512, 1024)
-        for placement in ("side_by_side", "constant")
-        for n in (8, 4)
-    ]
+    cells = product((512, 1024), ("side_by_side", "constant"), (8, 4))
+    lines = [look(0, n / 10, length=length, engine=engine(n, how), read_bytes=n << 20) for length, how, n in cells]
     ((name, figure),) = figures(Report.read([file(tmp_path / "record", *lines)]))
     assert name == "tiny-abcdef01-selection-made"
     assert [axes.get_title() for axes in figure.axes] == ["512 tokens", "1k tokens"]

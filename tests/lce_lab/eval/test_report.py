@@ -1,6 +1,7 @@
 """Reports: several files as one, what cells are called, ceilings, and what does not discriminate."""
 
 import json
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,12 +28,8 @@ def file(path: Path, *lines: dict[str, Any]) -> Path:
 
 
 def test_shards_make_the_report_of_one_file_in_any_order(tmp_path: Path) -> None:
-    lines = [
-        line(i, i / 7, length=length, engine=engine, method=method)
-        for i in range(8)
-        for length in (512, 1024)
-        for engine, method in ((FULL, "full"), (QUEST, "quest"))
-    ]
+    cells = list(product(range(8), (512, 1024), ((FULL, "full"), (QUEST, "quest"))))
+    lines = [line(i, i / 7, length=n, engine=engine, method=method) for i, n, (engine, method) in cells]
     whole = Report.read([file(tmp_path / "whole", *lines)])
     first, second = (file(tmp_path / str(n), *(each for each in lines if each["index"] % 2 == n)) for n in (0, 1))
     parts = Report.read([second, first, second])
@@ -105,15 +102,11 @@ def test_lengths_within_the_window_have_their_own_ceiling(tmp_path: Path) -> Non
 
 def test_a_method_holds_to_the_last_length_before_it_first_fails(tmp_path: Path) -> None:
     scores = {256: 1.0, 512: 0.95, 1024: 0.5, 2048: 1.0}  # of a ceiling of 1
-    asked = [
-        line(i, float(i < 20 * score), length=length, engine=QUEST, method="quest")
-        for length, score in scores.items()
-        for i in range(20)
-    ]
+    quest = {"engine": QUEST, "method": "quest"}
+    asked = [line(i, float(i < 20 * x), length=n, **quest) for n, x in scores.items() for i in range(20)]
     ceiling = [line(i, 1, length=500, ceiling=True) for i in range(20)]
     (table,) = Report.read([file(tmp_path / "record", *ceiling, *asked)]).tables
-    assert table.holds_to("quest") == 512
-    assert table.holds_to("other") == 0
+    assert (table.holds_to("quest"), table.holds_to("other")) == (512, 0)
     assert [table.tells(length) for length in table.lengths] == [True] * 4
     (table,) = Report.read([file(tmp_path / "record", *asked)]).tables
     assert table.holds_to("quest") is None

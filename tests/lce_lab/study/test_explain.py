@@ -241,6 +241,5 @@ def test_prints_an_aligned_matrix_or_json() -> None:
 def test_refuses_in_one_line(tmp_path: Path) -> None:
     assert_error(run("explain", "dcaa"), 2, "unknown method 'dcaa'; did you mean 'dca'?")
     assert_error(run("explain", "dca", "-o", "chunk_size=13"), 2, "at most the window, 12")
-    assert_error(run("explain", "esa", "--window", "12"), 2, "lce calibrate", "compress=pca")
     assert_error(run("explain", "dca", "--plot", tmp_path / "a.pgn"), 2, "a.pgn", "did you mean '.png'?", ".svg")
     assert list(tmp_path.iterdir()) == []

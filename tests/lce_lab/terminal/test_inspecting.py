@@ -49,8 +49,6 @@ def test_what_cannot_be_inspected(tiny_model: Path, tmp_path: Path) -> None:
     assert_error(run(*args, "--json", text), 2, "--prompt-file and --json are both")
     assert_error(run(*args, "--out", tmp_path / "x", "--json", tmp_path / "y" / ".." / "x"), 2, "--out and --json are")
     assert text.read_text() == TEXT
-    (tmp_path / "page.data").touch()
-    assert_error(run(*args, "--out", tmp_path / "page.html"), 3, "page.data is no folder")
 
 
 def test_a_recording_on_stdout(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
