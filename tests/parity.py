@@ -21,18 +21,9 @@ from tests.checkpoints import TINY, VOCAB, save_by_transformers
 from tests.running import cut
 
 N = 150  # tokens, well beyond the window of 64
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False}
 
 
 def rope(kind: str, theta: float = 10000.0, **values: Any) -> dict[str, Any]:

@@ -50,22 +50,6 @@ def test_a_document_and_a_question_are_one_prompt(engine: lce.Engine) -> None:
     assert asked.token_ids == engine.generate(document + question, max_tokens=20).token_ids
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 512])
-def test_blocks_do_not_matter(engine: lce.Engine, tiny_model: Path, block: int) -> None:
-    ids = tokens(170)
-    other = lce.load(tiny_model, engine.method, block=block)
-    assert (other.logits(ids) - engine.logits(ids)).abs().max() <= 1e-4
-    assert (other.prefill(ids).logits - engine.logits(ids)[-1]).abs().max() <= 1e-4
-
-
-def test_logits_are_float32_for_every_token(engine: lce.Engine, tiny_model: Path) -> None:
-    logits = engine.logits(tokens(70))
-    assert logits.shape == (70, 300)
-    assert logits.dtype == torch.float32
-    greedy = engine.generate(tokens(70), max_tokens=1)
-    assert greedy.token_ids == [int(logits[-1].argmax())]
-
-
 def test_stop_ends_the_text(engine: lce.Engine) -> None:
     whole, seen = engine.generate(TEXT, max_tokens=30, stop=None).text, list[str]()
     stop = whole[5:8]
@@ -353,7 +337,3 @@ def test_whoever_generates_loads_no_other_feature() -> None:
     others = "batch chat divided_files dividing eviction graph info operations scoring trace".split()
     assert not {f"lce.engine.{name}" for name in others} & {*loaded}
     assert "lce.engine.running" in loaded
-
-
-def test_an_engine_has_few_members(tiny_model: Path) -> None:
-    assert len([name for name in dir(lce.load(tiny_model)) if not name.startswith("_")]) <= 18

@@ -102,11 +102,6 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     assert lce.plan(tmp_path, tokens=1000, dtype="float16").dtype == "float16"
 
 
-def test_weights_count_before_they_are_loaded(tiny_model: Path) -> None:
-    weights = lce.plan(tiny_model, tokens=1).tiers["device"].weights
-    assert weights == sum(x.nbytes for x in load_file(tiny_model / "model.safetensors").values())
-
-
 def test_esa_is_planned_as_if_it_had_its_maps() -> None:
     need = lce.plan("demo", "esa", tokens=3000).tiers["device"]
     held = lce.load("demo", "esa").prefill(tokens(3000)).cache.bytes_by_tier["device"]

@@ -101,29 +101,16 @@ def test_bytes_read_are_those_of_a_profiled_step(tmp_path: Path, name: str) -> N
     assert counted == step.read_bytes // 4 or (name in ("longheads", "quest") and counted > step.read_bytes // 4)
 
 
-def llama(folder: Path, **changes: Any) -> Path:
-    """The config of Llama 3 8B, or of another model; no weights."""
-    sizes = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    }
-    (folder / "config.json").write_text(json.dumps(TINY | sizes | changes))
-    return folder
+LLAMA_3: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}
+LLAMA_3 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+LLAMA_3 |= {"torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001}
 
 
 @pytest.mark.slow
 def test_a_model_whose_weights_are_not_here(tmp_path: Path) -> None:
     """Llama 3 8B has 7.5 billion parameters beside its embedding; ESA's figures are those of the paper."""
-    counted = lce.operations(llama(tmp_path), lce.methods.make("esa", {"preset": "paper"}), tokens="256k")
+    (tmp_path / "config.json").write_text(json.dumps(TINY | LLAMA_3))
+    counted = lce.operations(tmp_path, lce.methods.make("esa", {"preset": "paper"}), tokens="256k")
     work = counted.decode
     assert (work.projections + work.mlp + work.head) / 1e9 == pytest.approx(7.50, abs=0.01)
     assert work.scores / work.causal == pytest.approx(1 / 64, rel=0.03)

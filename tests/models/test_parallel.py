@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lce
 from lce.errors import LceError, RankError, UsageError
-from lce.models.layers import read_config
+from lce.models.layers import families, read_config
 from lce.models.ranks import Division, Ranks
 from lce.weights.source import Source
 from tests.checkpoints import save_chat, save_tiny, tokens
@@ -150,19 +150,13 @@ def test_two_ranks_are_as_one(tmp_path: Path, tiny_model: Path) -> None:
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
-    "phi3": {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64},
-    "gemma3_text": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "tie_word_embeddings": True,
-        "sliding_window": 24,
-        "hidden_act": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 16,
-        "sliding_window_pattern": 2,
-    },
-    "smollm3": {"architectures": ["SmolLM3ForCausalLM"]},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "phi3": {"original_max_position_embeddings": 64},
+    "gemma3_text": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16},
+    "smollm3": {},
 }
+FAMILIES["gemma3_text"] |= {"sliding_window": 24, "sliding_window_pattern": 2}
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("longheads", CHUNKS),
@@ -180,7 +174,9 @@ EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}  # of which 3 ranks
 def test_three_ranks_are_as_one(tmp_path: Path) -> None:
     """In every family, and with methods that keep states of their own, budgets, and 8 bits."""
     folders = {
-        name: save_tiny(_made(tmp_path / name), model_type=name, **EIGHT, **changes)
+        name: save_tiny(
+            _made(tmp_path / name), model_type=name, architectures=[families()[name].architecture], **EIGHT, **changes
+        )
         for name, changes in FAMILIES.items()
     }
     llama = folders["llama"]
@@ -309,13 +305,7 @@ def torchrun(*args: Any, stdin: str = "") -> tuple[int, str, list[str]]:
 
 @slow
 def test_commands_on_two_ranks_print_once(tmp_path: Path, tiny_model: Path) -> None:
-    model = (
-        "-m",
-        tiny_model,
-        "--method",
-        "longheads",
-        *(x for key, value in CHUNKS.items() for x in ("-o", f"{key}={value}")),
-    )
+    model = "-m", tiny_model, "--method", "longheads", *(f"-o{key}={value}" for key, value in CHUNKS.items())
     expected = run("generate", *model, "-p", PROMPT, "-n", 8).stdout
     file = tmp_path / "a.lce"
     code, out, lines = torchrun("generate", "--ranks", *model, "-p", "-", "-n", "8", "--quiet", stdin=PROMPT)
@@ -349,11 +339,8 @@ def test_ranks_have_all_parts_once(total: int, count: int, unit: int) -> None:
 def test_a_rank_has_whole_kv_heads_with_their_query_heads(tmp_path: Path) -> None:
     config = read_config(Source(save_tiny(tmp_path, **EIGHT)))
     parts = [Division(config, Ranks(rank, 3)) for rank in range(3)]
-    assert [(x.own.n_heads, x.own.n_kv_heads, x.own.intermediate_size) for x in parts] == [
-        (4, 2, 32),
-        (2, 1, 32),
-        (2, 1, 32),
-    ]
+    sizes = [(x.own.n_heads, x.own.n_kv_heads, x.own.intermediate_size) for x in parts]
+    assert sizes == [(4, 2, 32), (2, 1, 32), (2, 1, 32)]
     assert parts[1].spans["query"] == [(64, 96)]
     assert parts[1].spans["qkv"] == [(64, 96), (128 + 32, 128 + 48), (128 + 64 + 32, 128 + 64 + 48)]
     for wrong in (Division(config, Ranks(0, 5)), Division(config, Ranks(0, 4), 96)):
