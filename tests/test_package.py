@@ -16,9 +16,9 @@ from tests.command import output
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(file for name in "benchmarks docs examples tools".split() for file in (ROOT / name).rglob("*.py"))
 SHARED = set(  # files of lce/methods that hold no method that users name
-    "__init__ attending auto base best_tokens budget choosing costs decoding grouped_keys handover hooks joint knobs "
-    "local lowdim joint_pages lowdim_pages map_file parts placement recent registry renamed run selection selective "
-    "selectors step summaries top_p turned_keys observed own_window promises".split()
+    "__init__ attending auto base budget choosing costs decoding handover hooks joint knobs local lowdim joint_pages "
+    "lowdim_pages map_file parts placement registry run selection selective selectors step turned_keys observed "
+    "own_window".split()
 )
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce")]

@@ -20,8 +20,7 @@ from lce.methods.base import Method
 from lce.methods.handover import BETWEEN, PREFILL, Handover
 from lce.methods.knobs import settings, spelled
 from lce.methods.lowdim import LowDimMaps
-from lce.methods.registry import user_file
-from lce.methods.renamed import renewed
+from lce.methods.registry import renewed, user_file
 from lce.models.config import RopeConfig
 
 _MOST_SHOWN = 6  # the most differing knobs that one error message lists

@@ -19,9 +19,8 @@ from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
 from lce.errors import LceError, UsageError, WindowWarning, shown
 from lce.methods import registry
-from lce.methods.base import Method
+from lce.methods.base import Method, promises_of
 from lce.methods.observed import Observed, Observer
-from lce.methods.promises import promises_of
 from lce.methods.run import Driver
 from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig, RopeConfig

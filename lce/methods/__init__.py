@@ -13,6 +13,7 @@ from lce.methods import hooks, registry
 from lce.methods.base import Example as Example
 from lce.methods.base import Method as Method
 from lce.methods.base import knob as knob
+from lce.methods.base import promises_of as promises_of
 from lce.methods.budget import Budget as Budget
 from lce.methods.costs import Cost as Cost
 from lce.methods.costs import PaperFigure as PaperFigure
@@ -35,7 +36,6 @@ from lce.methods.pages import Pages as Pages
 from lce.methods.parts import CHOSEN as CHOSEN
 from lce.methods.parts import LayerFacts as LayerFacts
 from lce.methods.parts import Part as Part
-from lce.methods.promises import promises_of as promises_of
 from lce.methods.quest import Quest as Quest
 from lce.methods.reattention import ReAttention as ReAttention
 from lce.methods.registry import available as available
@@ -43,7 +43,7 @@ from lce.methods.registry import find as find
 from lce.methods.registry import from_file as from_file
 from lce.methods.registry import make as make
 from lce.methods.registry import register as register
-from lce.methods.renamed import renewed as renewed
+from lce.methods.registry import renewed as renewed
 from lce.methods.rerope import ReRope as ReRope
 from lce.methods.run import Driver as Driver
 from lce.methods.run import run as run
@@ -61,5 +61,5 @@ from lce.models.rope import Rope as Rope
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-hooks.begin()
+hooks.begun = True
 globals().update({method.__name__: method for method in registry._REGISTRY.values()})

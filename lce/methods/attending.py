@@ -19,11 +19,9 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
-from lce.methods.grouped_keys import grouped
 from lce.methods.parts import CHOSEN, RECENT, Declaring, Index, LayerFacts, Part
-from lce.methods.recent import unrotated
 from lce.methods.step import Step
-from lce.methods.turned_keys import TurnedKeys
+from lce.methods.turned_keys import TurnedKeys, grouped, unrotated
 
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
 

@@ -2,13 +2,35 @@
 
 A pass runs a block of tokens `start..stop-1` through every layer. In each layer `keep` caches the block's keys, rotated
 to the positions that the method declares, and `attend` computes the attention of the block's queries.
+
+What the engine may rely on in a class of methods are promises, each with the hooks on which it stands.
+A class promises by a keyword: `class Mine(Method, promises={"counted": ("attend",)})`. A subclass that overrides one of
+a promise's hooks loses the promise, unless the subclass repeats the promise. So a class with unknown hooks has the safe
+answer. `Method` promises all but `analysis`, for classes that only declare parts.
+
+- `alike`: a step of one token calls the same kernels in all layers of a kind; only addresses differ, and no operator of
+  PyTorch computes anything. If all that the method keeps is `steady`, one layer's kernels may serve the others.
+- `counted`: a run costs what `parts_of` and `choice_cost` declare.
+- `recorded`: decode steps can be recorded as CUDA graphs: `attend` and `keep` take a `DeviceStep`.
+- `noted`: the chunks or tokens that queries choose are passed to `Step.note`.
+- `kept`: only `keep` and `keep_queries` write the method's state; attention does not.
+- `by_head`: a KV head's outputs depend on no other KV head.
+- `plain`: attention to spans is what the parts say, and nothing is kept but keys, values and recent keys.
+- `dense`, of a method that chooses chunks: a text of no more chunks than a query attends has full attention.
+- `complete`, of the same: in a recorded step, incomplete chunks change no score or choice of other chunks.
+- `kernel`, of the same: a GPU kernel may choose as `plain_choice` says.
+- `hookless`, of a `SelectiveMethod`: its selector chooses; the class has no hooks of its own.
+- `vectors`, of the same: scores are dot products with a vector for each chunk and query head.
+- `best`, of the same: the chunks with the best scores are chosen.
+- `analysis`: the method is for study only; error messages never suggest it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,19 +39,34 @@ from lce.attention import Attended, Turn
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState
+from lce.methods import hooks
 from lce.methods.attending import PlacedPart, attend_parts, attend_spans, scaled
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, bound_for, decode_parts
-from lce.methods.hooks import guard
 from lce.methods.knobs import fill_in
 from lce.methods.knobs import knob as knob
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
-from lce.methods.promises import ATTENTION, Promise, Promises, promises_of
-from lce.methods.recent import keep_recent
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
+from lce.methods.turned_keys import keep_recent
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Method")
+_OfChoices = Literal["dense", "complete", "kernel", "hookless", "vectors", "best"]
+Promise = Literal["alike", "counted", "recorded", "noted", "kept", "by_head", "plain", "analysis", _OfChoices]
+Promises = Mapping[Promise, Sequence[str]]
+ATTENTION = ("keep", "keep_queries", "attend", "attend_part")  # the hooks that compute attention
+ATTENDING = ("keep", "attend", "attend_part")
+
+
+@functools.cache
+def promises_of(cls: type) -> frozenset[Promise]:
+    """Return what a class of methods promises."""
+    found: dict[Promise, Sequence[str]] = {}
+    for each in reversed(cls.__mro__):
+        own = vars(each)
+        found = {what: hooks for what, hooks in found.items() if own.keys().isdisjoint(hooks)}
+        found |= own.get("_promises", {})
+    return frozenset(found)
 
 
 def resolved(knob: T | None) -> T:
@@ -68,7 +105,7 @@ class Method:
     pictures are computed from the parts. A method overrides `key_positions` if keys are not cached at their absolute
     positions, and `keep_queries` if it stores more of a block than keys and values. A method whose attention is not
     made of parts overrides `attend` instead. What the engine may then still rely on, the class promises: see
-    `lce.methods.promises`.
+    `lce.methods.base`.
     """
 
     name: ClassVar[str] = ""
@@ -76,10 +113,8 @@ class Method:
     example: ClassVar[Example] = Example()
     _promises: ClassVar[Promises] = {
         "alike": ATTENTION,
-        "counted": ("keep", "attend", "attend_part"),
-        "recorded": ("keep", "attend", "attend_part"),
-        "noted": ("attend", "attend_part"),
-        "kept": ("attend", "attend_part"),
+        **dict.fromkeys(("counted", "recorded"), ATTENDING),
+        **dict.fromkeys(("noted", "kept"), ATTENDING[1:]),
         "by_head": ATTENTION,
         "plain": ATTENTION,
     }
@@ -87,11 +122,12 @@ class Method:
     def __init_subclass__(cls, *, promises: Promises | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._promises = promises or {}
-        guard(cls)
+        if hooks.begun:
+            hooks.guard(cls)
 
     def promised(self, what: Promise) -> bool:
-        """Return whether the class promises `what`: see `lce.methods.promises`. Overridden if knobs decide."""
-        return what in promises_of(type(self))
+        """Return whether the class promises `what`: see above. Overridden if knobs decide."""
+        return what in promises_of(type(self))  # type: ignore[arg-type]
 
     @property
     def label(self) -> str:

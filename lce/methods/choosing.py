@@ -18,13 +18,13 @@ from lce.cache.method_state import Summaries
 from lce.kernels.cpu.elementwise import take_rows
 from lce.methods.attending import PlacedPart, band_of, slot_shift
 from lce.methods.base import Method
+from lce.methods.budget import keep_best, prune
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.joint_pages import attend_whole_pages, pooled, whole_pages
 from lce.methods.selection import Selection
+from lce.methods.selectors import SUMMARIES, SummarySelector
 from lce.methods.step import DeviceStep, Step
-from lce.methods.summaries import SUMMARIES, SummarySelector
-from lce.methods.top_p import keep_best, prune
 
 
 def block_of(n_choices: int) -> int:
@@ -66,14 +66,12 @@ def _choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: St
             step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
         parts.append(chosen)
     chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    return _of_each_head(chosen, len(q), step)
+    return chosen if len(chosen) == len(q) else _of_each_head(chosen, len(q), step)
 
 
 def _of_each_head(chosen: Tensor, n_heads: int, step: Step) -> Tensor:
     """Return the choices `[H, T, K]` of H heads by those of groups that choose together, `chosen [C, T, K]`."""
     n_choosers, n_queries, n = chosen.shape
-    if n_choosers == n_heads:
-        return chosen
     if n_queries > 1 or not chosen.is_cpu:
         return chosen.repeat_interleave(n_heads // n_choosers, 0)
     rep = n_heads // n_choosers  # a kernel copies, so that a step whose kernels serve other layers has no operator

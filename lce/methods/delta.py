@@ -14,20 +14,19 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, FirstRow, MethodState, RecentRows
 from lce.errors import UsageError, nearest, shown
-from lce.methods.base import Example, Method, filled, is_like, knob, resolved
+from lce.methods.base import ATTENTION, Example, Method, Promise, filled, is_like, knob, resolved
 from lce.methods.costs import Cost, QueryBlock, cost, cost_of_spans
 from lce.methods.dca import DualChunk
 from lce.methods.full import Full
 from lce.methods.knobs import knobs_of, settings, spelled
 from lce.methods.lm_infinite import LMInfinite
 from lce.methods.parts import RECENT
-from lce.methods.promises import ATTENTION, Promise
-from lce.methods.recent import recent_keys
 from lce.methods.registry import UserFile, make, register, user_file
 from lce.methods.rerope import ReRope
 from lce.methods.self_extend import SelfExtend
 from lce.methods.step import DeviceStep, ModelFacts, Step
 from lce.methods.streaming import Streaming
+from lce.methods.turned_keys import recent_keys
 
 DIFFERENCE = "difference"  # the name of the state that holds the open group's difference
 DENSE: tuple[type[Method], ...] = Full, ReRope, SelfExtend, DualChunk

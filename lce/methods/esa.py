@@ -18,6 +18,7 @@ from lce.errors import UsageError
 from lce.methods import lowdim
 from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
+from lce.methods.budget import TOP_P
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
 from lce.methods.joint import HOOKS, PROMISES, JointSelection
 from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, principal
@@ -25,7 +26,6 @@ from lce.methods.map_file import check_maps, maps_for
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts, Step
-from lce.methods.top_p import top_p_knob
 
 LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
 OTHERWISE = "-o compress=pca or -o compress=none"
@@ -70,7 +70,7 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     heads: Literal["sum", "max"] = knob(
         "sum", "a token's score: the sum over all heads, or its best head's, with compress=none alone", kw_only=True
     )
-    top_p: float | None = top_p_knob()
+    top_p: float | None = knob(None, TOP_P, is_share=True, kw_only=True)
     example: ClassVar = Example({"sinks": 2, "local": 5, "top_k": 4, "eps": 1, "compress": "none"}, block=3)
 
     choices = 0, 1

@@ -12,11 +12,10 @@ from lce.attention import merge
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
 from lce.methods.attending import attend_spans, declared, placed_parts, scaled
-from lce.methods.base import Method
+from lce.methods.base import ATTENTION, Method, Promise
 from lce.methods.knobs import settings
 from lce.methods.observed import Wrapped
 from lce.methods.parts import CHOSEN
-from lce.methods.promises import ATTENTION, Promise
 from lce.methods.step import ModelFacts, Step
 from lce.methods.turned_keys import TurnedKeys
 

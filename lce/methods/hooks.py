@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -25,18 +26,13 @@ from lce.methods.costs import Cost
 Check = Callable[..., str | None]
 
 
-_begun: list[bool] = []  # not empty once the methods of lce are imported
-
-
-def begin() -> None:
-    """Check the hooks of all classes of methods that are made from now on."""
-    _begun.append(True)
+begun = False  # whether hooks of classes made from now on are checked: once the methods of lce are imported
 
 
 def guard(cls: type) -> None:
-    """Wrap the hooks that `cls` itself defines, functions and properties, in their checks, if checks have begun."""
+    """Wrap the hooks that `cls` itself defines, functions and properties, in their checks."""
     checks = SELECTION_CHECKS if hasattr(cls, "summarise") else METHOD_CHECKS
-    for name, check in checks.items() if _begun else ():
+    for name, check in checks.items():
         hook = vars(cls).get(name)
         if isinstance(hook, FunctionType) and not getattr(hook, "__isabstractmethod__", False):
             setattr(cls, name, _checked(hook, check))
@@ -93,9 +89,15 @@ def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _must(fits: Callable[..., bool], expected: str) -> Check:
-    """Return a check that calls `fits(result, *arguments)`; `{0}` in `expected` is the hook's first argument."""
-    return lambda method, got, *given, **_: None if fits(got, *given) else expected.format(*given)
+@dataclass(frozen=True)
+class Must:
+    """A check that calls `fits(result, *arguments)`; `{0}` in `expected` is the hook's first argument."""
+
+    fits: Callable[..., bool]
+    expected: str
+
+    def __call__(self, method: Any, got: Any, *given: Any, **_: Any) -> str | None:
+        return None if self.fits(got, *given) else self.expected.format(*given)
 
 
 def _alike(method: Any, got: Any, like: Tensor, *_: Any) -> str | None:
@@ -131,19 +133,19 @@ def _is_choices(got: Any) -> bool:
     return isinstance(got, tuple) and len(got) == 2 and _is_count(got[0], 0) and _is_count(got[1], 1)
 
 
-_is_method = _must(lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)")
+_is_method = Must(lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)")
 METHOD_CHECKS: Mapping[str, Check] = {
     "attend": _alike,
-    "bound": _must(lambda got, n: got is None or _is_count(got, n), "None, or a whole number of tokens, {0} or more"),
+    "bound": Must(lambda got, n: got is None or _is_count(got, n), "None, or a whole number of tokens, {0} or more"),
     "keep": _keep,
     "key_positions": _key_positions,
-    "state": _must(_is_state, "names, and for each an instance of MethodState, such as Summaries or TokenRows"),
-    "access": _must(
+    "state": Must(_is_state, "names, and for each an instance of MethodState, such as Summaries or TokenRows"),
+    "access": Must(
         _is_access, "an AccessPattern of whole numbers: a chunk_size of 1 or more, sinks and local of 0 or more"
     ),
-    "block": _must(lambda got: _is_count(got, 1), "a whole number of tokens, 1 or more"),
-    "choices": _must(_is_choices, "the first token of choice 0 and the tokens of a choice, two whole numbers"),
-    "choice_cost": _must(lambda got, _: isinstance(got, Cost), "a Cost, as block.tokens(n) gives one"),
+    "block": Must(lambda got: _is_count(got, 1), "a whole number of tokens, 1 or more"),
+    "choices": Must(_is_choices, "the first token of choice 0 and the tokens of a choice, two whole numbers"),
+    "choice_cost": Must(lambda got, _: isinstance(got, Cost), "a Cost, as block.tokens(n) gives one"),
     "for_model": _is_method,
     "resolve": _is_method,
 }

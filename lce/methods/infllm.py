@@ -16,14 +16,13 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, RecentRows, Staged, Summaries
 from lce.methods.attending import PlacedPart
-from lce.methods.base import Example, is_like, knob, resolved
+from lce.methods.base import Example, Promise, is_like, knob, resolved
+from lce.methods.budget import TOP_P
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.joint import HOOKS, JointSelection
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
-from lce.methods.promises import Promise
 from lce.methods.registry import register
 from lce.methods.step import Step
-from lce.methods.top_p import top_p_knob
 
 BLOCKS, VOTES = "memory blocks", "votes"
 
@@ -60,7 +59,7 @@ class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     sinks: int = knob(128, "first tokens, always attended", least=0)
     local: int | None = knob(None, "last tokens, at exact distances; none is half of the window", least=1)
     far: int | None = knob(None, "distance of everything else; none is local", least=0)
-    top_p: float | None = top_p_knob()
+    top_p: float | None = knob(None, TOP_P, is_share=True, kw_only=True)
     example: ClassVar = Example({"block_size": 3, "repr_tokens": 1, "top_k": 2, "sinks": 3, "local": 5}, block=3)
 
     presets: ClassVar = {  # the paper's blocks; and all that the authors set for Llama 3 and Mistral

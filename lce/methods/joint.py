@@ -12,12 +12,11 @@ from torch.nn.functional import pad
 from lce.attention import Attended, first_best, rotate, spread
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
-from lce.methods.base import filled, resolved
+from lce.methods.base import ATTENTION, Promise, filled, resolved
+from lce.methods.budget import enough
 from lce.methods.local import LocalMethod
 from lce.methods.parts import CHOSEN
-from lce.methods.promises import ATTENTION, Promise
 from lce.methods.step import Step
-from lce.methods.top_p import enough
 
 PROMISES: tuple[Promise, ...] = "alike", "counted", "noted", "kept"
 HOOKS = (*ATTENTION, "relevance", "log_mass", "select", "tokens_of")  # on which these promises stand

@@ -190,6 +190,8 @@ def checked(value: T, label: str, prefix: str = "") -> T:
     for each in fields(value):  # type: ignore[arg-type]
         if each.init:
             x, kind, name = getattr(value, each.name), kinds[each.name], f"{label}: {prefix}{each.name}"
+            if x is each.default:
+                continue
             if (base := value_type(kind)) is not None:
                 if not isinstance(x, base):
                     raise UsageError(f"{name} is {shown(x)}; expected a {base.__name__}; text is for lce.methods.make")

@@ -9,7 +9,7 @@ from torch import Tensor
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState
 from lce.methods.base import Method, resolved
-from lce.methods.recent import recent_keys
+from lce.methods.turned_keys import recent_keys
 
 
 class LocalMethod(Method):

@@ -10,9 +10,8 @@ from typing import ClassVar, Literal, Self
 from torch import Tensor
 
 from lce.errors import UsageError
-from lce.methods.base import knob, resolved
+from lce.methods.base import ATTENDING, knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
-from lce.methods.promises import ATTENDING
 from lce.methods.registry import register
 from lce.methods.selection import Selection, Share
 from lce.methods.selective import SelectiveMethod

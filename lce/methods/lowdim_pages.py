@@ -20,9 +20,8 @@ from lce.methods.knobs import fill_in, knob
 from lce.methods.lowdim import LowDimMap, LowDimMaps, concat_heads, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.selection import Selection, Share, Sizes
-from lce.methods.selectors import ContextSelector
+from lce.methods.selectors import SUMMARIES, ContextSelector
 from lce.methods.step import ModelFacts, Step
-from lce.methods.summaries import SUMMARIES
 from lce.methods.turned_keys import unrotated_keys
 
 BASIS = "principal components"

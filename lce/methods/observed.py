@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lce.cache.layer import LayerCache
 from lce.methods import registry
-from lce.methods.base import Method
+from lce.methods.base import ATTENTION, Method, Promise, Promises
 from lce.methods.costs import PaperFigure, QueryBlock, paper_figures
-from lce.methods.promises import ATTENTION, Promise, Promises
 from lce.methods.registry import UserFile
 from lce.methods.step import ModelFacts, Step
 

@@ -10,8 +10,7 @@ from lce.methods.base import Example, filled, knob
 from lce.methods.budget import Budget
 from lce.methods.choosing import block_of
 from lce.methods.placement import SideBySide
-from lce.methods.registry import register
-from lce.methods.renamed import check_renamed
+from lce.methods.registry import check_renamed, register
 from lce.methods.selection import Placement, Selection, Selector, Share
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import Bounds

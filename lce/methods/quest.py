@@ -8,13 +8,12 @@ from typing import ClassVar, Self
 
 from lce.errors import UsageError
 from lce.methods.base import Example, filled, knob, resolved
-from lce.methods.budget import Budget
+from lce.methods.budget import TOP_P, Budget
 from lce.methods.placement import TruePositions
 from lce.methods.registry import register
 from lce.methods.selection import Selection
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import Bounds
-from lce.methods.top_p import top_p_knob
 
 
 @register("quest")
@@ -40,7 +39,7 @@ class Quest(ChunkMethod):
     page: int = knob(16, "tokens of a page", least=1)
     budget: int | None = knob(None, "tokens that a query attends; none is a quarter of the window")
     dense_layers: int = knob(2, "first layers, which attend everything", least=0)
-    top_p: float | None = top_p_knob()
+    top_p: float | None = knob(None, TOP_P, is_share=True, kw_only=True)
     example: ClassVar = Example({"page": 2, "budget": 8, "dense_layers": 0}, window=24)
 
     def resolve(self, window: int) -> Self:

@@ -8,14 +8,13 @@ from typing import ClassVar, Self
 
 from lce.errors import UsageError
 from lce.methods.base import Example, filled, knob, resolved
-from lce.methods.budget import Budget
+from lce.methods.budget import TOP_P, Budget
 from lce.methods.choosing import block_of
 from lce.methods.placement import SideBySide
 from lce.methods.registry import register
 from lce.methods.selection import Selection, Share
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import BestKey
-from lce.methods.top_p import top_p_knob
 
 
 @register("reattention")
@@ -41,7 +40,7 @@ class ReAttention(ChunkMethod):
     sinks: int | None = knob(None, "first tokens, always attended, in whole spans; none is a span", least=0)
     local: int | None = knob(None, "last tokens, always attended, in whole spans; none is half of the window", least=1)
     share: Share = knob("head", "which heads choose together: none, a KV head's, or all")
-    top_p: float | None = top_p_knob()
+    top_p: float | None = knob(None, TOP_P, is_share=True, kw_only=True)
     example: ClassVar = Example({"span": 2, "local": 4})
 
     def resolve(self, window: int) -> Self:

@@ -11,7 +11,8 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,7 +21,6 @@ from lce.errors import USER_MODULE, UsageError, nearest, shown, user_line
 from lce.files import named, open_regular, path_of
 from lce.methods.base import Method
 from lce.methods.knobs import build, checked
-from lce.methods.renamed import check_renamed
 from lce.plugins import plugins
 
 
@@ -68,20 +68,23 @@ def find(name: str) -> type[Method]:
             "auto stands for a method where one model is loaded or planned: in lce.load, lce.plan, and lce generate, "
             "chat, prefill and plan, without knobs"
         )
-    point = None if name in _REGISTRY else plugins(ENTRY_POINTS).get(name)
-    if point is not None:
-        what = f"method {name!r} of {point.value}"
-        try:
-            cls = point.load()
-        except Exception as error:
-            raise UsageError(f"{what} cannot be imported: {error}") from error
-        if not (isinstance(cls, type) and issubclass(cls, Method)):
-            raise UsageError(f"{what} is {cls!r}; expected a subclass of lce.Method")
-        register(name)(cls)
+    if name not in _REGISTRY and (point := plugins(ENTRY_POINTS).get(name)) is not None:
+        _register_plugin(name, point)
     if name not in _REGISTRY:
         hint = "a file of yours is run by lce.methods.from_file" if name.endswith(".py") else nearest(name, available())
         raise UsageError(f"unknown method {shown(name)}; {hint}")
     return _REGISTRY[name]
+
+
+def _register_plugin(name: str, point: EntryPoint) -> None:
+    what = f"method {name!r} of {point.value}"
+    try:
+        cls = point.load()
+    except Exception as error:
+        raise UsageError(f"{what} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise UsageError(f"{what} is {cls!r}; expected a subclass of lce.Method")
+    register(name)(cls)
 
 
 def from_file(path: str | Path) -> type[Method]:
@@ -156,5 +159,48 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
         if not isinstance(preset, str) or preset not in cls.presets:
             raise UsageError(f"method {name!r} has no preset {shown(preset)}; {nearest(str(preset), cls.presets)}")
         given = {**cls.presets[preset], **given}
-    check_renamed(name, given)
+    if name in RENAMED:
+        check_renamed(name, given)
     return build(cls, given, f"method {name!r}", name)
+
+
+# By method, the name of before and the present one.
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "pages": {
+        "place": "placement",
+        **{knob: f"budget.{knob}" for knob in ("sinks", "local", "growth", "grows_from", "grows_to", "top_p")},
+        **{knob: f"select.{knob}" for knob in ("repr_tokens", "compress", "low_dim", "maps", "judge", "seed")},
+        **{knob: f"placement.{knob}" for knob in ("group", "chunk_size", "far")},
+    }
+}
+
+ORDER = ("select", "placement", "page", "budget", "share", "queries")  # in which the knobs of `pages` are spelled now
+
+
+def renewed(method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of a method under their present names. A knob of before that is None meant nothing, and goes.
+
+    Example: `renewed("pages", {"place": "dual", "seed": None, "page": 16})` is `{"placement": "dual", "page": 16}`.
+    """
+    names = RENAMED.get(method, {})
+    found = {names.get(key, key): value for key, value in knobs.items() if key not in names or value is not None}
+    if method == "delta":  # two of its knobs spell methods
+        found |= {key: _respelled(found[key]) for key in ("method", "dense") if isinstance(found.get(key), str)}
+    return found
+
+
+def _respelled(text: str) -> str:
+    """Return a method with its knobs, `NAME:KNOB=VALUE:KNOB=VALUE`, under their present names."""
+    name, *pairs = text.split(":")
+    if name not in RENAMED or not any(pair.partition("=")[0] in RENAMED[name] for pair in pairs):
+        return text
+    knobs = renewed(name, dict(pair.partition("=")[::2] for pair in pairs))
+    ordered = sorted(knobs.items(), key=lambda knob: ORDER.index(knob[0].partition(".")[0]))
+    return ":".join((name, *(f"{key}={value}" for key, value in ordered)))
+
+
+def check_renamed(method: str, knobs: Iterable[str]) -> None:
+    """Raise `UsageError` for a knob's name of before."""
+    for key in knobs:
+        if (now := RENAMED.get(method, {}).get(key)) is not None:
+            raise UsageError(f"method {method!r} has no option {key!r}; it is called {now} now: give -o {now}=VALUE")

@@ -191,7 +191,8 @@ class Selection:
     @cached_property
     def n_choices(self) -> int:
         """The largest number of complete chunks that a query attends besides its own chunk and the near ones."""
-        return self.budget.most // self.size - 1 - self.n_near
+        most = resolved(self.budget.tokens if self.budget.growth is None else self.budget.grows_to)
+        return most // self.size - 1 - self.n_near
 
     @property
     def reach(self) -> int:

@@ -17,25 +17,43 @@ from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods import choosing
 from lce.methods.attending import PlacedPart, attend_all, placed_parts, scaled
-from lce.methods.base import Example, Method, filled, is_like, knob, resolved
-from lce.methods.budget import Budget
+from lce.methods.base import ATTENDING, ATTENTION, Example, Method, Promise, Promises, filled, is_like, knob, resolved
+from lce.methods.budget import TOP_P, Budget
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.placement import OneDistance, SideBySide, TruePositions
-from lce.methods.promises import HOOKS, OF_HOOKS, Promise, selecting
-from lce.methods.recent import recent_keys, unrotated
 from lce.methods.selection import Placement, Selection, Selector, Sizes
-from lce.methods.selectors import Summary
+from lce.methods.selectors import OPEN_QUERIES, SUMMARIES, Summary, SummarySelector
 from lce.methods.step import DeviceStep, Step
-from lce.methods.summaries import OPEN_QUERIES, SUMMARIES, SummarySelector
-from lce.methods.top_p import top_p_knob
+from lce.methods.turned_keys import recent_keys, unrotated
 
 KINDS: Mapping[str, Placement] = {"side_by_side": SideBySide(), "true": TruePositions()}  # and one distance
 TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
 
+CHOOSING: Promises = {  # of methods whose choice depends on `choose`
+    **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose")),
+    **dict.fromkeys(("recorded", "noted", "kept"), ATTENDING),
+    "counted": (*ATTENDING, "choose"),
+    "dense": ("attend_part", "parts_of", "key_positions", "choose"),
+    "complete": (),
+    "kernel": ("choose",),
+}
+SCORED = ("score", "select", "forced")
+HOOKS = ("summarise", "log_mass", "uses_queries", "summary_vectors", *SCORED)  # of a `SelectiveMethod`
+BY_HOOKS: Promises = {
+    **CHOOSING,
+    **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose", *HOOKS)),
+    "dense": (*CHOOSING["dense"], "select"),
+    "complete": SCORED,
+    "kernel": ("choose", *SCORED),
+    "hookless": (*HOOKS, "choose"),
+    "vectors": ("score",),
+    "best": ("select",),
+}
 
-class ChunkMethod(Method, ABC, promises=selecting()):
+
+class ChunkMethod(Method, ABC, promises=CHOOSING):
     """A method whose queries choose chunks. `selection` says which chunks, and where queries see them."""
 
     @property
@@ -55,7 +73,6 @@ class ChunkMethod(Method, ABC, promises=selecting()):
         return super().couples_heads or (None if self.access.per_head else together)
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        """Return empty stores: of chunk summaries, of the incomplete chunk's queries, and of recent keys, if needed."""
         c = self.selection
         n_bytes = c.selector.summary_bytes(layout, c)
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(n_bytes, c.size)} if n_bytes else {}
@@ -67,11 +84,10 @@ class ChunkMethod(Method, ABC, promises=selecting()):
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         c = self.selection
         summaries, n_chunks, shape = kept.get(SUMMARIES), n_tokens // c.size, c.selector.shape(layout, c)
-        if summaries is not None:  # some layers keep none; a layer that needs summaries raises an error
-            fits = shape is None or is_like(summaries, (shape[0], n_chunks, *shape[1:]), layout.dtype)
-            if not fits or summaries.shape[1] != n_chunks:
-                return False
-        return c.selector.could_keep(kept, layout, c)
+        fits = summaries is None or summaries.shape[1] == n_chunks  # some layers keep none
+        if summaries is not None and shape is not None:
+            fits = is_like(summaries, (shape[0], n_chunks, *shape[1:]), layout.dtype)
+        return fits and c.selector.could_keep(kept, layout, c)
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return self.selection.placement.limit(self.selection, window)
@@ -95,11 +111,10 @@ class ChunkMethod(Method, ABC, promises=selecting()):
             self.selection.selector.keep(self, self.selection, q, cache, step)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """Choose the chunks that each query of each head attends: see `choosing.choose`."""
+        """Choose chunks for each query of each head: see `choosing.choose`."""
         return choosing.choose(self, self.selection, q, cache, step)
 
     def _noted(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """Return what unrotated queries `[H, T, D]` choose, and pass it to `Step.note`; None: there is no choice."""
         chosen = self.choose(q, cache, step)
         if chosen is not None and step.note:
             step.note(cache.index, chosen)
@@ -127,13 +142,11 @@ class ChunkMethod(Method, ABC, promises=selecting()):
         return choosing.decode(self.selection, lambda: self.choose(q, cache, step), q, turn, others, cache, step)
 
     def bound(self, stop: int) -> int | None:
-        """Return the bound; None for a step that completes a chunk, because computing a summary is not recorded.
-
-        Unless the class promises `complete`, the bound is so low that all chunks are complete.
-        """
+        """Return the bound; None for a step that completes a chunk, because computing a summary is not recorded."""
         size = self.selection.size
         if stop <= size or not stop % size:
             return None
+        # without the promise `complete`, the bound is so low that all chunks are complete
         return super().bound(stop) if self.promised("complete") else (stop // size + 1) * size - 1
 
     def promised(self, what: Promise) -> bool:
@@ -147,7 +160,7 @@ class ChunkMethod(Method, ABC, promises=selecting()):
 
 
 @dataclass(frozen=True)
-class SelectiveMethod(ChunkMethod, promises={**selecting(*HOOKS), **OF_HOOKS}):
+class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
     """A method by which every query chooses chunks, with knobs for chunk size, budget and placement.
 
     A new method overrides hooks. `summarise` returns what to keep of a complete chunk, by default the summary of
@@ -171,7 +184,7 @@ class SelectiveMethod(ChunkMethod, promises={**selecting(*HOOKS), **OF_HOOKS}):
     placement: Literal["side_by_side", "true", "constant"] = knob(
         "side_by_side", "where chosen chunks are seen: side by side, at true positions, or at one distance"
     )
-    top_p: float | None = top_p_knob()
+    top_p: float | None = knob(None, TOP_P, is_share=True, kw_only=True)
     example: ClassVar = Example({"chunk_size": 2})
 
     def resolve(self, window: int) -> Self:
@@ -191,14 +204,13 @@ class SelectiveMethod(ChunkMethod, promises={**selecting(*HOOKS), **OF_HOOKS}):
         return Selection(size, selector, placement or OneDistance(size), budget)
 
     @property
-    def selector(self) -> Selector:
-        """The selector of a class without hooks of its own."""
+    def selector(self) -> Selector:  # of a class without hooks of its own
         return Summary()
 
     @property
     def block(self) -> int:
         """Half of the tokens that a query attends, 512 to 2,048. In larger blocks more queries share a chosen chunk."""
-        return max(512, min(2048, self.selection.budget.most // 2))
+        return max(512, min(2048, resolved(self.chunks) * self.selection.size // 2))
 
     @property
     def access(self) -> AccessPattern:
@@ -226,19 +238,15 @@ class SelectiveMethod(ChunkMethod, promises={**selecting(*HOOKS), **OF_HOOKS}):
         return self.selector.scores(q, summary, self.selection.n_choosers(len(q), step.n_kv_heads), step, layer)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """Estimate the logarithms of the chunks' attention mass, up to a constant per query, from scores `[C, T, M]`.
-
-        Used for `top_p`. By default, the logit of each token of a chunk is taken to be the chunk's score, divided by
-        the number of heads over which scores were summed.
-        """
+        """Estimate the logarithms of the chunks' attention mass for `top_p`: see `Selector.log_mass`."""
         return self.selector.log_mass(scores, n_heads, head_dim, self.selection.size)
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:
-        """Return which of `chunk_ids [M]` are always taken, `[T, M]` bool; `own [T, 1]` are the queries' own chunks."""
+        """Return which of `chunk_ids [M]` are always taken: see `Selection.forced`."""
         return self.selection.forced(chunk_ids, own)
 
     def select(self, scores: Tensor, step: Step) -> Tensor:
-        """Return chosen chunks `[C, T, K]` by scores `[C, T, M]`: ids ascending, then -1; see `Selection.best`."""
+        """Return chosen chunks by scores: see `Selection.best`."""
         return self.selection.best(scores, step)
 
 
@@ -250,7 +258,6 @@ class Hooks(SummarySelector):
 
     @property
     def has_vectors(self) -> bool:
-        """Whether scores are dot products with a vector for each chunk and query head."""
         return self.method.promised("vectors")
 
     @property
@@ -289,7 +296,6 @@ class Hooks(SummarySelector):
         return self.method.select(scores, step)
 
     def cost(self, block: QueryBlock, selection: Selection) -> Cost:
-        """Return the cost of choosing: no summaries, and scores only with the default `score`."""
         size = selection.size
         numbers = block.n_heads * block.head_dim * (block.stop // size if block.stop > size else 0)
         scores = len(block) * numbers if self.has_vectors else None

@@ -11,12 +11,11 @@ from torch import Tensor
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState
 from lce.errors import UsageError
-from lce.methods.base import Example, filled, knob, resolved
-from lce.methods.grouped_keys import GROUPED, GroupedKeys
+from lce.methods.base import Example, Promise, filled, knob, resolved
 from lce.methods.local import LocalMethod
 from lce.methods.parts import LayerFacts, Part
-from lce.methods.promises import Promise
 from lce.methods.registry import register
+from lce.methods.turned_keys import GROUPED, GroupedKeys
 
 
 @register("self_extend")

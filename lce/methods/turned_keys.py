@@ -1,9 +1,15 @@
-"""Keys of a cache, turned from the positions at which a method caches them to those at which a pass sees them."""
+"""Keys at other positions than those where a method caches them: turned, recent and grouped keys.
+
+Recent keys are those of the last tokens, kept at their absolute positions, too. Grouped keys are cached at their own
+positions and attended at those of their groups, `index // group`. Rotations add up. So a cached key is rotated by the
+difference of both positions, which works for any group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,8 +17,39 @@ from torch import Tensor
 from lce.attention import Turn, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, segment_of
-from lce.methods.parts import Declaring
+from lce.cache.limits import Limits
+from lce.cache.method_state import NOTHING, FileTensor, GrowingRows, Held, MethodState, RecentRows
+from lce.methods.parts import RECENT, Declaring
 from lce.methods.step import Step
+
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
+
+def unrotated(method: Declaring) -> bool:
+    """Return whether a method caches keys unrotated."""
+    return method.key_positions(NO_TOKENS) is None
+
+
+def recent_keys(method: Declaring, n: int, layout: CacheLayout) -> dict[str, MethodState]:
+    """Return the state of the keys of the last `n` tokens at absolute positions, for parts with `exact`; 0: none."""
+    return {RECENT: RecentRows(n, layout.key_bytes, remade=unrotated(method))} if n else {}
+
+
+def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:
+    """Rotate the block's unrotated keys `k [G, T, D]` to their absolute positions, and store them as recent keys.
+
+    Recent keys that a truncation of the cache removed are computed again from the unrotated keys in the cache.
+    """
+    recent = cache.kept(RecentRows, RECENT)
+    if step.at is not None:
+        recent.write_on_device(rotate(k, step.true_turn(k)), step.at)
+        return
+    if lost := recent.missing(step.start):
+        old = cache.span(lost.start, lost.stop)[0]
+        positions = torch.arange(lost.start, lost.stop, device=k.device)
+        recent.write(rotate(old, step.rope.turn(positions, k.dtype)), lost.start)
+    recent.write(rotate(k, step.true_turn(k)), step.start)
+
 
 PIECE = 1024  # the number of keys scored at a time, so that scores stay in the processor's caches
 Positions = Callable[[Tensor], Tensor | None]  # takes indices `[T]`; returns positions `[T]`, or None: not rotated
@@ -76,3 +113,94 @@ def unrotated_keys(method: Declaring, cache: LayerCache, step: Step, start: int,
         return k
     cos, sin = rope.turn(-placed, torch.float64)  # this rotation and the cached keys both include YaRN's factor
     return rotate(k, Turn((cos / rope.scale**2).float(), (sin / rope.scale**2).float()))
+
+
+GROUPED: Final = "grouped keys"  # the name of the state `GroupedKeys`
+
+
+class GroupedKeys(GrowingRows):
+    """A state with the keys `[G, n, D]` of the first n tokens, rotated to `index // group` in the model's dtype.
+
+    The rows are made from the cache when they are read, so they are in no file, and a truncated text makes the rows
+    that it lacks. A text of at most `window` tokens needs none. If keys and values exceed a memory budget, or are in 8
+    bits on the device, nothing is kept: all keys are rotated each time they are read.
+    """
+
+    axis = 1
+
+    def __init__(self, layout: CacheLayout, window: int) -> None:
+        super().__init__(layout.key_bytes)
+        self.layout, self.window = layout, window
+        self.most = Limits(layout).resident_tokens if layout.format.stored_dtype is layout.dtype else 0
+        self._group = 1
+        self._final = 0  # rows before this one are of tokens that neither an interruption nor rounding will change
+
+    def serves(self, cache: LayerCache) -> bool:
+        """Return whether a layer's rotated keys are kept."""
+        return self.most > 0 and (cache.stack is None or Limits(cache.layout).budget is None)
+
+    def rows(self, cache: LayerCache, group: int, step: Step, start: int, stop: int) -> Tensor:
+        """Return the keys of tokens `start..stop-1` for this group, a view `[G, n, D]`. Time: O(rows that are new)."""
+        if group != self._group:
+            self._n_rows, self._group = 0, group  # assigned left to right: an interruption may come between
+        self._final = cache.rounded if self.layout.format.rounds else cache.length
+        for first, last in cache.segments(self._n_rows, stop):
+            self.write(moved(cache.span(first, last)[0], first, group, step), first)
+        return self.buffer[:, start:stop]  # not `span`, which counts what is compared to choose keys
+
+    def drop(self) -> None:
+        """Free the rows."""
+        self._n_rows, self._rows = 0, None
+
+    def commit(self, n_tokens: int = 0) -> None:
+        if self.layout.format.rounds:  # the next pass rounds some of the tokens whose rows are not final
+            self._n_rows = min(self._n_rows, self._final)
+
+    def discard(self) -> None:
+        self._n_rows = min(self._n_rows, self._final)
+
+    def committed(self, n_tokens: int) -> Held:
+        return NOTHING  # nothing is saved
+
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
+        return False
+
+    def mark(self, n_tokens: int) -> Held:
+        return None, self.layout.old(n_tokens) if self.layout.format.rounds else n_tokens
+
+    def _go_back(self, mark: Held) -> None:
+        self._final = min(self._final, mark[1])
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        return super().most_bytes(min(n_tokens, self.most), block) if n_tokens > self.window else 0
+
+
+def grouped(cache: LayerCache, group: int, step: Step, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return tokens `start..stop-1`: keys `[G, n, D]` at the positions `index // group`, and values `[G, n, D]`.
+
+    The keys are a layer's `GroupedKeys`, if it has this state, or else rotated now.
+    """
+    kept = cache.state.get(GROUPED)
+    if isinstance(kept, GroupedKeys):
+        if kept.serves(cache):
+            return kept.rows(cache, group, step, start, stop), cache.span(start, stop)[1]
+        kept.drop()
+    k, v = cache.span(start, stop)
+    return moved(k, start, group, step), v
+
+
+def moved(k: Tensor, start: int, group: int, step: Step) -> Tensor:
+    """Rotate the cached keys `k [G, n, D]` of the tokens from `start` on from `index` to `index // group`.
+
+    In float32, rounded once: in 16 bits, keys are then rounded twice in all. The cached keys include YaRN's factor.
+    """
+    n, rope = k.shape[1], step.rope
+
+    def make() -> Turn:
+        index = torch.arange(start, start + n, device=k.device)
+        cos, sin = rope.turn(index // group - index, torch.float64)
+        return Turn((cos / rope.scale).float(), (sin / rope.scale).float())
+
+    few = n <= step.stop - step.start  # the same for all layers, and small
+    turn = step.once(f"moved to groups of {group} from {start} to {start + n}", make) if few else make()
+    return rotate(k.float(), turn).to(k.dtype)

@@ -16,14 +16,13 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.errors import UsageError
 from lce.methods.attending import PlacedPart, unseen
-from lce.methods.base import Example, Method, filled, knob, resolved
+from lce.methods.base import ATTENTION, Example, Method, Promise, filled, knob, resolved
+from lce.methods.budget import prune
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.full import Full
 from lce.methods.parts import CHOSEN, LayerFacts, Part
-from lce.methods.promises import ATTENTION, Promise
 from lce.methods.registry import register
 from lce.methods.step import DeviceStep, Step
-from lce.methods.top_p import prune
 from lce.methods.turned_keys import pieces
 
 PROMISES: tuple[Promise, ...] = "alike", "counted", "recorded", "noted", "kept", "by_head"

@@ -29,7 +29,7 @@ from lce.engine.info import describe
 from lce.engine.saving import text_hash
 from lce.errors import CapacityError, DataError, UsageError
 from lce.methods import LongHeads
-from lce.methods.promises import promises_of
+from lce.methods.base import promises_of
 from lce.methods.run import Block
 from lce.weights.safetensors_file import read_header
 from tests.checkpoints import save_tiny, tokens

@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lce
 from lce.attention import Attention
 from lce.methods import esa, selectors
-from lce.methods.base import Method
+from lce.methods.base import Method, promises_of
 from lce.methods.costs import Cost, QueryBlock, cost, paper_figures
 from lce.methods.lowdim import LowDimMap, LowDimMaps
-from lce.methods.promises import promises_of
 from tests.running import vectors
 
 D, WINDOW, LENGTH = 8, 40, 131

@@ -14,10 +14,9 @@ from lce.errors import DataError, UsageError
 from lce.methods import Budget, Pages, Step, available, make, renewed, settings
 from lce.methods.lowdim_pages import LowDim
 from lce.methods.placement import DualPositions
-from lce.methods.registry import as_method
-from lce.methods.renamed import RENAMED
+from lce.methods.registry import RENAMED, as_method
 from lce.methods.selection import Selection, Selector, Sizes
-from lce.methods.summaries import SummarySelector
+from lce.methods.selectors import SummarySelector
 from lce.models.config import RopeConfig
 from tests.methods.test_matrix import CASES, WINDOW
 from tests.running import run, vectors

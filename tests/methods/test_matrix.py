@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lce.cache.layout import Budgets
 from lce.methods import Delta, Method, available, find, make
 from lce.methods import knobs as spelling
-from lce.methods.promises import promises_of
+from lce.methods.base import promises_of
 from lce.models.config import RopeConfig
 from lce_lab.analysis import distances
 from tests import oracle

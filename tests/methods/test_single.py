@@ -100,7 +100,7 @@ def test_full_honours_the_sliding_window(sliding: int, block: int) -> None:
     ("method", "limit", "numbers"),
     [
         (INFLLM, "lce.attention.scores.IN_CACHES", 600),
-        (LMInfinite(sinks=2, local=12, top_k=4), "lce.methods.best_tokens.SCORES_AT_ONCE", 2000),
+        (LMInfinite(sinks=2, local=12, top_k=4), "lce.methods.lm_infinite.SCORES_AT_ONCE", 2000),
         (lce.methods.ESA(compress="none", sinks=4, local=10, top_k=7), "lce.methods.lowdim.SCORES_AT_ONCE", 500),
         (lce.methods.ESA(compress="pca", sinks=4, local=10, top_k=7), "lce.methods.lowdim.SCORES_AT_ONCE", 500),
     ],

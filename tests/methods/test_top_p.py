@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lce.methods import make
-from lce.methods.top_p import enough, keep_best, prune
+from lce.methods.budget import enough, keep_best, prune
 from tests.running import run, vectors
 
 INF = math.inf
