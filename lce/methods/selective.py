@@ -111,7 +111,7 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
             self.selection.selector.keep(self, self.selection, q, cache, step)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """Choose chunks for each query of each head: see `choosing.choose`."""
+        """See `choosing.choose`."""
         return choosing.choose(self, self.selection, q, cache, step)
 
     def _noted(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
@@ -142,15 +142,13 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         return choosing.decode(self.selection, lambda: self.choose(q, cache, step), q, turn, others, cache, step)
 
     def bound(self, stop: int) -> int | None:
-        """Return the bound; None for a step that completes a chunk, because computing a summary is not recorded."""
+        """Return the bound; None if the step completes a chunk. All chunks are complete, or the class promises it."""
         size = self.selection.size
         if stop <= size or not stop % size:
             return None
-        # without the promise `complete`, the bound is so low that all chunks are complete
         return super().bound(stop) if self.promised("complete") else (stop // size + 1) * size - 1
 
     def promised(self, what: Promise) -> bool:
-        """Return whether the class promises `what`; `recorded` also needs summaries and a fixed number of chunks."""
         if what == "recorded" and (self.selection.varies or not isinstance(self.selection.selector, SummarySelector)):
             return False
         return super().promised(what)
@@ -172,8 +170,7 @@ class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
     are within the window; `true` at their own positions; `constant` at the distance `chunk_size`. A query's own chunk
     is always seen at its true distances.
 
-    With `top_p`, a query takes only as many of its `chunks` as reach that share of the attention to the chunks before
-    its own, as `log_mass` estimates; chunks that are always attended count first.
+    With `top_p`, a query takes only as many of its `chunks` as reach that share of attention, as `log_mass` estimates.
     """
 
     uses_queries: ClassVar[bool] = True  # whether `summarise` needs queries, which are kept until then

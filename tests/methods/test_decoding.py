@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.methods import Driver, Method, Rope, RopeConfig, available, make
@@ -16,6 +15,7 @@ from lce.methods.decoding import bound_for
 from lce.methods.longheads import LongHeads
 from lce.methods.selective import SelectiveMethod
 from lce.methods.step import OnDevice, Step
+from tests.engine.test_graph import PlainRuns
 from tests.methods.test_matrix import CASES, NEEDS, WINDOW
 from tests.running import layout_for, vectors
 
@@ -57,7 +57,7 @@ def differences(
     method = method.resolve(WINDOW)
     q, k, v = vectors(7, *heads, n, 16)
     rope = Rope(scaling or RopeConfig(), 16, WINDOW, n)
-    driver = Driver(method, Attention.choose("torch"), WINDOW, heads[1], sliding_window)
+    driver = Driver(method, PlainRuns(), WINDOW, heads[1], sliding_window)
     plain, cache = (KVCache.empty(layout_for(method, len(q), k, n_prefilled, Budgets()), n) for _ in range(2))
     for each in (plain, cache):
         driver.attend(each, rope, *(x[:, :n_prefilled] for x in (q, k, v)))

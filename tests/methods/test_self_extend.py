@@ -14,7 +14,7 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets, CacheLayout
 from lce.cache.limits import Limits
-from lce.methods import Driver, Full, Rope, RopeConfig, SelfExtend, grouped_keys
+from lce.methods import Driver, Full, Rope, RopeConfig, SelfExtend, turned_keys
 from tests import oracle
 from tests.checkpoints import tokens
 from tests.running import cut, run, vectors
@@ -93,13 +93,13 @@ def test_what_is_kept_is_bounded_before_it_is_read(block: int) -> None:
 
 
 def test_a_key_is_rotated_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved, rotated = grouped_keys.moved, list[int]()
+    moved, rotated = turned_keys.moved, list[int]()
 
     def counted(k: Tensor, *rest: Any) -> Tensor:
         rotated.append(k.shape[1])
         return moved(k, *rest)
 
-    monkeypatch.setattr(grouped_keys, "moved", counted)
+    monkeypatch.setattr(turned_keys, "moved", counted)
     n, method = 6 * WINDOW, AUTO.resolve(WINDOW)
     run(AUTO, *vectors(0, 4, 2, n, 16), [20, *cut(n - 20, 1)], window=WINDOW)
     groups = method.groups(torch.arange(n))
