@@ -187,6 +187,24 @@ def chunks_of(n: int, seed: int = 0) -> Tensor:
     return rounded(torch.randn(N_HEADS, n, SIZE, DIM, generator=torch.Generator().manual_seed(seed)), SIZE)
 
 
+class Refusals:
+    """Stands in for a system call, which refuses all requests once none is `left`."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.call = getattr(os, name)
+        self.number = number
+        self.left: int | None = None  # how many requests are still granted; None: all
+        self.fired = False
+
+    def __call__(self, *args: object) -> object:
+        if self.left == 0:
+            self.fired = True
+            raise OSError(self.number, os.strerror(self.number))
+        if self.left is not None:
+            self.left -= 1
+        return self.call(*args)
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Stacks and their forks, read and written in any order, over a disk that now and then refuses a write."""
 
@@ -215,7 +233,8 @@ class AnyOrder(RuleBasedStateMachine):
         slab: int,
     ) -> Branch:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(os, "pwrite", self.write)
+        self.refusals = Refusals("pwrite", errno.ENOSPC)
+        self.patch.setattr(os, "pwrite", self.refusals)
         no_gpu(self.patch, order, slab)
         limit = UNBOUNDED if tiers == "memory" else N_HEADS // heads * (spare + pinned * N_LAYERS)
         below = below if "file" in tiers else UNBOUNDED
@@ -225,31 +244,20 @@ class AnyOrder(RuleBasedStateMachine):
         self.files = [] if file is None else [file]
         self.all = [Branch(stack(self.layout, file))]
         self.seed = self.n_added = 0
-        self.refused = False
-        self.until_refusal: int | None = None
         return self.all[0]
-
-    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
-        if self.until_refusal is not None:
-            self.until_refusal -= 1
-            if self.until_refusal < 0:
-                self.refused = True
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return PWRITE(descriptor, data, offset)
 
     def attempt(self, act: Callable[[], None]) -> None:
         """What the disk refused is done again when the disk works."""
         try:
             act()
         except CapacityError:
-            assert self.until_refusal is not None
-            assert self.until_refusal < 0
-            self.until_refusal = None
+            assert self.refusals.left == 0
+            self.refusals.left = None
             act()
 
     @rule(k=st.integers(0, 6))
     def spoil(self, k: int) -> None:
-        self.until_refusal = k
+        self.refusals.left = k
 
     @rule(branch=branches, layer=st.integers(0, N_LAYERS - 1), n=st.integers(1, 5))
     def add(self, branch: Branch, layer: int, n: int) -> None:
@@ -322,7 +330,7 @@ class AnyOrder(RuleBasedStateMachine):
         for branch in self.all:
             branch.tiers.settle()
         assert sum(disk_of(branch.tiers).bytes_out for branch in self.all) == sum(x.bytes_read for x in self.files)
-        if not self.refused:
+        if not self.refusals.fired:
             written = sum(x.bytes_written for x in self.files)
             assert sum(disk_of(branch.tiers).bytes_in for branch in self.all) == written
             assert written <= self.n_added * self.layout.format.page_bytes
@@ -330,14 +338,13 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "all"):
             return
-        self.until_refusal = None
+        self.refusals.left = None
         for branch in self.all:
             branch.everything()
         self.patch.undo()
         self.folder.cleanup()
 
 
-PWRITE = os.pwrite
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
@@ -534,24 +541,6 @@ def test_a_page_table_on_the_device_is_that_on_the_host(monkeypatch: pytest.Monk
 
 
 # A disk that refuses the k-th request and those after it until it works again, for every k.
-
-
-class Refusals:
-    """Stands in for a system call."""
-
-    def __init__(self, name: str, number: int) -> None:
-        self.call = getattr(os, name)
-        self.number = number
-        self.left: int | None = None  # how many requests are still granted; None: all
-        self.fired = False
-
-    def __call__(self, *args: object) -> object:
-        if self.left == 0:
-            self.fired = True
-            raise OSError(self.number, os.strerror(self.number))
-        if self.left is not None:
-            self.left -= 1
-        return self.call(*args)
 
 
 CALLS = {"pwrite": errno.EIO, "posix_fallocate": errno.ENOSPC}
