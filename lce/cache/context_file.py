@@ -192,10 +192,7 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
 
 @torch.inference_mode()  # a read may write to memory of the tiers that was allocated in inference mode
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
-    """Write to a context file the keys and values of all committed tokens from index `since` on.
-
-    If the file is the lowest of the cache's own tiers, only pages that are not in the file yet are written.
-    """
+    """Write to a context file the keys and values of committed tokens from `since` on that are not in it yet."""
     layout, own = cache.layout, False
     for stack in cache.stacks:
         if isinstance(stack.bottom, Disk) and stack.bottom.file is rows:

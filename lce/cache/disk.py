@@ -80,10 +80,7 @@ class Disk(Tier):
         self.traffic.bytes_in += len(first) * self.page_bytes
 
     def fork(self) -> Tier:
-        """Return a tier of a forked context on the same file.
-
-        If the fork may not write to the file, return a tier on a new spill file, above the tier on the first file.
-        """
+        """Return a tier on the same file; if the fork may not write to it, below a tier on a new spill file."""
         file = self.file.for_fork()
         other = Disk(self.layout, self.below.fork(), file)
         other.index = deepcopy(self.index)

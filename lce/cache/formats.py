@@ -65,10 +65,7 @@ class KVFormat:
         return self.page_rows * self.row_bytes
 
     def round(self, k: Tensor, v: Tensor) -> None:
-        """Round m chunks of keys and values `k v [G, m · L, D]` in place to numbers that the format packs exactly.
-
-        May be repeated after an interruption: numbers that are rounded already do not change.
-        """
+        """Round m chunks `k v [G, m · L, D]` in place to numbers that the format packs exactly. May be repeated."""
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """Pack m pages of each of n head groups: `k v [n, P, m · L, D]` become `[n, m · page_rows, *row_shape]`.

@@ -250,10 +250,7 @@ class KVCache:
         return KVCache(self.layout, layers, stacks, evicted=self.evicted)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to save beside the rows of keys and values: the method's committed state in every layer.
-
-        A lossy storage format adds the n recent tokens that are not rounded yet: `unrounded/LAYER`, `[2, G, n, D]`.
-        """
+        """Return the tensors to save beside rows: the committed states, and the tokens that are not rounded yet."""
         self.settle()
         kept, border = dict[str, Tensor](), FileLayout(self.layout, self.length).row_tokens
         for layer in self.layers:
@@ -278,7 +275,7 @@ class KVCache:
     @property
     def bytes_reserved(self) -> int:
         """The bytes on disk that the cache's files take, with space reserved for later rows."""
-        return sum(file.bytes_taken for file in self._files)
+        return sum(max(file.n_bytes, file.reserved) for file in self._files)
 
     @property
     def _files(self) -> set[RowFile]:

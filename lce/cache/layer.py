@@ -202,10 +202,7 @@ class LayerCache:
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Copy keys and values `[G, n, D]` of tokens `index [n]`, ascending, as the device stores them.
-
-        The copies may use the memory `into`.
-        """
+        """Copy tokens `index [n]`, ascending, `k v [G, n, D]` as the device stores them, maybe to the memory `into`."""
         first = self.buffer.first
         if not first:
             into = None if into is None else into.view(self.buffer.k.dtype)

@@ -14,10 +14,7 @@ from lce.sizes import enough_text, size_text
 
 @dataclass(frozen=True)
 class Limits:
-    """The user's limits on keys and values in each tier, for the contexts of a layout.
-
-    Where the model runs on the CPU, device and host are one memory, and the smaller budget counts.
-    """
+    """The user's limits on keys and values in each tier. On a CPU the smaller budget of device and host counts."""
 
     layout: CacheLayout
 

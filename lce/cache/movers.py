@@ -146,20 +146,17 @@ class Pinned(Streamed):
             page.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             pages = tuple(page.contiguous() for page in pages)
-            for held, rows, part in neighbours(slabs, slots):
-                for x, new in zip(held, pages, strict=True):
-                    x[rows].copy_(new[part], non_blocking=True)
+            for held, rows, part in located(slabs, slots):
+                for run in runs(np.diff(rows) != 1, len(rows)):
+                    first, n = int(rows[run.start]), run.stop - run.start
+                    for x, new in zip(held, pages, strict=True):
+                        x[first : first + n].copy_(new[part][run], non_blocking=True)
             self._note(slots)
 
     def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
         gather, n_threads = super().gather, min(GATHERERS, max(1, sum(page.nbytes for page in pages) // PIECE))
-        cuts = [len(slots) * i // n_threads for i in range(n_threads + 1)]
-        work = [
-            _gatherers().submit(gather, slabs, slots[a:b], tuple(page[a:b] for page in pages))
-            for a, b in pairwise(cuts)
-        ]
-        for part in work:
-            part.result()
+        cuts = [slice(a, b) for a, b in pairwise(len(slots) * i // n_threads for i in range(n_threads + 1))]
+        list(_gatherers().map(lambda cut: gather(slabs, slots[cut], tuple(page[cut] for page in pages)), cuts))
 
 
 @cache
@@ -178,14 +175,6 @@ def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slic
     slab, rows = np.divmod(slots, max(len(slabs[0][0]) if slabs else 1, 1))
     for run in runs(np.diff(slab) != 0, len(slots)):
         yield slabs[slab[run.start]], rows[run], run
-
-
-def neighbours(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, slice, slice]]:
-    """Split `slots` into runs of adjacent slots. Yield for each run: slab, slice of the slab, slice of `slots`."""
-    for held, rows, part in located(slabs, slots):
-        for run in runs(np.diff(rows) != 1, len(rows)):
-            first, n = int(rows[run.start]), run.stop - run.start
-            yield held, slice(first, first + n), slice(part.start + run.start, part.start + run.stop)
 
 
 def runs(cuts: NDArray[np.bool_], n: int) -> Iterator[slice]:

@@ -129,12 +129,7 @@ class RowFile:
         self._descriptor = descriptor if isinstance(descriptor, Descriptor) else Descriptor(descriptor)
         self._start = start
         self._no_wait = NO_WAIT
-        self._reserved = 0  # the bytes of disk space allocated so far, including rows not written yet
-
-    @property
-    def bytes_taken(self) -> int:
-        """The bytes on the disk, including space reserved for later rows."""
-        return max(self.n_bytes, self._reserved)
+        self.reserved = 0  # the bytes of disk space allocated so far, including rows not written yet
 
     @property
     def n_bytes(self) -> int:
@@ -261,22 +256,22 @@ class SpillFile(RowFile):
         with self._lock:
             first = self.n_rows + np.arange(len(groups)) * size
             wanted = (self.n_rows + len(groups) * size) * self.row_bytes
-            if wanted > self._reserved:
-                self._take(wanted, max(wanted, self._reserved * 3 // 2, self._reserved + GROWTH))
+            if wanted > self.reserved:
+                self._take(wanted, max(wanted, self.reserved * 3 // 2, self.reserved + GROWTH))
             self.n_rows += len(groups) * size
         return first
 
     def reserve(self, n: int) -> None:
         """Allocate disk space for `n` rows, and memory for their checksums, so that later writes do not fail."""
         self.checks.reserve(n)
-        if (n_bytes := n * self.row_bytes) > self._reserved:
+        if (n_bytes := n * self.row_bytes) > self.reserved:
             self._take(n_bytes, n_bytes)
 
     def _take(self, least: int, best: int) -> None:
         for size in (best, least):
             try:
                 os.posix_fallocate(self._descriptor, 0, size)
-                self._reserved = max(self._reserved, size)
+                self.reserved = max(self.reserved, size)
                 return
             except OSError as error:
                 failure = error

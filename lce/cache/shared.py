@@ -46,17 +46,14 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 class MemoryFile:
-    """A file in memory, of a fixed size, and one context's mappings of the file. Parts never written take no memory.
-
-    A private mapping's writes do not change the file. Each mapping is made once, because it holds a file descriptor.
-    """
+    """A file in memory, of a fixed size, and one context's mappings: one whose writes change the file, one private."""
 
     def __init__(self, n_bytes: int) -> None:
         self._descriptor = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(self._descriptor, n_bytes)
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._size = n_bytes
-        self._mappings: dict[bool, mmap.mmap] = {}
+        self._mappings: dict[bool, mmap.mmap] = {}  # each is made once, because it holds a file descriptor
 
     def for_fork(self) -> MemoryFile:
         """Return a new `MemoryFile` for another context, with its own mappings of the same file in memory."""

@@ -101,10 +101,7 @@ class TierStack:
                 self.top.release(self.top.index[pages])
 
     def chunks(self, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the chunks `first..stop-1` of a layer, `k v [G, (stop - first)·L, D]`.
-
-        No page leaves the device's pool: missing pages get slots in the pool only if slots are free.
-        """
+        """Return copies of a layer's chunks, `k v [G, (stop - first)·L, D]`. No page leaves the device's pool."""
         self.settle()
         pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
         # [groups·m, P, L, D] -> [groups, m, P, L, D] -> [G, m, L, D] -> [G, m·L, D]
@@ -200,9 +197,9 @@ class TierStack:
         self.top, self.pools = smaller.top, smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
-        """Return tiers for another context with the same pages and file. Pages not in the file are first written to it.
+        """Return tiers for another context with the same pages and file.
 
-        If there is no file to which pages can be written, pages are copied to the last pool of the other context.
+        Pages are first written to the file or, if it takes none, are copied to the other context's last pool.
         """
         self.settle()
         if self.bottom.writable:
