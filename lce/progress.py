@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lce.errors import UsageError, shown
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    pass
 
 Progress = Callable[[int, int], None]  # called with the tokens done and the total; an exception in it ends the call
 Label = str | Callable[[], str]  # a bar's label, or a function that returns the present one
@@ -92,19 +92,12 @@ def reported(progress: Progress | bool | None, label: Label, unit: str = " tok")
     if progress is not True:
         yield progress or (lambda done, total: None)
         return
-    with _bar(label_now(label).removesuffix(":"), unit=unit, leave=False) as drawn:
-
-        def advance(done: int, total: int) -> None:
-            drawn.total, drawn.desc = total, label_now(label).removesuffix(":")
-            drawn.update(done - drawn.n)
-            if done >= total:
-                drawn.refresh()
-                drawn.close()  # so that later output starts on a new line
-
+    with _bar(label, unit) as advance:
         yield advance
 
 
-def _bar(label: str, **how: Any) -> tqdm[Any]:
+@contextmanager
+def _bar(label: Label, unit: str) -> Iterator[Progress]:
     """Draw a bar on stderr, which stays a single line when the terminal's size changes; in Jupyter, a widget."""
     import tqdm.auto
 
@@ -117,7 +110,17 @@ def _bar(label: str, **how: Any) -> tqdm[Any]:
 
     is_plain = tqdm.auto.tqdm.status_printer is not tqdm.tqdm.status_printer
     has_no_cursor = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
-    return (tqdm.auto.tqdm if is_plain or has_no_cursor else Bar)(desc=label, dynamic_ncols=True, **how)
+    draw = tqdm.auto.tqdm if is_plain or has_no_cursor else Bar
+    with draw(desc=label_now(label).removesuffix(":"), unit=unit, leave=False, dynamic_ncols=True) as drawn:
+
+        def advance(done: int, total: int) -> None:
+            drawn.total, drawn.desc = total, label_now(label).removesuffix(":")
+            drawn.update(done - drawn.n)
+            if done >= total:
+                drawn.refresh()
+                drawn.close()  # so that later output starts on a new line
+
+        yield advance
 
 
 def check_progress(progress: object) -> None:
