@@ -18,7 +18,7 @@ NAMES = "attention choices int8_rows numbers panels products scores threads"
 TESTS = [
     *(f"tests/kernels/cpu/test_{name}.py" for name in NAMES.split()),
     "tests/kernels/test_elementwise.py",
-    "tests/weights/test_gguf_packed.py::test_weights_are_those_of_the_file_and_products_use_them",
+    "tests/weights/test_gguf_packed.py::test_weights_are_the_files_and_products_use_them",
 ]
 # Kernels for GPUs; what is about this machine's processes and signals; and some of what takes longest.
 NOT = "not (cuda or forked or beside or without_threads or interruptions or has_alone and float16)"
