@@ -17,15 +17,14 @@ from urllib.parse import unquote, urlsplit
 class Hub:
     """A hub whose repositories are `models`: by name, the files, by their names, of the one commit.
 
-    `refused` maps a name to the `X-Error-Code` with which the hub answers for it. `broken` files end after half of
-    their bytes, once. `sizes` are those of the list of files where they are not true. `elsewhere` is where files are
-    redirected to. `asked` has all requests: method, path, and Authorization.
+    `refused` maps a name to the `X-Error-Code` with which the hub answers for it. `sizes` are those of the list of
+    files where they are not true. `elsewhere` is where files are redirected to. `asked` has all requests: method, path,
+    and Authorization.
     """
 
     address: str
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    broken: set[str] = field(default_factory=set)
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     elsewhere: str | None = None
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -73,16 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.hub.models[name][file]
         head = {"X-Repo-Commit": self.hub.commit(name), "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
         if self.hub.elsewhere:
-            linked = {
-                "X-Linked-Etag": head["ETag"],
-                "X-Linked-Size": str(len(data)),
-                "Location": self.hub.elsewhere + path,
-            }
-            self.answer(302, b"", head | linked)
+            linked = {"X-Linked-Etag": head["ETag"], "X-Linked-Size": str(len(data))}
+            self.answer(302, b"", head | linked | {"Location": self.hub.elsewhere + path})
         else:
-            breaks = self.command == "GET" and file in self.hub.broken
-            self.hub.broken -= {file} if breaks else set()
-            self.answer(200, data, head, half=breaks)
+            self.answer(200, data, head)
 
     def refuses(self, name: str, revision: str, file: str = "") -> bool:
         """Answer for what is not there, or not allowed, as the hub does."""
@@ -100,14 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(503 if code == "Down" else status, b"{}", {"X-Error-Code": code})
         return code is not None
 
-    def answer(self, status: int, data: bytes, head: Mapping[str, str], *, half: bool = False) -> None:
+    def answer(self, status: int, data: bytes, head: Mapping[str, str]) -> None:
         self.send_response(status)
         for key, value in {"Content-Length": str(len(data)), **head}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(data[: len(data) // 2] if half else data)
-            self.close_connection |= half
+            self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.pretended import flash, rules
 from tests.pretended.rules import Rule
 from tests.pretended.streams import NOT_CAPTURED, Event, Stream
-from tests.pretended.tensor import Memory, Mode, Owner, Pinned, PretendedTensor, flat, mapped, poison, unwrapped
+from tests.pretended.tensor import Memory, Mode, Owner, Pinned, PretendedTensor, poison, unwrapped
 
 META = torch.device("meta")
 # Operators that a CPU has not: `check` and `compute`.
@@ -197,7 +198,7 @@ class Gpus:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator, on any devices."""
         rule = self._rules.get(func) or self._rules.setdefault(func, Rule(func))
-        tensors = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         gpu = next((x for x in tensors if isinstance(x, PretendedTensor)), None)
         if gpu is not None and rule.name == "prim::device":
             self._local.asked = gpu.device
@@ -234,7 +235,7 @@ class Gpus:
         written = rule.written(args, kwargs)
         gpu_tensors = [x for x in tensors if isinstance(x, PretendedTensor)]
         if gpu_tensors:
-            rules.check_devices(rule, args, tensors, flat(written))
+            rules.check_devices(rule, args, tensors, tree_leaves(written))
         if rules.waits(rule, args, kwargs):
             self.host_waits(device, rule.name)
         for _ in range(rules.cpu_indices(rule, args)):
@@ -270,7 +271,7 @@ class Gpus:
             assert same.shape == x.shape, f"{rule.name} changed the shape of a tensor in place, to {list(x.shape)}"
             return same
 
-        out = mapped(back, self._queue(stream, rule, compute, plain, unwrapped(written)))
+        out = tree_map(back, self._queue(stream, rule, compute, plain, unwrapped(written)))
         for x in sources:
             self.current_stream(x.device).wait_stream(stream)
         return out
@@ -291,13 +292,13 @@ class Gpus:
             stream.submit(lambda: compute(*args, **kwargs))
             return written[0] if len(written) == 1 else tuple(written)
         out = compute(*args, **kwargs)  # for its shape
-        results = [x for x in flat(out) if isinstance(x, Tensor)]
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         for x in results:
             poison(x, whole_numbers=False)
         if not rule.makes_garbage:
 
             def work() -> None:
-                again = [x for x in flat(compute(*args, **kwargs)) if isinstance(x, Tensor)]
+                again = [x for x in tree_leaves(compute(*args, **kwargs)) if isinstance(x, Tensor)]
                 for x, numbers in zip(results, again, strict=True):
                     x.copy_(numbers)
 

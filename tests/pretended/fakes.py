@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lce.cache import pool
 from lce.kernels.cuda import launching
 from tests.pretended.device import Gpus
 from tests.pretended.streams import Capture, CUDAGraph
-from tests.pretended.tensor import Mode, PretendedTensor, flat, unwrapped
+from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
     plain = interpreter.GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         on_gpu = [x for x in tensors if isinstance(x, PretendedTensor)]
         if not on_gpu:
             plain(self, *args, **kwargs)

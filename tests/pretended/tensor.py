@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from tests.pretended.device import Gpus
@@ -63,7 +64,7 @@ class PretendedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Without the mode: in a thread that began outside it."""
-        gpus = next(x for x in flat((args, kwargs)) if isinstance(x, PretendedTensor)).owner.gpus
+        gpus = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, PretendedTensor)).owner.gpus
         return gpus.run(func, args, kwargs or {})
 
     device = property(lambda self: self._device)
@@ -156,27 +157,6 @@ def plain_index(index: Any) -> Any:
     return torch.as_tensor(index) if isinstance(index, list | np.ndarray) else index
 
 
-def flat(tree: Any) -> list[Any]:
-    """The leaves of lists, tuples and dictionaries."""
-    if isinstance(tree, list | tuple):
-        return [leaf for x in tree for leaf in flat(x)]
-    if isinstance(tree, dict):
-        return [leaf for x in tree.values() for leaf in flat(x)]
-    return [tree]
-
-
-def mapped(change: Any, tree: Any) -> Any:
-    """The same with changed leaves."""
-    if isinstance(tree, list):
-        return [mapped(change, x) for x in tree]
-    if isinstance(tree, tuple):
-        changed = (mapped(change, x) for x in tree)
-        return type(tree)(*changed) if hasattr(tree, "_fields") else tuple(changed)
-    if isinstance(tree, dict):
-        return {key: mapped(change, x) for key, x in tree.items()}
-    return change(tree)
-
-
 def unwrapped(tree: Any) -> Any:
     """The same with the inner tensors, and the CPU for a GPU."""
 
@@ -185,7 +165,7 @@ def unwrapped(tree: Any) -> Any:
             return x.inner
         return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
 
-    return mapped(inner, tree)
+    return tree_map(inner, tree)
 
 
 def poison(x: Tensor, whole_numbers: bool = True) -> None:

@@ -13,8 +13,12 @@ from lce.weights.source import BESIDE, Source
 from tests.vocabularies import one_line, write_json
 
 
+def read(folder: Path) -> TokenizerConfig:
+    return TokenizerConfig.read(Source(folder).read, folder)
+
+
 def test_a_folder_without_files_sets_nothing(tmp_path: Path) -> None:
-    config = TokenizerConfig.read(Source(tmp_path).read, tmp_path)
+    config = read(tmp_path)
     assert (config.bos_token, config.eos_token, config.add_bos, config.chat_template) == (None, None, None, None)
     assert (config.special_names, config.added) == ((), {})
     assert config.space_before_all
@@ -23,7 +27,7 @@ def test_a_folder_without_files_sets_nothing(tmp_path: Path) -> None:
 def test_tokenizer_config_takes_precedence(tmp_path: Path) -> None:
     write_json(tmp_path, "special_tokens_map.json", {"bos_token": "<old>", "eos_token": {"content": "</s>"}})
     write_json(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": None, "legacy": False})
-    config = TokenizerConfig.read(Source(tmp_path).read, tmp_path)
+    config = read(tmp_path)
     assert (config.bos_token, config.eos_token, config.space_before_all) == ("<s>", "</s>", False)
     assert config.special_names == ("<s>", "</s>")
 
@@ -33,25 +37,20 @@ def test_added_tokens_of_both_places(tmp_path: Path) -> None:
     decoder = {"9": {"content": "<b>", "special": True}, "10": {"content": "<c>", "special": False}}
     own = {"added_tokens_decoder": decoder, "extra_special_tokens": {"x": "<x>"}}
     write_json(tmp_path, "tokenizer_config.json", own)
-    config = TokenizerConfig.read(Source(tmp_path).read, tmp_path)
+    config = read(tmp_path)
     assert config.added == {"<a>": 7, "<b>": 9, "<c>": 10}
     assert set(config.special_names) == {"<b>", "<x>"}
 
 
 def test_the_place_of_the_chat_template(tmp_path: Path) -> None:
-    write_json(tmp_path, "tokenizer_config.json", {"chat_template": "config"})
-    assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == "config"
-    write_json(tmp_path, "chat_template.json", {"chat_template": "json"})
-    assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == "json"
-    (tmp_path / "chat_template.jinja").write_text("jinja é", encoding="utf-8")
-    assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == "jinja é"
-
-
-def test_a_list_of_chat_templates(tmp_path: Path) -> None:
     listed = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    for value, chosen in ((listed, "D"), (listed[:1], None)):
+    for value, chosen in ((listed, "D"), (listed[:1], None), ("config", "config")):
         write_json(tmp_path, "tokenizer_config.json", {"chat_template": value})
-        assert TokenizerConfig.read(Source(tmp_path).read, tmp_path).chat_template == chosen
+        assert read(tmp_path).chat_template == chosen
+    write_json(tmp_path, "chat_template.json", {"chat_template": "json"})
+    assert read(tmp_path).chat_template == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja é", encoding="utf-8")
+    assert read(tmp_path).chat_template == "jinja é"
 
 
 WRONG_FILES: list[tuple[str, bytes]] = [

@@ -375,8 +375,3 @@ def test_random_damage_is_refused_or_read_as_others_read_it(tmp_path: Path, firs
     found = read_mutated(first, count, *folders)
     assert len(found) == 6
     assert min(found) > count / 20
-
-
-@pytest.mark.slow
-def test_a_published_file(smollm2: Path) -> None:
-    as_others_read(read_gguf(smollm2))

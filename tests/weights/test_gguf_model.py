@@ -23,6 +23,7 @@ from tests.checkpoints import save_by_transformers
 from tests.gguf_files import write_gguf
 from tests.gguf_models import divisors, save_gguf
 from tests.models import test_llama, test_ministral3, test_mistral, test_olmo2, test_qwen2, test_qwen3
+from tests.mutated_gguf import as_others_read
 from tests.parity import SIZES, rope, save_kind
 
 KINDS = {
@@ -283,6 +284,7 @@ def test_a_file_with_a_pattern_of_layers_of_its_own(tmp_path: Path) -> None:
 def test_smollm2_as_transformers_reads_it(smollm2: Path) -> None:
     """Every value of every tensor, and the config, but that transformers keeps float32's digits of the epsilon."""
     file = read_gguf(smollm2)
+    as_others_read(file)
     model = AutoModelForCausalLM.from_pretrained(file.path.parent, gguf_file=file.path.name)
     found, truth = config_of(file), model.config.to_dict()
     assert found.pop("rms_norm_eps") == 1e-5 == pytest.approx(truth["rms_norm_eps"])

@@ -144,14 +144,6 @@ def test_what_cannot_be_had(hub: Hub, tiny_model: Path, name: str, code: int, re
     assert_error(result, code, words)
 
 
-def test_a_download_that_breaks_off_goes_on(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    hub.add(NAME, tiny_model)
-    hub.broken = {"model.safetensors"}
-    assert same(NAME, tiny_model)
-    assert hub.fetched().count("model.safetensors") == 2
-
-
 def test_an_address_that_nobody_answers_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     words = r"and it cannot be downloaded from http://127.0.0.1:9: .*refused.*; try again"

@@ -139,13 +139,6 @@ def stored(path: Path, tensors: list[tuple[str, Tensor]], gap: int = 0) -> tuple
     return os.open(path, os.O_RDONLY), infos
 
 
-def bits(kind: str, pattern: int) -> Tensor:
-    """The number of this kind with these bits."""
-    width = DTYPES[kind].itemsize
-    raw = torch.frombuffer(bytearray(pattern.to_bytes(width, "little")), dtype=torch.uint8)
-    return raw.view(DTYPES[kind])
-
-
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "PIECE", 24)
@@ -185,7 +178,8 @@ def test_numbers_are_refused_where_they_are_not_finite_as_loaded(tmp_path: Path,
     width = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     edges = [int(x) + d for x in special.view(width).tolist() for d in (-1, 0, 1)]
     for pattern in sorted({(edge | s) % (2 * sign) for edge in edges for s in (0, sign)}):
-        number = bits(kind, pattern)
+        raw = bytearray(pattern.to_bytes(dtype.itemsize, "little"))
+        number = torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
         row = torch.ones(20, dtype=dtype)
         row[13] = number
         descriptor, (info,) = stored(tmp_path / "stored", [(kind, row)])
