@@ -3,7 +3,7 @@
 import functools
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,13 @@ def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return save_tokenizer(folder)
 
 
-def save_by_transformers(folder: Path, config: Any, seed: int = 0, generation: Mapping[str, Any] | None = None) -> Any:
+def save_by_transformers(folder: Path, config: Any, seed: int = 0) -> Any:
     """Saves and returns the model that transformers makes of `config`; all weights are random, biases too."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     randomise(model, seed)
-    for key, value in (generation or {}).items():
-        setattr(model.generation_config, key, value)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model

@@ -113,15 +113,6 @@ def assert_every_weight_matters(folder: Path, kind: Kind, pattern: str, n: int) 
         before = after
 
 
-def generated(model: Any, prompt: list[int], n: int, ends: list[int]) -> list[int]:
-    """What transformers' own loop writes."""
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": n, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
 class FamilyTests:
     """The tests of a family: a class that derives from this one names `kinds`, and those whose text is compared.
 
@@ -173,7 +164,9 @@ class FamilyTests:
     def test_greedy_tokens_as_transformers_generates(self, writer: str, tmp_path: Path) -> None:
         model = save_by_transformers(tmp_path, self.kinds[writer].build(), seed=3)
         prompt = list(range(5, 85))
-        theirs = generated(model, prompt, 60, [1])
+        options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": [1], "pad_token_id": 0}
+        ids = torch.tensor([prompt])
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
         ours = lce.load(tmp_path, block=32).generate(prompt, max_tokens=60)
         assert ours.token_ids == [token for token in theirs if token != 1]
         assert len(set(theirs)) > 10

@@ -119,17 +119,9 @@ def operations(given: Planning) -> Operations:
 
 def _block(config: ModelConfig, start: int, stop: int) -> QueryBlock:
     """Return the queries of tokens `start..stop-1` in layer 0."""
-    acting = config.acting_layers
-    return QueryBlock(
-        start,
-        stop,
-        config.n_heads,
-        config.n_kv_heads,
-        config.head_dim,
-        n_layers=len(acting),
-        sliding_window=config.sliding_window,
-        first_layer=min(acting, default=0),
-    )
+    acting, heads = config.acting_layers, (config.n_heads, config.n_kv_heads, config.head_dim)
+    layers = {"n_layers": len(acting), "first_layer": min(acting, default=0)}
+    return QueryBlock(start, stop, *heads, sliding_window=config.sliding_window, **layers)
 
 
 def _count(made: Planned, blocks: Sequence[tuple[int, int]]) -> OperationCount:

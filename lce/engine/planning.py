@@ -14,7 +14,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -158,12 +158,13 @@ class Planner:
 
     def refusal(self, n_tokens: int) -> str | None:
         """Return why `n_tokens` tokens do not fit, the longest length that fits, and a remedy; None if they fit."""
-        lacking = [(tier, need) for tier, need in self.needs(n_tokens).items() if not need.fits]
+        lacking = {tier: need for tier, need in self.needs(n_tokens).items() if not need.fits}
         return self._reason(n_tokens, lacking) if lacking else None
 
-    def _reason(self, n_tokens: int, lacking: Sequence[tuple[str, Need]]) -> str:
-        devices = [(tier, need) for tier, need in lacking if tier not in (HOST, DISK)]
-        tier, need = max(devices, key=lambda each: each[1].keys_and_values) if devices else lacking[0]
+    def _reason(self, n_tokens: int, lacking: Mapping[str, Need]) -> str:
+        devices = [tier for tier in lacking if tier not in (HOST, DISK)]
+        tier = max(devices, key=lambda each: lacking[each].keys_and_values) if devices else next(iter(lacking))
+        need = lacking[tier]
         part = next((part for part in self.layout.by_device if part.device_tier == tier), None)
         longest, text = self.longest(), f"{n_tokens:,} token{'s' if n_tokens > 1 else ''}"
         most = f"the longest that fits is {longest:,} tokens; ask for fewer, or" if longest else "no text fits;"
@@ -273,15 +274,13 @@ class Allowance:
 
     def promised(self, cache: KVCache) -> int:
         """Return the number of tokens that were promised to a cache; 0 without a promise."""
-        held = self._promises.get(cache)
-        return 0 if held is None else held[1]
+        return self._promises[cache][1] if cache in self._promises else 0
 
     def give_back(self, cache: KVCache, n_tokens: int) -> None:
         """Reduce the memory promised to a cache to that of `n_tokens` tokens."""
         with self._lock:
-            held = self._promises.get(cache)
-            if held is not None and n_tokens < held[1]:
-                self._promises[cache] = held[0], n_tokens
+            if n_tokens < self.promised(cache):
+                self._promises[cache] = self._promises[cache][0], n_tokens
 
     def _unused(self, own: KVCache | None) -> Counter[str]:
         """Return the bytes that are promised to caches other than `own` and not used yet, by memory or disk."""

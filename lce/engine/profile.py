@@ -34,10 +34,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    with (
-        one_by_one(),
-        profiling(engine.setup.model.config.n_kv_heads, engine.method.access.chunk_size, wait) as profile,
-    ):
+    with one_by_one(), profiling(engine.setup.config.n_kv_heads, engine.method.access.chunk_size, wait) as profile:
         yield profile
 
 

@@ -342,8 +342,3 @@ def test_many_threads_ask_at_once(engine: lce.Engine) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(32), timeout=60))
     assert sum(context is not None for context in found) == 3
-
-
-def test_maps_are_not_needed_to_plan(tiny_model: Path) -> None:
-    knobs = {"select": "lowdim", "select.low_dim": 16, "budget.top_p": 0.5}
-    assert lce.plan(tiny_model, lce.methods.make("pages", knobs), tokens=700).fits
