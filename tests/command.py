@@ -79,6 +79,13 @@ def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
     return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
 
 
+def ran(*args: str | Path, stdin: bytes | str | None = None) -> Result:
+    """Run a command that must succeed."""
+    result = run(*args, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
 def start(code: str, *args: str | Path, **options: Any) -> Process:
     """Start Python with this code in a new process."""
     return Process([sys.executable, "-c", code, *args], **options)

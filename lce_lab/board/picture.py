@@ -42,8 +42,7 @@ def draw(boards: Sequence[Board]) -> bytes | None:
 
 def _points(board: Board) -> list[Point]:
     known = [(each, each.quality.get(board.length), each.read_bytes) for each in board.standings]
-    points = [(each, read / 2**20, span[0]) for each, span, read in known if span and read]
-    return sorted(points, key=lambda point: -point[2])
+    return sorted(((each, read / 2**20, span[0]) for each, span, read in known if span and read), key=lambda x: -x[2])
 
 
 def _draw(axes: Axes, board: Board, points: Sequence[Point], height: float) -> None:

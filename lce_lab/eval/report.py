@@ -133,11 +133,7 @@ def reach(holds: Mapping[int, bool]) -> int:
 
 
 def paired(tables: Sequence[Table], method: str, other: str, length: int) -> tuple[float, float, float] | None:
-    """Return the mean over tasks of a method's score minus another's on the same prompts, with its 95% interval.
-
-    The interval is that of `lce_lab.eval.scores`, of differences scaled to 0 to 1; without width if all differences
-    are 0. Return None if a task's answers have no prompt in common.
-    """
+    """Return the mean over tasks of a method's score minus another's on the same prompts, with its 95% interval."""
     scaled = []
     for table in tables:
         mine, others = (

@@ -96,8 +96,7 @@ def _intervals(texts: Sequence[Attended]) -> dict[str, tuple[float, float]]:
     for name in SHARES.values():
         means = [_mean(getattr(text, name)) for text in texts]
         documents = by_document((text, mean) for text, mean in enumerate(means) if mean is not None)
-        if len(documents) > 1:
-            intervals[name] = interval(documents)[1:]
+        intervals |= {name: interval(documents)[1:]} if len(documents) > 1 else {}
     return intervals
 
 

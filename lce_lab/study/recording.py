@@ -268,10 +268,7 @@ def token_texts(engine: Engine, ids: Sequence[int]) -> list[str]:
 
 
 def spans_of_marks(texts: Sequence[str], marks: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Find every occurrence of each mark in the tokens' joined texts. Return `(start, stop, mark)` for each, sorted.
-
-    The tokens start..stop-1 contain the mark. Raises `UsageError` for a mark that is not in the text.
-    """
+    """Return `(start, stop, mark)`, sorted, of the tokens that contain each occurrence of each mark in the texts."""
     whole, starts = "".join(texts), [0, *accumulate(map(len, texts))][:-1]
     found = []
     for mark in marks:

@@ -85,7 +85,7 @@ class Worker:
 
     def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
         """Return the lines of a shard for the record."""
-        asked = [self._asked(*each) for each in zip(batch["task"], batch["shard"], strict=True)]
+        asked = map(self._asked, batch["task"], batch["shard"])
         return {"lines": [b"".join(line_of(*line) for line in lines) for lines in asked]}
 
     def _asked(self, task: int, number: int) -> Lines:

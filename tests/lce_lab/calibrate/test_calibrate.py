@@ -23,7 +23,7 @@ from lce_lab.calibrate import Calibration, Recall, calibrate, learn, work_folder
 from lce_lab.eval.prose import sentences
 from lce_lab.eval.selection import measure_text
 from lce_lab.terminal.commands import recall_lines
-from tests.command import assert_error, run
+from tests.command import assert_error, ran, run
 
 Patch, Maps = pytest.MonkeyPatch, dict[str, bytes]
 TEXT = "the quick brown fox jumps over the lazy dog, and then over the moon. " * 120
@@ -136,7 +136,7 @@ def test_an_error_names_the_command_that_learns_the_right_maps(tiny_model: Path,
     command = re.search("`lce (calibrate .*?)`", str(caught.value))
     words = {"FILE": str(text), "maps.safetensors": str(out)}
     args = [words.get(word, word) for word in shlex.split(command[1])]
-    assert run(*args, "--tokens", "1024", "--epochs", "1", "--force").exit_code == 0
+    ran(*args, "--tokens", "1024", "--epochs", "1", "--force")
     lce.load(tiny_model, wanted, **loading)
 
 

@@ -18,7 +18,7 @@ import torch
 import lce
 from lce.errors import UsageError
 from tests.checkpoints import save_chat
-from tests.command import run, spawn
+from tests.command import ran, run, spawn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the harness and of what it imports
@@ -121,7 +121,7 @@ def test_the_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: seen.append(list(sys.argv)))
     before = list(sys.argv)
     for arguments in (["run", "--help"], ["--model", "lce", "--tasks", "a,b"]):
-        assert run("eval", "harness", *arguments).exit_code == 0
+        ran("eval", "harness", *arguments)
         assert seen.pop() == ["lm_eval", *arguments]
     assert sys.argv == before
 

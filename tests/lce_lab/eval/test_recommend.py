@@ -11,7 +11,7 @@ from lce.methods.auto import CANDIDATES, Choice
 from lce_lab.eval import recommend as module
 from lce_lab.eval.recommend import FULL, Probe, Recommendation, recommend, told_apart
 from lce_lab.eval.scores import Score
-from tests.command import assert_error, run
+from tests.command import assert_error, ran, run
 
 SOME = CANDIDATES[:2]
 
@@ -72,8 +72,7 @@ def test_a_turn_that_does_not_fit_is_not_begun(tiny_model: Path, monkeypatch: py
     found = recommend(str(tiny_model), seconds=25.0, length=300, task="code", candidates=CANDIDATES, window=256)
     asked = sorted((CANDIDATES.index(each.choice), each.length) for each in found.probes)
     assert asked == [(0, 300), (1, 300)]
-    assert list(found.left) == list(CANDIDATES[2:])
-    assert clock.now == 21.0
+    assert (list(found.left), clock.now) == (list(CANDIDATES[2:]), 21.0)
 
 
 def made(method: str, right: str, read_bytes: float) -> Probe:
@@ -100,11 +99,9 @@ def test_of_methods_that_are_alike_the_one_that_reads_least_is_chosen() -> None:
 
 def test_the_command(tiny_model: Path) -> None:
     asked = ("recommend", "--model", str(tiny_model), "--window", "256", "--seconds", "0", "--task", "code")
-    result = run(*asked)
-    assert result.exit_code == 0, result.stderr
+    result = ran(*asked)
     head, ceiling, first, *left, _, best = result.stdout.splitlines()
-    assert head.split()[:3] == ["method", "tokens", "right"]
-    assert ceiling.split()[0] == FULL.method
+    assert (head.split()[:3], ceiling.split()[0]) == (["method", "tokens", "right"], FULL.method)
     assert first.split()[:2] == [CANDIDATES[0].method, "288"]
     assert [line.split() for line in left] == [[each.method, "288", "not", "asked"] for each in CANDIDATES[1:]]
     assert best == f"only this was asked: --method {CANDIDATES[0].spelled}"

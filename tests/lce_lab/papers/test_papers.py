@@ -18,7 +18,7 @@ from lce_lab.papers import ENTRIES, Cell, Entry, Printed, Row, Setting, find
 from lce_lab.papers.entry import verdict
 from lce_lab.papers.measures import WITHIN, Answers, Choices, Perplexity, Published
 from tests.checkpoints import save_tiny
-from tests.command import run
+from tests.command import ran, run
 from tests.lce_lab.eval.published.layouts import write
 
 # One of each kind of measure; the others have the same with other rows, and dca:figure3 measures the machine.
@@ -57,8 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reproduced(id: str, model: Path, *options: object) -> dict[str, Any]:
-    result = run("reproduce", id, "--model", model, "--samples", "1", "--quiet", "--json", *options)
-    assert result.exit_code == 0, result.stderr
+    result = ran("reproduce", id, "--model", model, "--samples", "1", "--quiet", "--json", *options)
     return dict(json.loads(result.stdout))
 
 

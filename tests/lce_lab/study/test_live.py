@@ -59,8 +59,7 @@ def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatc
     assert live.cancel() == 1
     go_on.set()
     assert finished(live) == {"state": "cancelled", "id": 1}
-    assert live.start(ASKED) == 2
-    assert finished(live)["state"] == "done"
+    assert (live.start(ASKED), finished(live)["state"]) == (2, "done")
 
 
 REFUSED: dict[str, list[Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from lce_lab.bench import Bench, Ceilings, Report, Row, Spread, StepTimes, machine, measure
 from lce_lab.terminal.bench import report_lines
-from tests.command import assert_error, run
+from tests.command import assert_error, ran, run
 
 SHARES = 1e9, 0.351, 0.284, None
 LONG = Spread(1622.4, 1600, 1650.0), Spread(40.66, 40.0, 41), Spread(0.3158, 0.31, 0.32)
@@ -56,8 +56,7 @@ def test_a_report_as_markdown() -> None:
 def test_prints_markdown_and_writes_json(tiny_model: Path, tmp_path: Path) -> None:
     small = ("--lengths", "8,40", "--repeats", "1", "--new-tokens", "2", "--block", "16", "--profile")
     args = ("bench", "-m", tiny_model, "--method", "full,longheads", "-o", "longheads.chunk_size=8", *small)
-    result = run(*args, "--json", tmp_path / "bench.json")
-    assert result.exit_code == 0
+    result = ran(*args, "--json", tmp_path / "bench.json")
     assert result.stdout.startswith(machine())
     assert len(re.findall(r"^\| `(full|longheads)` \| (8|40) \| [0-9]", result.stdout, re.MULTILINE)) == 4
     assert len(re.findall(r"^\| `full` \| 8 \| (decode, 1 token|prefill, 16 tokens)", result.stdout, re.MULTILINE)) == 2

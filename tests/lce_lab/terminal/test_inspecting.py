@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lce
-from tests.command import assert_error, run, spawn
+from tests.command import assert_error, ran, run, spawn
 
 TEXT = "the old dogs " * 9
 LONGHEADS = ("--method", "longheads", "-o", "chunk_size=4", "-o", "chunks=4")
@@ -19,8 +19,7 @@ KNOBS = ("--method", "longheads,dca", "-o", "longheads.chunk_size=4", "-o", "lon
 def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path) -> None:
     page, recording = tmp_path / "page.html", tmp_path / "recording.json"
     args = ("inspect", "-m", tiny_model, *KNOBS, TEXT, "--mark", "old dogs", "-n", "2", "--spread", "3")
-    result = run(*args, "--out", page, "--json", recording)
-    assert result.exit_code == 0, result.stderr
+    result = ran(*args, "--out", page, "--json", recording)
     assert result.stdout == ""
     found = json.loads(recording.read_text())
     inside = page.read_text().partition('id="lce-recording">')[2].partition("</script>")[0]
@@ -32,7 +31,7 @@ def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path) -> None:
     assert lines[0].startswith("longheads(chunk_size=4, chunks=4): ")
     assert lines[-1].startswith(f"{page}: ")
     assert_error(run(*args, "--out", page), 2, "exists")
-    assert run(*args, "--out", page, "--force", "--quiet").exit_code == 0
+    ran(*args, "--out", page, "--force", "--quiet")
 
 
 def test_what_cannot_be_inspected(tiny_model: Path, tmp_path: Path) -> None:
@@ -69,8 +68,7 @@ def test_live_until_interrupted(tiny_model: Path) -> None:
         out, err = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 0
-    assert out == ""
+    assert (process.returncode, out) == (0, "")
     assert "--method, --out, --max-tokens: not used with --live" in err
     assert err.endswith("lce: ended\n")
     assert "Traceback" not in err
@@ -78,8 +76,7 @@ def test_live_until_interrupted(tiny_model: Path) -> None:
 
 def test_trace_as_lines_and_as_json(tiny_model: Path) -> None:
     args = ("trace", "-m", tiny_model, *LONGHEADS, TEXT)
-    result = run(*args, "--last", "2")
-    assert result.exit_code == 0, result.stderr
+    result = ran(*args, "--last", "2")
     head, *rows = result.stdout.splitlines()
     assert head == "choice c: tokens 0 + 4 c and on; choice (rank, score)"
     assert len(rows) == 2 * 2 * 4, "tokens, layers, heads"
@@ -92,8 +89,8 @@ def test_trace_as_lines_and_as_json(tiny_model: Path) -> None:
     trace = engine.trace(engine.tokenizer.encode(TEXT))
     for row in found["rows"]:
         layer, head = row["layer"], row["head"]
-        assert row["choices"] == trace.chosen[layer][head, -1].tolist()
-        assert row["ranks"] == trace.ranks[layer][head, -1].tolist()
+        seen = [each[layer][head, -1].tolist() for each in (trace.chosen, trace.ranks)]
+        assert [row["choices"], row["ranks"]] == seen
         assert row["scores"] == pytest.approx(trace.scores[layer][head, -1].tolist(), rel=1e-2, abs=1e-2)
         assert len(row["mass"]) == len(row["distances"]) == 3
         assert 0 <= row["recall"] <= row["reachable"] <= 1
@@ -120,7 +117,6 @@ def test_hits_of_marked_text(tiny_model: Path) -> None:
 
 def test_a_picture(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "choices.png"
-    result = run("trace", "-m", tiny_model, *LONGHEADS, TEXT, "--plot", path, "--mark", "old dogs")
-    assert result.exit_code == 0, result.stderr
+    ran("trace", "-m", tiny_model, *LONGHEADS, TEXT, "--plot", path, "--mark", "old dogs")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert_error(run("trace", "-m", tmp_path / "no model", TEXT, "--plot", tmp_path / "x.gif"), 2, "unknown kind")

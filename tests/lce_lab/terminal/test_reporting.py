@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lce_lab.terminal.measuring import number
-from tests.command import assert_error, run
+from tests.command import assert_error, ran, run
 from tests.lce_lab.eval.test_report import QUEST, file, line
 from tests.lce_lab.eval.test_selection import engine, look
 
@@ -105,8 +105,7 @@ def test_eval_report_of_perplexities(tiny_model: Path, tmp_path: Path) -> None:
     methods = ("--method", "full,longheads", "--record", record, "--json")
     measured = run("eval", "perplexity", "--model", tiny_model, *args, *methods)
     values = [each["perplexity"] for each in json.loads(measured.stdout)]
-    result = run("eval", "report", answers, record, "--plots", tmp_path / "plots")
-    assert result.exit_code == 0, result.stderr
+    result = ran("eval", "report", answers, record, "--plots", tmp_path / "plots")
     tables = result.stdout.split("## ")
     assert [table.partition(":")[0] for table in tables[1:]] == ["made", "perplexity, the last 16 tokens of windows"]
     shown = [cell.split(" ")[0] for row in tables[2].splitlines()[4:6] for cell in row.split(" | ")[1:]]
@@ -120,8 +119,7 @@ def test_eval_report_of_perplexities(tiny_model: Path, tmp_path: Path) -> None:
 def test_eval_report_of_selections(tmp_path: Path) -> None:
     lines = [look(i, n / 10, length=512 * n, engine=engine(n), read_bytes=n << 20) for i in (0, 1) for n in (4, 8)]
     record, answers = file(tmp_path / "looks.jsonl", *lines), file(tmp_path / "answers.jsonl", line(0))
-    result = run("eval", "report", answers, record)
-    assert result.exit_code == 0, result.stderr
+    result = ran("eval", "report", answers, record)
     assert result.stdout.partition("\n## selection, made: tiny abcdef01\n")[2] == (
         "\n"
         "| method | length | tokens | reads | of full | recall "

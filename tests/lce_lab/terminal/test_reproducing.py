@@ -4,19 +4,17 @@ import json
 from pathlib import Path
 
 from lce_lab.papers import ENTRIES
-from tests.command import assert_error, run
+from tests.command import assert_error, ran, run
 
 
 def test_without_an_id_all_are_listed() -> None:
-    listed = run("reproduce")
-    assert listed.exit_code == 0
+    listed = ran("reproduce")
     assert all(f"  {id} " in listed.stdout for id in ENTRIES)
     assert [entry["id"] for entry in json.loads(run("reproduce", "--json").stdout)] == list(ENTRIES)
 
 
 def test_an_entry_as_a_table(tiny_model: Path) -> None:
-    result = run("reproduce", "dca:table1", "--model", tiny_model, "--lengths", "64,128", "--samples", "2", "--quiet")
-    assert result.exit_code == 0, result.stderr
+    result = ran("reproduce", "dca:table1", "--model", tiny_model, "--lengths", "64,128", "--samples", "2", "--quiet")
     head, _, rest = result.stdout.partition("| row | measured |")
     table, _, verdicts = f"| row | measured |{rest}".partition(
         "\n\nBeside RoPE, is the difference that of the paper?\n\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lce_lab.eval.tasks import TASKS
-from tests.command import assert_error, output, run
+from tests.command import assert_error, output, ran, run
 from tests.lce_lab.eval.published.layouts import write
 
 RUN = ("eval", "run", "--model", "demo", "--window", "256", "--samples", "2", "--quiet")
@@ -15,8 +15,7 @@ RUN = ("eval", "run", "--model", "demo", "--window", "256", "--samples", "2", "-
 
 def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> None:
     args = (*RUN, "--task", "passkey,common_words", "--method", "full,longheads", "--lengths", "300", "-t", "common=2")
-    result = run(*args, "--record", tmp_path / "record")
-    assert result.exit_code == 0, result.stderr
+    result = ran(*args, "--record", tmp_path / "record")
     assert result.stderr.count("lce: note: 300 tokens are more than the 256 that the method full") == 1
     head, *rows = result.stdout.splitlines()
     assert head.split()[:4] == ["task", "method", "length", "samples"]
@@ -73,8 +72,7 @@ def test_a_run_names_the_time_left_over_all_cells(tmp_path: Path, monkeypatch: p
 def test_two_shards_make_the_report_of_one_run(tmp_path: Path) -> None:
     args = (*RUN, "--task", "several_keys", "--lengths", "250", "--mode", "shared", "--questions", "2", "--no-ceiling")
     for shard, name in (("0/1", "whole"), ("0/2", "first"), ("1/2", "second")):
-        result = run(*args, "--shard", shard, "--record", tmp_path / name, "--contexts", tmp_path / f"{name} contexts")
-        assert result.exit_code == 0, result.stderr
+        ran(*args, "--shard", shard, "--record", tmp_path / name, "--contexts", tmp_path / f"{name} contexts")
     one, two = run("eval", "report", tmp_path / "whole"), run("eval", "report", tmp_path / "second", tmp_path / "first")
     assert one.stdout == two.stdout
     assert one.stdout.startswith("## several_keys, mode shared: demo ")
@@ -129,8 +127,7 @@ def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, 
     args = ["eval", "published", "longbench", "--data", data, "--model", tiny_model, "--method", "full,streaming"]
     args += ["--max-length", "100"]
     record, kept = tmp_path / "answers.jsonl", tmp_path / "pred"
-    whole = run(*args, "--json", "--record", record, "--predictions", kept)
-    assert whole.exit_code == 0, whole.stderr
+    whole = ran(*args, "--json", "--record", record, "--predictions", kept)
     found = json.loads(whole.stdout)
     tasks = {"passage_retrieval_zh": 1, "lcc": 3}
     cells = [(method, *task) for task in tasks.items() for method in ("full", "streaming")]
@@ -144,7 +141,7 @@ def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, 
 
     halves = [tmp_path / f"half{i}.jsonl" for i in (0, 1)]
     for i, half in enumerate(halves):
-        assert run(*args, "--record", half, "--shard", f"{i}/2").exit_code == 0
+        ran(*args, "--record", half, "--shard", f"{i}/2")
     merged = b"".join(half.read_bytes() for half in halves)
     assert sorted(merged.splitlines()) == sorted(before.splitlines())
 
@@ -166,7 +163,7 @@ def test_scores_of_published_predictions(tmp_path: Path) -> None:
     other = tmp_path / "mine.jsonl"
     other.write_bytes(path.read_bytes())
     assert_error(run("eval", "score", other, "--suite", "longbench"), 2, "tells no task of longbench; give --task")
-    assert run("eval", "score", other, "--suite", "longbench", "--task", "qasper").exit_code == 0
+    ran("eval", "score", other, "--suite", "longbench", "--task", "qasper")
     assert_error(run("eval", "score", path, "--suite", "longbench", "--metric", "start"), 2, "did you mean 'starts'")
     assert_error(run("eval", "score", tmp_path / "no.jsonl", "--suite", "ruler", "--task", "vt"), 3, "no.jsonl")
     assert_error(run("eval", "score", tmp_path / "none.jsonl", "--suite", "ruler"), 3, "none.jsonl")
