@@ -92,7 +92,7 @@ class Selection:
 
 def _intervals(texts: Sequence[Attended]) -> dict[str, tuple[float, float]]:
     """Return the ends of the 95% intervals of means over texts, by field, for fields that two texts or more have."""
-    intervals = {}
+    intervals: dict[str, tuple[float, float]] = {}
     for name in SHARES.values():
         means = [_mean(getattr(text, name)) for text in texts]
         documents = by_document((text, mean) for text, mean in enumerate(means) if mean is not None)

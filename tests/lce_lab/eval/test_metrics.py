@@ -1,6 +1,7 @@
 """Metrics on vectors worked out by hand, and the error where a library of theirs is not installed."""
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -16,97 +17,76 @@ def check(metric: str, prediction: str, references: tuple[str, ...], score: floa
     assert METRICS[metric](prediction, references) == pytest.approx(score)
 
 
+CASES: list[tuple[str, list[Any]]] = [
+    ("starts", [(" 12345. The", ("12345",), 1), ("the 12345", ("12345",), 0), ("b", ("a", "b"), 1)]),
+    ("recall", [("11, 22. 33", ("11", "22", "33"), 2 / 3), ("", ("1",), 0)]),
+    ("similarity", [(" red cat. More", ("red cat",), 1)]),
+    ("similarity", [("abcd", ("bcde",), 0.75)]),  # 2 · 3 characters in common of 8
+    ("longbench.trivia_f1", [("\nParis\nQuestion: next", ("Paris",), 1)]),  # the first line that says something
+    ("longbench.count", [("3 or 4, I say 3", ("3",), 2 / 3), ("none", ("3",), 0)]),
+    ("longbench.retrieval", [("Paragraph 13 and 3", ("Paragraph 3",), 1 / 2), ("段落7", ("段落7",), 1)]),
+    ("longbench.classification", [("A City, or a Person", ("City", "", "City", "Person", "Food"), 1 / 2)]),
+    ("longbench.classification", [("City\nPerson", ("City", "", "City", "Person"), 1)]),
+    ("longbench.classification", [("animal dog", ("animal dog", "", "animal", "food", "animal dog"), 1)]),
+    ("longbench.classification", [("a b c", ("a b c", "", "a", "b", "a b c"), 1 / 2)]),  # b moves up and stays
+    ("longbench.classification", [("Food", ("City", "", "City", "Person"), 0)]),
+    ("longbench.code_similarity", [("\n# a comment\n`x`\nreturn x", ("return x",), 1)]),
+    ("longbench.code_similarity", [("abcd", ("bcde",), 0.75)]),  # 2 · 3 of 8 characters
+    ("longbench.code_similarity", [("ab", ("b" * 7,), 0.22)]),  # 2/9 in whole percent
+    ("longbench.code_similarity", [("// all\n# comments", ("x",), 0), ("// all", ("",), 1)]),
+    ("longbench.stated_letter", [("**The correct answer is (B)**", ("B",), 1)]),
+    ("longbench.stated_letter", [("The correct answer is C, not (B)", ("B",), 0)]),
+    ("longbench.stated_letter", [("B", ("B",), 0)]),  # it must be stated
+    ("infinitebench.first_integer", [("The pass key is 71432. 5", ("71432",), 1), ("none", ("71432",), 0)]),
+    ("infinitebench.word", [('It is: "c14c-b8".', ("c14c-b8",), 1), ("c14c-b8x", ("c14c-b8",), 0)]),
+    ("infinitebench.speaker", [("It was Ace.", ("ACE", "ACE ROTHSTEIN"), 1)]),
+    ("infinitebench.speaker", [("Rothstein", ("ACE", "ACE ROTHSTEIN"), 0)]),  # the first name alone counts
+    ("infinitebench.last_integer", [("So f(2) = `-7`.", ("-7",), 1), ("it is seven", ("7",), 0)]),
+    ("infinitebench.first_number", [("about 3.5 or 4", ("3.5",), 1), ("88", ("88",), 1), ("88.0", ("88",), 0)]),
+    ("infinitebench.running_values", [("[3, 1, 9, 4]", ("3", "1", "2", "4"), 1 / 2)]),  # up to the first that is wrong
+    ("infinitebench.running_values", [("-3", ("-3",), 0)]),  # signs are not read
+    ("infinitebench.running_values_after_first", [("8, 3, 1", ("3", "1"), 1)]),
+    ("infinitebench.option", [("B. Walking", OPTION, 1), ("Georgie", OPTION, 1)]),
+    ("infinitebench.option", [("I think the answer is: B", OPTION, 1), ("the answer is A or B", OPTION, 0)]),
+    ("infinitebench.option", [("perhaps D or B", OPTION, 0)]),  # the first letter that stands alone
+    ("infinitebench.option", [("", OPTION, 0)]),
+    ("infinitebench.buggy_function", [("C: cmd_gen", FUNCTION, 1), ("The correct option is: cmd_gen", FUNCTION, 1)]),
+    ("infinitebench.buggy_function", [("cmd_gen", FUNCTION, 0)]),
+    ("leval.exact", [("topic: The Role of  Art", ("the role ofart",), 1), ("12.0", ("12",), 1)]),
+    ("leval.exact", [("A", ("AB",), 1 / 4)]),
+    ("leval.letter", [("Both (B) and (A)", ("B. Paris",), 1), ("it is (B), not (A)", ("B",), 1), ("", ("A",), 0)]),
+    ("leval.letter", [("nothing", ("A",), 1)]),  # a guess
+    ("leval.letters", [("BA", ("AB",), 1), ("A. x  B) y", ("AB",), 1), ("A. x", ("ABD",), 1 / 4)]),
+    ("leval.letters", [("A, E", ("A",), 1)]),
+    ("leval.worked_number", [("So 7. The answer is $1,234.50", ("The answer is 1234",), 1)]),
+    ("leval.worked_number", [("first 5 then 18 apples\n\n99", ("18",), 1)]),
+    ("leval.program_output", [("The final output is: the final output of the code is [1, 2]", ("[1 2]",), 1)]),
+    ("leval.program_output", [("a b c d e 12 x y z", ("12",), 1)]),  # among the last words: its own and three
+    ("leval.program_output", [("12 a b c d", ("12",), 0)]),
+    ("leval.judgement", [("I hold this Untrue; False", ("true",), 1), ("perhaps", ("true",), 0)]),
+    ("ruler.match_all", [("abc\x01 12", ("ABC", "12", "34"), 2 / 3)]),
+    ("ruler.match_all", [("a\tb", ("a\nb",), 1)]),  # control characters become line breaks
+    ("ruler.match_part", [("it is Paris", ("london", "paris"), 1), ("", ("london",), 0)]),
+    ("needlebench.keywords", [("red and blue", ("red", "Blue"), 1 / 2)]),
+    ("needlebench.boxed", [("\\boxed{x}, no: \\boxed{Ann  \\text{Lee}}", ("Ann Lee",), 1)]),
+    ("needlebench.boxed", [("\\boxed{{Ann Lee}}", ("Ann Lee",), 1), ("Ann Lee", ("Ann Lee",), 0)]),
+    ("needlebench.boxed", [("\\boxed{Ann Lee", ("Ann Lee",), 0)]),
+    ("counting_stars.stars", [('{"little_penguin": [3, 5, 5]}', ("3", "5", "7", "9"), 1 / 2)]),
+    ("counting_stars.stars", [('```json\n{"小企鹅": [3]}\n```', ("3", "5"), 1 / 2)]),
+    ("counting_stars.stars", [('{"little_penguin": [1, 2, 3]}', ("3", "2"), 1 / 2)]),  # no more are read than there are
+    ("counting_stars.stars", [('{"other": [3]}', ("3",), 0)]),
+    # right alone, both, wrong alone, neither
+    ("counting_stars.corrected_stars", [('{"小企鹅": [1, 2, 12, 13]}', ("1/11", "2/12", "3/13", "4/14"), 7 / 16)]),
+    ("qa_f1", [("The cat sat", ("a cat",), 2 / 3)]),  # of cat, sat: precision 1/2, recall 1
+    ("qa_f1", [("cat", ("dog", "Cat!"), 1), ("", ("x",), 0)]),
+    ("qa_f1", [("the", ("the",), 0)]),  # nothing is left of an article
+    ("qa_f1_characters", [("北京。", ("北京市",), 0.8)]),  # precision 1, recall 2/3
+    ("qa_f1_characters", [("a b", ("AB",), 1)]),
+]
+
+
 @pytest.mark.parametrize(
-    ("metric", "prediction", "references", "score"),
-    [
-        ("starts", " 12345. The", ("12345",), 1),
-        ("starts", "the 12345", ("12345",), 0),
-        ("starts", "b", ("a", "b"), 1),
-        ("recall", "11, 22. 33", ("11", "22", "33"), 2 / 3),
-        ("recall", "", ("1",), 0),
-        ("similarity", " red cat. More", ("red cat",), 1),
-        ("similarity", "abcd", ("bcde",), 0.75),  # 2 · 3 characters in common of 8
-        ("longbench.trivia_f1", "\nParis\nQuestion: next", ("Paris",), 1),  # the first line that says something
-        ("longbench.count", "3 or 4, I say 3", ("3",), 2 / 3),
-        ("longbench.count", "none", ("3",), 0),
-        ("longbench.retrieval", "Paragraph 13 and 3", ("Paragraph 3",), 1 / 2),
-        ("longbench.retrieval", "段落7", ("段落7",), 1),
-        ("longbench.classification", "A City, or a Person", ("City", "", "City", "Person", "Food"), 1 / 2),
-        ("longbench.classification", "City\nPerson", ("City", "", "City", "Person"), 1),
-        ("longbench.classification", "animal dog", ("animal dog", "", "animal", "food", "animal dog"), 1),
-        ("longbench.classification", "a b c", ("a b c", "", "a", "b", "a b c"), 1 / 2),  # b moves up and stays
-        ("longbench.classification", "Food", ("City", "", "City", "Person"), 0),
-        ("longbench.code_similarity", "\n# a comment\n`x`\nreturn x", ("return x",), 1),
-        ("longbench.code_similarity", "abcd", ("bcde",), 0.75),  # 2 · 3 of 8 characters
-        ("longbench.code_similarity", "ab", ("b" * 7,), 0.22),  # 2/9 in whole percent
-        ("longbench.code_similarity", "// all\n# comments", ("x",), 0),
-        ("longbench.code_similarity", "// all", ("",), 1),
-        ("longbench.stated_letter", "**The correct answer is (B)**", ("B",), 1),
-        ("longbench.stated_letter", "The correct answer is C, not (B)", ("B",), 0),
-        ("longbench.stated_letter", "B", ("B",), 0),  # it must be stated
-        ("infinitebench.first_integer", "The pass key is 71432. 5", ("71432",), 1),
-        ("infinitebench.first_integer", "none", ("71432",), 0),
-        ("infinitebench.word", 'It is: "c14c-b8".', ("c14c-b8",), 1),
-        ("infinitebench.word", "c14c-b8x", ("c14c-b8",), 0),
-        ("infinitebench.speaker", "It was Ace.", ("ACE", "ACE ROTHSTEIN"), 1),
-        ("infinitebench.speaker", "Rothstein", ("ACE", "ACE ROTHSTEIN"), 0),  # the first name alone counts
-        ("infinitebench.last_integer", "So f(2) = `-7`.", ("-7",), 1),
-        ("infinitebench.last_integer", "it is seven", ("7",), 0),
-        ("infinitebench.first_number", "about 3.5 or 4", ("3.5",), 1),
-        ("infinitebench.first_number", "88", ("88",), 1),
-        ("infinitebench.first_number", "88.0", ("88",), 0),
-        ("infinitebench.running_values", "[3, 1, 9, 4]", ("3", "1", "2", "4"), 1 / 2),  # up to the first that is wrong
-        ("infinitebench.running_values", "-3", ("-3",), 0),  # signs are not read
-        ("infinitebench.running_values_after_first", "8, 3, 1", ("3", "1"), 1),
-        ("infinitebench.option", "B. Walking", OPTION, 1),
-        ("infinitebench.option", "Georgie", OPTION, 1),
-        ("infinitebench.option", "I think the answer is: B", OPTION, 1),
-        ("infinitebench.option", "the answer is A or B", OPTION, 0),
-        ("infinitebench.option", "perhaps D or B", OPTION, 0),  # the first letter that stands alone
-        ("infinitebench.option", "", OPTION, 0),
-        ("infinitebench.buggy_function", "C: cmd_gen", FUNCTION, 1),
-        ("infinitebench.buggy_function", "The correct option is: cmd_gen", FUNCTION, 1),
-        ("infinitebench.buggy_function", "cmd_gen", FUNCTION, 0),
-        ("leval.exact", "topic: The Role of  Art", ("the role ofart",), 1),
-        ("leval.exact", "12.0", ("12",), 1),
-        ("leval.exact", "A", ("AB",), 1 / 4),
-        ("leval.letter", "Both (B) and (A)", ("B. Paris",), 1),
-        ("leval.letter", "it is (B), not (A)", ("B",), 1),
-        ("leval.letter", "", ("A",), 0),
-        ("leval.letter", "nothing", ("A",), 1),  # a guess
-        ("leval.letters", "BA", ("AB",), 1),
-        ("leval.letters", "A. x  B) y", ("AB",), 1),
-        ("leval.letters", "A. x", ("ABD",), 1 / 4),
-        ("leval.letters", "A, E", ("A",), 1),
-        ("leval.worked_number", "So 7. The answer is $1,234.50", ("The answer is 1234",), 1),
-        ("leval.worked_number", "first 5 then 18 apples\n\n99", ("18",), 1),
-        ("leval.program_output", "The final output is: the final output of the code is [1, 2]", ("[1 2]",), 1),
-        ("leval.program_output", "a b c d e 12 x y z", ("12",), 1),  # among the last words: its own and three
-        ("leval.program_output", "12 a b c d", ("12",), 0),
-        ("leval.judgement", "I hold this Untrue; False", ("true",), 1),
-        ("leval.judgement", "perhaps", ("true",), 0),
-        ("ruler.match_all", "abc\x01 12", ("ABC", "12", "34"), 2 / 3),
-        ("ruler.match_all", "a\tb", ("a\nb",), 1),  # control characters become line breaks
-        ("ruler.match_part", "it is Paris", ("london", "paris"), 1),
-        ("ruler.match_part", "", ("london",), 0),
-        ("needlebench.keywords", "red and blue", ("red", "Blue"), 1 / 2),
-        ("needlebench.boxed", "\\boxed{x}, no: \\boxed{Ann  \\text{Lee}}", ("Ann Lee",), 1),
-        ("needlebench.boxed", "\\boxed{{Ann Lee}}", ("Ann Lee",), 1),
-        ("needlebench.boxed", "Ann Lee", ("Ann Lee",), 0),
-        ("needlebench.boxed", "\\boxed{Ann Lee", ("Ann Lee",), 0),
-        ("counting_stars.stars", '{"little_penguin": [3, 5, 5]}', ("3", "5", "7", "9"), 1 / 2),
-        ("counting_stars.stars", '```json\n{"小企鹅": [3]}\n```', ("3", "5"), 1 / 2),
-        ("counting_stars.stars", '{"little_penguin": [1, 2, 3]}', ("3", "2"), 1 / 2),  # no more are read than there are
-        ("counting_stars.stars", '{"other": [3]}', ("3",), 0),
-        # right alone, both, wrong alone, neither
-        ("counting_stars.corrected_stars", '{"小企鹅": [1, 2, 12, 13]}', ("1/11", "2/12", "3/13", "4/14"), 7 / 16),
-        ("qa_f1", "The cat sat", ("a cat",), 2 / 3),  # of cat, sat: precision 1/2, recall 1
-        ("qa_f1", "cat", ("dog", "Cat!"), 1),
-        ("qa_f1", "", ("x",), 0),
-        ("qa_f1", "the", ("the",), 0),  # nothing is left of an article
-        ("qa_f1_characters", "北京。", ("北京市",), 0.8),  # precision 1, recall 2/3
-        ("qa_f1_characters", "a b", ("AB",), 1),
-    ],
+    ("metric", "prediction", "references", "score"), [(metric, *case) for metric, cases in CASES for case in cases]
 )
 def test_scores(metric: str, prediction: str, references: tuple[str, ...], score: float) -> None:
     check(metric, prediction, references, score)
