@@ -243,13 +243,6 @@ def kinds() -> tuple[type[Tier], ...]:
     return tuple(sorted(found, key=lambda kind: kind.rank))
 
 
-def pages_of(x: Tensor, layout: CacheLayout) -> Tensor:
-    """Return m whole chunks of a buffer, `[G, m·L, D]`, as pages `[groups·m, P, L, D]`."""
-    heads = x.unflatten(1, (-1, layout.chunk_size)).unflatten(0, (-1, layout.page_heads))
-    pages: Tensor = heads.transpose(1, 2).flatten(0, 1)
-    return pages
-
-
 def slices(n: int, size: int) -> Iterator[slice]:
     """Cut `0..n-1` into slices of at most `size`; a `size` below 1 counts as 1."""
     for start in range(0, n, max(size, 1)):

@@ -30,7 +30,7 @@ from lce.cache.limits import Limits
 from lce.cache.movers import Numbers
 from lce.cache.pool import Device, Fetch, Pool
 from lce.cache.row_file import RowFile
-from lce.cache.tier import Nowhere, Pages, Tier, pages_of, slices
+from lce.cache.tier import Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError, LceError
 from lce.sizes import size_text
 
@@ -94,7 +94,9 @@ class TierStack:
             tokens = slice(some.start * layout.chunk_size, some.stop * layout.chunk_size)
             pages = Pages.grid(self.groups(layer), np.arange(first + some.start, first + some.stop))
             self.top.forget(pages)
-            parts = tuple(pages_of(x[:, tokens], layout) for x in (k, v))
+            heads = (x[:, tokens].unflatten(1, (-1, layout.chunk_size)) for x in (k, v))  # [G, m, L, D]
+            grouped = (x.unflatten(0, (-1, layout.page_heads)).transpose(1, 2) for x in heads)  # [groups, m, P, L, D]
+            parts = tuple(x.flatten(0, 1) for x in grouped)
             self.top.write_through(pages, *parts)
             self.top.write(pages, *parts)
             if layer in layout.sliding_layers:
