@@ -130,7 +130,11 @@ class Batch(Unique):
         answer when the stream has ended; it is the caller's, and is not kept for other requests. Options are those of
         `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError` if the queue is full.
         """
-        return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
+
+        def hold(request: Request, held: Context) -> None:
+            request.held = held
+
+        return self._ask(prompt, method, method_options, context, options, hold if keep_context else None)
 
     def read(
         self,
@@ -146,7 +150,7 @@ class Batch(Unique):
         """
 
         def give_fork(request: Request, held: Context) -> None:
-            request.hold(held.fork())
+            request.held = held.fork()
             self._prefixes.keep(request, held)
 
         return self._ask(prompt, method, method_options, context, None, give_fork)

@@ -100,10 +100,6 @@ class Request:
     report: Progress | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
-    def hold(self, context: Context) -> None:
-        """Keep the context for the caller: a possible `hand_over`."""
-        self.held = context
-
 
 class BatchStream(Stream):
     """The answer to a request of a batch: an iterator over its pieces, for `for` and for `async for`.

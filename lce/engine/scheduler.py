@@ -40,8 +40,6 @@ SLOWDOWN = 1.6  # A pass of decode and the slice of prefill after it take so man
 FORGET = 1.002  # With each pass, what counts as the shortest one grows by this factor.
 LEAST_SLICE_S, IDLE_SLICE_S = 0.001, 0.05
 
-Begun = Literal["begun", "busy", "no memory"]
-
 
 class Scheduler:
     """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order.
@@ -196,7 +194,7 @@ class Scheduler:
             with self._changed:
                 self._changed.wait(0.05)  # for a context that is being saved, or for memory
 
-    def _begin(self, request: Request) -> Begun:
+    def _begin(self, request: Request) -> Literal["begun", "busy", "no memory"]:
         """Find the context that a prompt continues, and reserve memory."""
         setup, options = request.setup, request.options
         context, is_busy = self.prefixes.beginning(request, self._running)
