@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from lce.engine.context import Context, Unique
-from lce.engine.kept_files import Entries, Entry, KeptFiles, common
+from lce.engine.kept_files import Entries, Entry, Ids, KeptFiles, common
 from lce.engine.requests import Request
 from lce.engine.setup import Setup
 from lce.models.rope import Rope
@@ -50,62 +50,53 @@ class PrefixCache(Unique):
 
         Time: 7 ms for each file of 100,000 tokens.
         """
-        self._scan(group_of(setup, setup.rope_of(1)))
-
-    def _scan(self, group: str) -> None:
         if self._files is not None:
             with self._lock:
-                self._files.scan(group)
+                self._files.scan(group_of(setup, setup.rope_of(1)))
 
     def beginning(self, request: Request, running: Sequence[Request]) -> tuple[Context | None, bool]:
         """Return the context with which a request's prompt begins, if any, and whether the best one is being saved.
 
-        A context of another request in `running` counts, too.
+        The context has no other tokens. It may be a fork of one in `running`. While the best one is being saved, ask
+        again when `changed` was notified.
         """
         setup, start = request.setup, request.start
         before = [] if start is None else start.token_ids
         request.n_before = len(before)
         if self.reuse and (start is None or not start.cache.fixed):
-            n_new = len(request.ids) + request.options.max_tokens
-            rope = setup.rope_of(n_new) if start is None else start.rope
-            if request.chat is not None:
-                request.ids = self._spelled(request, rope, before)
-                request.result.stats.prompt_tokens = len(request.ids)
-            others = [each.context for each in running if each.setup is setup and each.state == "decode"]
-            also = [each for each in others if each is not None and not each.cache.fixed]
-            context, is_busy = self.find(setup, rope, [*before, *request.ids], also, len(before))
+            rope = setup.rope_of(len(request.ids) + request.options.max_tokens) if start is None else start.rope
+            group = group_of(setup, rope)
+            with self._lock:
+                if self._files is not None:
+                    self._files.scan(group)
+                if request.chat is not None:
+                    request.ids = self._spelled(request, group, before)
+                    request.result.stats.prompt_tokens = len(request.ids)
+                wanted = np.asarray([*before, *request.ids], dtype=np.int32)
+                context, is_busy = self._longest(request, group, wanted, running)
             if context is not None or is_busy:
                 return context, is_busy
         return None if start is None else start.fork(), False
 
-    def find(
-        self, setup: Setup, rope: Rope, ids: Sequence[int], also: Sequence[Context] = (), known: int = 0
+    def _longest(
+        self, request: Request, group: str, wanted: Ids, running: Sequence[Request]
     ) -> tuple[Context | None, bool]:
-        """Return a context that holds the longest known prefix of `ids` and no other tokens; None if there is none.
-
-        Keys are rotated by `rope`. `also` are contexts in use, from which a fork may be made. The prefix has more than
-        `known` tokens. The second result is True if the best context is being saved just now: ask again when `changed`
-        was notified.
-        """
-        wanted, group = np.asarray(ids, dtype=np.int32), group_of(setup, rope)
-        in_use = [
-            (common(np.asarray(each.token_ids, np.int32), wanted), each)
-            for each in also
-            if group_of(setup, each.rope) == group
-        ]
-        n_used, used = max(in_use, key=lambda each: each[0], default=(0, None))
-        with self._lock:
-            self._scan(group)
-            while True:  # until no damaged file is found
-                entry, n = self._entries.best(group, wanted)
-                if used is not None and n_used > max(n, known) and _is_worth(n_used, len(used)):
-                    return _cut(used.fork(), n_used), False
-                if entry is None or n <= known or not (n == len(entry.ids) or _is_worth(n, len(entry.ids))):
-                    return None, False
-                if entry.busy:
-                    return None, True
-                if (context := self._taken(setup, entry, n)) is not None:
-                    return _cut(context, n), False
+        """Return a context that holds the longest known prefix of `wanted`, and whether it is being saved just now."""
+        setup, known, n_used, used = request.setup, request.n_before, 0, None
+        for each in (each.context for each in running if each.setup is setup and each.state == "decode"):
+            if each is not None and not each.cache.fixed and group_of(setup, each.rope) == group:
+                n = common(np.asarray(each.token_ids, np.int32), wanted)
+                n_used, used = (n, each) if n > n_used else (n_used, used)
+        while True:  # until no damaged file is found
+            entry, n = self._entries.best(group, wanted)
+            if used is not None and n_used > max(n, known) and _is_worth(n_used, len(used)):
+                return _cut(used.fork(), n_used), False
+            if entry is None or n <= known or not (n == len(entry.ids) or _is_worth(n, len(entry.ids))):
+                return None, False
+            if entry.busy:
+                return None, True
+            if (context := self._taken(setup, entry, n)) is not None:
+                return _cut(context, n), False
 
     def _taken(self, setup: Setup, entry: Entry, n_tokens: int) -> Context | None:
         """Return an entry's context, or a fork if it has more than `n_tokens`; None if its file cannot be used."""
@@ -200,17 +191,14 @@ class PrefixCache(Unique):
         with self.changed:
             self.changed.notify_all()
 
-    def _spelled(self, request: Request, rope: Rope, before: Sequence[int]) -> list[int]:
+    def _spelled(self, request: Request, group: str, before: Sequence[int]) -> list[int]:
         """Return a chat's ids. If a kept context has the beginning of the chat's text, its tokens begin the ids.
 
         The text continues the tokens `before`. A model may have written an answer in other tokens than its text has:
         then the context's tokens are read on, as in a `Conversation`.
         """
         chat, ids, tokenizer = request.chat, request.ids, request.setup.tokenizer
-        group, wanted = group_of(request.setup, rope), np.asarray([*before, *ids], dtype=np.int32)
-        with self._lock:
-            self._scan(group)
-            entry, n = self._entries.best(group, wanted)
+        entry, n = self._entries.best(group, np.asarray([*before, *ids], dtype=np.int32))
         if chat is None or entry is None or n == len(entry.ids) or n <= len(before):
             return ids
         n, own = n - len(before), entry.ids[len(before) :].tolist()
