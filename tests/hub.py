@@ -59,7 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
             name, what, revision = re.split("/(revision|tree)/", path.removeprefix("/api/models/"))
             if not self.refuses(name, revision):
                 sizes = {k: len(v) for k, v in self.hub.models[name].items()} | self.hub.sizes.get(name, {})
-                files = [{"rfilename": k, "size": n} for k, n in sizes.items()]
+                sizes = {k: len(v) for k, v in self.hub.models[name].items()} | self.hub.sizes.get(name, {})
+                files = [{"rfilename": file, "size": size} for file, size in sizes.items()]
                 listed: Any = {"id": name, "sha": self.hub.commit(name), "siblings": files}
                 if what == "tree":
                     listed = [{"type": "file", "path": k, "size": n, "oid": "0" * 40} for k, n in sizes.items()]

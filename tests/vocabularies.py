@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lce.errors import LceError
 from tests.checkpoints import byte_level
@@ -50,6 +50,12 @@ def cut_by(regex: str) -> pre_tokenizers.PreTokenizer:
     """A byte-level pre-tokenizer that cuts words by a regular expression."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(regex), "isolated"), byte_level])
+
+
+def train(library: tokenizers.Tokenizer, texts: list[str], size: int, special: list[str]) -> None:
+    """Make a byte-level vocabulary of `size` tokens, the special ones first."""
+    options = {"show_progress": False, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    library.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=special, **options))
 
 
 def byte_level_library() -> tokenizers.Tokenizer:
@@ -96,22 +102,13 @@ def unigram_library() -> tokenizers.Tokenizer:
     return library
 
 
-def sentencepiece_model() -> bytes:
-    """A sentencepiece BPE of 400 tokens with byte fallback, as the bytes of its file."""
+def sentencepiece_model(vocab_size: int = 400, **changes: object) -> bytes:
+    """A sentencepiece BPE with byte fallback, as the bytes of its file."""
+    own = changes or {"allow_whitespace_only_pieces": True, "split_digits": True}
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+    options = {"model_type": "bpe", "vocab_size": vocab_size, "num_threads": 1, "minloglevel": 2, **plain, **own}
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(PROSE),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=400,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        split_digits=True,
-        num_threads=1,
-        minloglevel=2,
-    )
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(PROSE), model_writer=model, **options)
     return model.getvalue()
 
 

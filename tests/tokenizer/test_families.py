@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 import lce
 from lce.weights.source import Source
 from tests.checkpoints import save_tiny
-from tests.vocabularies import PROSE, QWEN2, TEKKEN, TEXTS, cut_by, write_json
+from tests.vocabularies import PROSE, QWEN2, TEKKEN, TEXTS, cut_by, train, write_json
 
 SPELLED = [
     *(*TEXTS, "  two  spaces,\n\n\ttabs  \n and é"),
@@ -97,13 +97,7 @@ def library_of(kind: str) -> tokenizers.Tokenizer:
         library.normalizer = normalizers.NFC()
     library.pre_tokenizer = cut_by(QWEN2 if qwen else TEKKEN)
     library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        special_tokens=[] if qwen else SPECIAL[kind],  # at the end of Qwen's vocabulary, at the start of tekken's
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    library.train_from_iterator(PROSE, trainer)
+    train(library, PROSE, 400, [] if qwen else SPECIAL[kind])  # Qwen's are at the end of the vocabulary
     library.add_special_tokens(SPECIAL[kind])
     if qwen:
         library.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -120,16 +114,9 @@ def config_of(kind: str) -> dict[str, Any]:
     library = library_of(kind)
     tokens = library.get_added_tokens_decoder().items()
     added = {str(i): {"content": x.content, "normalized": False, "special": x.special} for i, x in tokens}
-    return {
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "added_tokens_decoder": added,
-        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": None,
-    }
+    names = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None}
+    names |= {"add_bos_token": False, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    return names | {"add_prefix_space": False, "added_tokens_decoder": added}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ The metadata are written as llama.cpp's conversion writes them. The byte-level v
 ids show every place where a text is cut.
 """
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, trainers
+from tokenizers import decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
 from lce.errors import ModelError
@@ -22,7 +21,19 @@ from lce.tokenizer.gguf import MOST_ADDED, MOST_ADDED_TOKEN, MOST_CHARS, MOST_TE
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.gguf_file import read_gguf
 from lce.weights.source import Source
-from tests.vocabularies import LLAMA2, LLAMA3, O200K, PROSE, QWEN2, QWEN35, TEKKEN, cut_by, one_line
+from tests.vocabularies import (
+    LLAMA2,
+    LLAMA3,
+    O200K,
+    PROSE,
+    QWEN2,
+    QWEN35,
+    TEKKEN,
+    cut_by,
+    one_line,
+    sentencepiece_model,
+    train,
+)
 
 WHERE = Path("model.gguf")
 SPECIAL, USED = ["<|begin|>", "<|im_end|>"], ["<think>", "  \n  "]
@@ -62,8 +73,7 @@ def library() -> tokenizers.Tokenizer:
     made.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     texts = [*PROSE[:4], *TEXTS]
     parts = [text[i : i + 9] for text in texts for i in range(0, len(text), 3)]
-    options = {"vocab_size": 1500, "show_progress": False, "initial_alphabet": ByteLevel.alphabet()}
-    made.train_from_iterator(parts, trainers.BpeTrainer(special_tokens=SPECIAL, **options))
+    train(made, parts, 1500, SPECIAL)
     made.add_tokens(USED)
     made.decoder = decoders.ByteLevel()
     return made
@@ -186,21 +196,9 @@ RUNS = (*("\n" * n for n in range(1, 12)), *("▁" * n for n in range(2, 12)), "
 @pytest.fixture(scope="module")
 def gemma() -> sentencepiece.SentencePieceProcessor:
     """A vocabulary of Gemma's kind: no space before a text, and runs of spaces and newlines as user-defined tokens."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(PROSE),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=460,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        user_defined_symbols=["<start_of_turn>", "<end_of_turn>", *RUNS],
-        num_threads=1,
-        minloglevel=2,
-    )
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    found = ["<start_of_turn>", "<end_of_turn>", *RUNS]
+    raw = sentencepiece_model(460, add_dummy_prefix=False, user_defined_symbols=found)
+    return sentencepiece.SentencePieceProcessor(model_proto=raw)
 
 
 def scored(model: sentencepiece.SentencePieceProcessor, runs: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
