@@ -89,8 +89,7 @@ def test_a_record_is_resumed(
     stops = False
     expected = run(None)
     assert run(Record(path)) == expected
-    n_lines = len(path.read_text().splitlines())
-    assert n_lines == 5 + 4
+    assert len(path.read_text().splitlines()) == 5 + 4
     monkeypatch.setattr(engine, "score", None)  # nothing is read again
     assert run(Record(path)) == expected
     other = [*IDS[:-1], 5]
@@ -107,8 +106,8 @@ def test_a_record_tells_what_a_loss_depends_on(tiny_model: Path, tmp_path: Path)
         windows(rounded, [IDS], length=300, record=record, about={"checkpoint": "tiny"})
     plain, other = (json.loads(line) for line in record.path.read_text().splitlines())
     assert (plain.get("kv_dtype"), other["kv_dtype"]) == (None, "int8")
-    assert (plain["method"], plain["knobs"], plain["window"], plain["checkpoint"]) == ("full", {}, 64, "tiny")
-    assert plain["version"] == lce.__version__
+    told = [plain[name] for name in ("method", "knobs", "window", "checkpoint", "version")]
+    assert told == ["full", {}, 64, "tiny", lce.__version__]
 
 
 def test_windows_are_spread_evenly() -> None:
@@ -165,10 +164,8 @@ def test_tables_have_the_figures_that_were_measured(engines: list[lce.Engine], t
     last, whole, by_position = found.values()
     assert list(found) == ["the last 40 tokens of windows", "all tokens of windows", "by position in a stream"]
     for table, setting in ((last, "last"), (whole, "all"), (by_position, "stream")):
-        assert table.methods == ["full", "longheads"]
-        assert table.windows == (64,)
+        assert (table.methods, table.windows, table.notes) == (["full", "longheads"], (64,), [])
         assert table.model.startswith("tiny ")
-        assert not table.notes
         values = [table.cells[method, column].perplexity for method in table.methods for column in table.columns]
         assert values == pytest.approx(expected[setting])
     assert by_position.columns == [Column(0, 32), Column(32, 64), Column(64, 128)]

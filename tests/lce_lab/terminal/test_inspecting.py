@@ -76,15 +76,13 @@ def test_live_until_interrupted(tiny_model: Path) -> None:
 
 def test_trace_as_lines_and_as_json(tiny_model: Path) -> None:
     args = ("trace", "-m", tiny_model, *LONGHEADS, TEXT)
-    result = ran(*args, "--last", "2")
-    head, *rows = result.stdout.splitlines()
+    head, *rows = ran(*args, "--last", "2").stdout.splitlines()
     assert head == "choice c: tokens 0 + 4 c and on; choice (rank, score)"
     assert len(rows) == 2 * 2 * 4, "tokens, layers, heads"
     assert re.fullmatch(r"token \d+, layer 0, head 0: 0 \(\d+, \S+\), \d+ \(\d+, \S+\), \d+ \(\d+, \S+\)", rows[0])
     found = json.loads(run(*args, "--json").stdout)
     assert (found["chunk_size"], len(found["rows"]), found["hits"]) == (4, 8, [])
-    nothing = run("trace", "-m", tiny_model, "the old dogs")
-    assert nothing.stdout.splitlines()[-1].endswith("layer 1, head 3: no choice")
+    assert run("trace", "-m", tiny_model, "the old dogs").stdout.splitlines()[-1].endswith("layer 1, head 3: no choice")
     engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=4, chunks=4))
     trace = engine.trace(engine.tokenizer.encode(TEXT))
     for row in found["rows"]:

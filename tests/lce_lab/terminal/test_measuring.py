@@ -20,8 +20,7 @@ def asked(tiny_model: Path) -> tuple[str, ...]:
 
 
 def test_selection_as_a_table_and_as_json(asked: tuple[str, ...]) -> None:
-    result = ran("eval", "selection", *asked, "--by-layer", "--quiet")
-    head, longheads, *layers = result.stdout.splitlines()
+    head, longheads, *layers = ran("eval", "selection", *asked, "--by-layer", "--quiet").stdout.splitlines()
     assert head.split()[:4] == ["method", "length", "tokens", "reads"]
     assert longheads.split()[:2] == ["longheads", "300"]
     assert len(longheads) == len(head)
@@ -43,8 +42,7 @@ def test_selection_of_a_text(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_causes_as_a_table_and_as_json(tiny_model: Path) -> None:
     args = ("eval", "why", "--model", tiny_model, *SMALL[2:], "--method", "longheads", *TEXTS, "--quiet")
-    result = ran(*args, "--each")
-    head, row, verdict, itself, *_ = result.stdout.splitlines()
+    head, row, verdict, itself, *_ = ran(*args, "--each").stdout.splitlines()
     assert head.split() == ["method", "task", "length", *CAUSES]
     assert sum(map(int, row.split()[3:])) == 1
     assert verdict.startswith("  sample 0 at depth 0.")

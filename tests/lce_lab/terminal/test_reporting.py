@@ -119,8 +119,7 @@ def test_eval_report_of_perplexities(tiny_model: Path, tmp_path: Path) -> None:
 def test_eval_report_of_selections(tmp_path: Path) -> None:
     lines = [look(i, n / 10, length=512 * n, engine=engine(n), read_bytes=n << 20) for i in (0, 1) for n in (4, 8)]
     record, answers = file(tmp_path / "looks.jsonl", *lines), file(tmp_path / "answers.jsonl", line(0))
-    result = ran("eval", "report", answers, record)
-    assert result.stdout.partition("\n## selection, made: tiny abcdef01\n")[2] == (
+    assert ran("eval", "report", answers, record).stdout.partition("\n## selection, made: tiny abcdef01\n")[2] == (
         "\n"
         "| method | length | tokens | reads | of full | recall "
         "| hit@1 | hit@5 | fact | cover | Gini | found | score |\n"

@@ -8,8 +8,8 @@ from tests.command import assert_error, ran, run
 
 
 def test_without_an_id_all_are_listed() -> None:
-    listed = ran("reproduce")
-    assert all(f"  {id} " in listed.stdout for id in ENTRIES)
+    listed = ran("reproduce").stdout
+    assert all(f"  {id} " in listed for id in ENTRIES)
     assert [entry["id"] for entry in json.loads(run("reproduce", "--json").stdout)] == list(ENTRIES)
 
 

@@ -32,8 +32,7 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
     assert len(lines) == 2 * 2 * 3
     assert {line["checkpoint"] for line in lines} == {"demo"}
-    again = run(*args, "--record", tmp_path / "record", "--json")
-    cells = json.loads(again.stdout)
+    cells = json.loads(run(*args, "--record", tmp_path / "record", "--json").stdout)
     assert [cell["ceiling"] for cell in cells] == [True, False, False] * 2
     assert [cell.get("discriminates") for cell in cells] == [None, False, False, None, False, False]
     alone = run(*RUN, "--method", "full", "--lengths", "300", "--record", tmp_path / "record", "--json")
@@ -127,8 +126,7 @@ def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, 
     args = ["eval", "published", "longbench", "--data", data, "--model", tiny_model, "--method", "full,streaming"]
     args += ["--max-length", "100"]
     record, kept = tmp_path / "answers.jsonl", tmp_path / "pred"
-    whole = ran(*args, "--json", "--record", record, "--predictions", kept)
-    found = json.loads(whole.stdout)
+    found = json.loads(ran(*args, "--json", "--record", record, "--predictions", kept).stdout)
     tasks = {"passage_retrieval_zh": 1, "lcc": 3}
     cells = [(method, *task) for task in tasks.items() for method in ("full", "streaming")]
     assert [(x["method"], x["task"], x["samples"]) for x in found] == cells
