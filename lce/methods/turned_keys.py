@@ -7,9 +7,9 @@ difference of both positions, which works for any group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class TurnedKeys:
     seen: Positions | None
     cache: LayerCache
     step: Step
-    state = ()  # recent keys are turned like all others
+    state: ClassVar[Mapping[str, MethodState]] = {}  # recent and grouped keys are turned like all others
 
     @property
     def layout(self) -> CacheLayout:

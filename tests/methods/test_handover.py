@@ -35,13 +35,13 @@ def test_each_row_is_that_of_its_own_method(before: str, after: str, block: int)
 
 
 @pytest.mark.parametrize("after", ["full", "longheads", "self_extend"])
-@pytest.mark.parametrize("before", PREFILL)
-def test_the_factor_of_yarn_is_neither_lost_nor_doubled(before: str, after: str) -> None:
+@pytest.mark.parametrize(("before", "knobs"), [*((name, {}) for name in PREFILL), ("self_extend", {"group": "auto"})])
+def test_the_factor_of_yarn_is_neither_lost_nor_doubled(before: str, knobs: dict[str, str], after: str) -> None:
     q, k, v = vectors(3, 4, 2, N, 8)
     rope = lce.methods.Rope(SCALED, 8, WINDOW, N)
-    method = Handover(lce.methods.make(after), lce.methods.make(before))
-    out = lce.methods.run(method, q, k, v, window=WINDOW, blocks=26, rope=rope)
-    assert (out - lce.methods.run(before, q, k, v, window=WINDOW, blocks=26, rope=rope)).abs().max() <= 1e-4
+    first = lce.methods.make(before, knobs)
+    out = lce.methods.run(Handover(lce.methods.make(after), first), q, k, v, window=WINDOW, blocks=26, rope=rope)
+    assert (out - lce.methods.run(first, q, k, v, window=WINDOW, blocks=26, rope=rope)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("before", ["longheads", "esa", "quest", "infllm"])
