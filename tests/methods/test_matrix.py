@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lce.cache.layout import Budgets
-from lce.methods import Delta, Method, available, find, make
+from lce.methods import Delta, Method, Observation, available, find, make
 from lce.methods import knobs as spelling
 from lce.methods.base import promises_of
 from lce.models.config import RopeConfig
@@ -295,7 +295,8 @@ def test_what_is_attended_is_what_a_method_says(
 
     def watched(self: Method, q: Tensor, cache: Any, step: Any) -> Tensor:
         out = attend(self, q, cache, step)
-        always = distances.always(self, cache.index, step)
+        whole = Observation(self, q, cache, step, torch.arange(q.shape[1]), None, None)
+        always = distances.observed_always(whole)
         if always is None:
             pytest.skip("it does not say")
         attended = always.expand(len(q), -1, -1).clone()
