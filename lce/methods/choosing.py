@@ -1,28 +1,41 @@
 """Runs a method's `Selection`: chooses chunks for a block of queries, and attends the chosen chunks.
 
 One code serves all selectors, placements and budgets, in prefill, in decode steps, and in recorded decode steps.
+The queries of a page that choose together attend gathered keys, turned to where they see them, in one dense call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, Runs, SlotTurns, Turn, best_runs, combine, join, runs_of_chunks
+from lce.attention import (
+    ROW,
+    Attended,
+    Runs,
+    SlotTurns,
+    Tiles,
+    Turn,
+    best_runs,
+    combine,
+    join,
+    rotate,
+    runs_of_chunks,
+    widened,
+)
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import Summaries
 from lce.kernels.cpu.elementwise import take_rows
-from lce.methods.attending import PlacedPart, band_of, slot_shift
+from lce.methods.attending import PlacedPart, band_of, fold_chunks, slot_shift, unfold_chunks
 from lce.methods.base import Method
 from lce.methods.budget import keep_best, prune
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
-from lce.methods.joint_pages import attend_whole_pages, pooled, whole_pages
-from lce.methods.selection import Selection
+from lce.methods.selection import Selection, Selector
 from lce.methods.selectors import SUMMARIES, SummarySelector
 from lce.methods.step import DeviceStep, Step
 
@@ -110,7 +123,6 @@ def attend(c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: L
 
 
 def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
-    """Return the attention of unrotated queries `[H, T, D]` to `chosen [H, T, K]`, in a call for each band."""
     n_slots, slots, bands, table = chosen.shape[-1], placed.slots, placed.part.bands, placed.turn
 
     def memory() -> Tensor:
@@ -145,7 +157,6 @@ def _by_page(c: Selection, q: Tensor, chosen: Tensor, placed: PlacedPart, cache:
 
 
 def _slot_turns(placed: PlacedPart, n_slots: int, q: Tensor, step: Step) -> SlotTurns:
-    """Return the rotations of queries for n slots of chosen chunks; one may serve all slots, and maybe all queries."""
     slots, table = placed.slots, placed.turn
     if slots is None:
         slots = step.once("each turn", lambda: torch.arange(len(table.cos), device=q.device)[:, None])
@@ -205,7 +216,6 @@ def plain_runs(c: Selection, q: Tensor, cache: LayerCache, step: DeviceStep, own
 
 
 def cost(c: Selection, block: QueryBlock) -> Cost:
-    """Return the cost of choosing and attending chunks."""
     if block.layer < c.dense_layers:
         return Cost(0)
     near, together = c.n_near * c.size, c.share != "head"
@@ -217,3 +227,73 @@ def cost(c: Selection, block: QueryBlock) -> Cost:
     else:
         seen = candidates.chunks(c.size, c.n_choices, together=together)
     return seen + c.selector.cost(block, c)
+
+
+AT_ONCE = 16 << 20  # the bytes of keys and values that are gathered at a time
+
+
+def whole_pages(start: int, n_queries: int, size: int) -> tuple[int, int]:
+    """Return the first query of the first page of `size` tokens that a block has whole, and the number of pages."""
+    first = -start % size
+    return first, max(0, n_queries - first) // size
+
+
+def pooled(scores: Tensor, start: int, size: int, selector: Selector) -> Tensor:
+    """Return the scores `[C, T, M]`, with those of a whole page's queries combined as the selector combines heads'."""
+    first, n = whole_pages(start, scores.shape[1], size)
+    if not n:
+        return scores
+    stop = first + n * size
+    pages = scores[:, first:stop].unflatten(1, (n, size)).transpose(1, 2).flatten(0, 1)  # [C * L, n, M]
+    together = selector.together(pages, len(scores)).repeat_interleave(size, 1)
+    return torch.cat((scores[:, :first].to(together), together, scores[:, stop:].to(together)), dim=1)
+
+
+def attend_whole_pages(
+    q: Tensor, turns: SlotTurns, chosen: Tensor, n_lists: int, size: int, cache: LayerCache, step: Step
+) -> Attended:
+    """Return the attention of the unrotated queries `[H, P * L, D]` of P whole pages to the pages that they chose.
+
+    `chosen [H, P, K]` are the choices of each page of queries, all of them pages; neighbouring heads share `n_lists`
+    lists. `turns` has a rotation for each slot, or one for all slots. Time: O(H · P · L² · K · D) at the speed of dense
+    attention, and O(P · K · L · D) for each list to gather keys and values.
+    """
+    (n_heads, n_pages, n_slots), dim, found = chosen.shape, q.shape[-1], list[Attended]()
+    lists, key_turn = chosen[:: n_heads // n_lists], None
+    queries = rotate(q, turns.table.at(turns.rows[:, 0])).unflatten(1, (n_pages, size))
+    if turns.rows.shape[1] > 1:
+        key_turn = step.once(f"{n_slots} slots of {size}", lambda: _slot_turn(n_slots, size, q, step))
+    at_once = max(1, AT_ONCE // (2 * n_lists * n_slots * size * dim * q.element_size()))
+    for start in range(0, n_pages, at_once):
+        here = slice(start, min(start + at_once, n_pages))
+        k, v = gathered(cache.tiles(chosen[:, here]), lists[:, here])
+        if k.dtype is ROW:
+            k, v = (widened(x, dim, q.dtype) for x in (k, v))
+        if key_turn is not None:
+            k = rotate(k.unflatten(1, (n_slots, size)), key_turn).flatten(1, 2)
+        out, lse = step.attention.dense(fold_chunks(queries[:, here], n_lists), k, v, causal=False)
+        out, lse = (unfold_chunks(x, n_lists, here.stop - here.start).flatten(1, 2) for x in (out, lse))
+        found.append((out, lse))
+    return join(found, 1)
+
+
+def gathered(rounds: Iterable[Tiles], lists: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of the keys and values of chosen pages `[C, P, K]`, from all rounds: `[C * P, K * L, D]` each."""
+    k = v = lists.new_empty(0)
+    for some in rounds:  # the tiles of a round may be overwritten by the next round
+        number = some.chosen(lists)
+        if not k.numel():
+            k, v = (x.new_empty(len(number), *x.shape[1:]) for x in (some.k, some.v))
+        if (here := number >= 0).all():
+            torch.index_select(some.k, 0, number, out=k)
+            torch.index_select(some.v, 0, number, out=v)
+        else:
+            k[here], v[here] = some.k[number[here]], some.v[number[here]]
+    shape = lists.shape[0] * lists.shape[1], -1, k.shape[-1]
+    return k.view(shape), v.view(shape)
+
+
+def _slot_turn(n_slots: int, size: int, like: Tensor, step: Step) -> Turn:
+    """Return the rotations `[K, 1, D/2]` of cached keys from slot 0 to slot s, by s · L positions."""
+    turn = step.rope.turn(torch.arange(n_slots, device=like.device) * size, torch.float64)
+    return Turn(*((x / step.rope.scale).to(like.dtype)[:, None] for x in turn))

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -30,18 +30,8 @@ from lce.methods.parts import Part
 from lce.methods.step import ModelFacts, Step
 
 Share = Literal["head", "group", "layer"]  # which heads choose together: none, the query heads of a KV head, or all
+Sizes = CacheLayout | QueryBlock  # both have the sizes of a model's attention
 Scorer = Callable[[slice, Step], Tensor]  # takes a slice of t queries and the slice's step; returns scores `[C, t, M]`
-
-
-class Sizes(Protocol):
-    """The sizes of a model's attention, as a `CacheLayout` and a `QueryBlock` have them."""
-
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 class Selector(Knobs, ABC):
