@@ -1,5 +1,6 @@
 """What the tests of kernels share: random tensors, operations in float64, and the device of the kernels for GPUs."""
 
+import math
 from typing import Any
 
 import pytest
@@ -52,6 +53,21 @@ def assert_close(got: Tensor, expected: Tensor, most: float | Tensor) -> None:
     """Check against float64: within the rounding of the result's dtype, relative, or `most`."""
     bound = torch.finfo(got.dtype).eps * expected.abs() + most
     assert ((got.double() - expected).abs() <= bound).all()
+
+
+def unseen(n: int, n_keys: int, window: int) -> Tensor:
+    """`[T, N]`: whether one of the last `n` tokens does not see a key."""
+    distance = (n_keys - n + torch.arange(n))[:, None] - torch.arange(n_keys)
+    return (distance < 0) | (distance >= window)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """One softmax over all keys of a head, and its log-sum-exp."""
+    k, v = (x.double().repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    scores = q.double() @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(unseen(q.shape[1], k.shape[1], window or k.shape[1]), -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
 def packed(weight: Tensor, layout: Layout) -> QuantisedMatrix:

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from lce.kernels.cpu.attention import ChosenTiles, attend
-from tests.attention.truth import dense_truth
-from tests.kernels.truth import random
-from tests.running import threads as with_threads
+from tests.kernels.truth import attended, random
 
 MOST = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 SHAPES = [  # G, heads of a group, T, N, D, window
@@ -35,9 +33,7 @@ SHAPES = [  # G, heads of a group, T, N, D, window
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes_at_the_borders_of_blocks(
-    any_threads: None, shape: tuple[int, int, int, int, int, int | None], dtype: torch.dtype
-) -> None:
+def test_shapes_at_the_borders_of_blocks(shape: tuple[int, int, int, int, int, int | None], dtype: torch.dtype) -> None:
     groups, rep, n_queries, n_keys, dim, window = shape
     q = random(groups * rep, n_queries, dim, dtype=dtype)
     k, v = (random(groups, n_keys, dim, dtype=dtype, seed=seed) for seed in (2, 3))
@@ -49,7 +45,7 @@ def test_shapes_at_the_borders_of_blocks(
         (out, lse), other = found
         assert torch.equal(out, other[0])
         assert torch.equal(lse, other[1])
-        expected, expected_lse = dense_truth(q, k, v, causal, within)
+        expected, expected_lse = attended(q, k, v, causal, within)
         assert (out - expected).abs().max() < MOST[dtype]
         assert (lse - expected_lse).abs().max() < 3e-5
 
@@ -65,7 +61,7 @@ def test_scores_that_rise_or_fall_from_key_to_key(n_queries: int, slope: float, 
     k = (torch.arange(n_keys)[:, None] * slope / math.sqrt(dim)).expand(2, n_keys, dim).to(dtype).contiguous()
     v = torch.randn(2, n_keys, dim).to(dtype)
     out, lse = attend(q, k, v, causal=False)
-    expected, expected_lse = dense_truth(q, k, v, causal=False)
+    expected, expected_lse = attended(q, k, v, causal=False)
     rounding = 1e-6 * expected_lse.abs().max()  # of scores in float32
     assert (out - expected).abs().max() < max(MOST[dtype], rounding)
     assert (lse - expected_lse).abs().max() < max(3e-5, rounding)
@@ -81,7 +77,7 @@ def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> Non
         damaged = {"q": q, "k": k, "v": v}[which]
         damaged[0].view(-1, dim)[0, 3] = math.nan
         out, _ = attend(q, k, v, causal=False)
-        assert torch.equal(out.isnan().any(-1), dense_truth(q, k, v, causal=False)[0].isnan().any(-1))
+        assert torch.equal(out.isnan().any(-1), attended(q, k, v, causal=False)[0].isnan().any(-1))
 
 
 @pytest.mark.parametrize("n_queries", [2, 3, 8])
@@ -122,9 +118,9 @@ def test_rounds_of_tiles_and_threads_change_no_bit(
 
     def run(order: Tensor, threads: int, *rounds: Tensor) -> tuple[Tensor, Tensor]:
         found = ChosenTiles(q, *rotated, chosen)
-        with with_threads(threads):
-            for tile in rounds:
-                found.add(k[order.argsort()], v[order.argsort()], torch.where(tile < 0, tile, order[tile]))
+        torch.set_num_threads(threads)
+        for tile in rounds:
+            found.add(k[order.argsort()], v[order.argsort()], torch.where(tile < 0, tile, order[tile]))
         return found.finish()
 
     tile = torch.arange(16).view(2, 8)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from lce.attention import Attention, Tiles, Turn, append_rows, rotate, row_bytes
 from lce.attention import widened as of_rows
-from tests.attention.truth import dense_truth, random, slots
+from tests.attention.truth import random, slots
+from tests.kernels.truth import attended
 
 SHAPES = [  # H, G, T, N, D, window
     (9, 3, 1, 1100, 64, None),
@@ -54,12 +55,12 @@ def test_attention_to_rows_is_that_to_their_numbers(
     q = random(n_heads, n_queries, dim, seed=3, scale=1).to(dtype)
     k, v = (rows_of(random(groups, n_keys, dim, seed=seed, scale=1).to(dtype)) for seed in (4, 5))
     out, lse = Attention.choose(backend).dense(q, k, v, causal=True, window=window)
-    truth, total = dense_truth(q, widened(k, dim), widened(v, dim), True, window)
+    truth, total = attended(q, widened(k, dim), widened(v, dim), True, window)
     assert (out - truth).abs().max() < MOST[dtype]
     assert (lse - total).abs().max() < MOST[dtype]
 
 
-def test_bits_do_not_depend_on_threads_or_on_how_many_queries_there_are(any_threads: None) -> None:
+def test_bits_do_not_depend_on_threads_or_on_how_many_queries_there_are() -> None:
     q, (k, v) = random(3, 7, 64, seed=3), (rows_of(random(3, 1300, 64, seed=seed)) for seed in (4, 5))
     found, attend = [], Attention.choose("compiled").dense
     for n in (1, 2):

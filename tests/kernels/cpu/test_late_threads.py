@@ -171,7 +171,7 @@ _ENDED: list[Stage] = []  # their functions stay, as the workers do
 
 @contextmanager
 def staged(n_threads: int) -> Iterator[Stage]:
-    stage, before = Stage(n_threads), torch.get_num_threads()
+    stage = Stage(n_threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "_pool", stage.pool)
         torch.set_num_threads(n_threads)
@@ -179,7 +179,6 @@ def staged(n_threads: int) -> Iterator[Stage]:
             yield stage
         finally:
             stage.end()
-            torch.set_num_threads(before)
 
 
 @pytest.fixture

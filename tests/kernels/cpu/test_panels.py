@@ -76,7 +76,7 @@ def test_odd_shapes_and_stacked_matrices(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(
-    kind: str, any_threads: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, plain = torch.randn(300, 400), torch.randn(160, 400)
     weight = plain if kind == "plain" else packed(plain, INT8)

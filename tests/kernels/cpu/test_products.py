@@ -92,7 +92,7 @@ PACKED_ALONE = [(100, 320), (3072, 64), (8192, 32)]
 )
 @each_gate
 def test_a_row_is_that_of_float64_and_has_the_bits_that_it_has_alone(
-    any_threads: None, kind: str, size: int, n_out: int, gate: Gate | None, dtype: torch.dtype
+    kind: str, size: int, n_out: int, gate: Gate | None, dtype: torch.dtype
 ) -> None:
     n_out -= kind == "plain" and gate is None  # rows that are no pair
     x = random(MOST_ROWS, size, dtype=dtype)
@@ -110,7 +110,7 @@ def test_a_row_is_that_of_float64_and_has_the_bits_that_it_has_alone(
             assert torch.equal(multiply(x[:n], bias, **around), alone[:n]), n
 
 
-def test_calls_that_are_replayed_read_x_again(any_threads: None) -> None:
+def test_calls_that_are_replayed_read_x_again() -> None:
     x, weights = random(1, 576), [random(960, 576, seed=seed) for seed in range(3)]
     with recording([]) as calls:
         found = [product(x, weight) for weight in weights]

@@ -26,6 +26,12 @@ FAMILIES = {  # and whether their steps are replayed: PyTorch adds and converts 
 }
 
 
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers."""
+    return save_tiny(tmp_path_factory.mktemp("deep"), num_hidden_layers=4)
+
+
 def steps(engine: lce.Engine) -> list[tuple[int, float]]:
     """Eight tokens behind a text of 90, and the logarithms of their probabilities."""
     found = engine.generate(tokens(90), max_tokens=8, temperature=0, logprobs=1)
@@ -66,8 +72,7 @@ def test_a_replayed_step_has_the_same_bits(
     found = {method: steps(lce.load(tmp_path, method=method)) for method in ("streaming", "longheads")}
     assert bool(replayed) is FAMILIES[names]
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
-    for method, ours in found.items():
-        assert ours == steps(lce.load(tmp_path, method=method))
+    assert found == {method: steps(lce.load(tmp_path, method=method)) for method in found}
 
 
 PAGES: dict[str, object] = {"page": 4, "budget": 24}
@@ -101,21 +106,20 @@ def test_one_layers_attention_serves_layers_alike(
     serves: bool | None,
     kv_dtype: str,
     alike: list[LayerJobs],
-    tmp_path: Path,
+    deep_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where forks write beside what they share, where chunks are completed, and in the first step behind a cut."""
-    save_tiny(tmp_path, num_hidden_layers=4)
 
     def answers() -> list[Any]:
         given = dict(knobs)
         options: dict[str, Any] = {"prefill_method": given.pop("prefill_method", None), "kv_dtype": kv_dtype}
-        engine = lce.load(tmp_path, method=lce.methods.make(method, given), **options)
+        engine = lce.load(deep_model, method=lce.methods.make(method, given), **options)
         context = engine.prefill(tokens(150))
         asked = [context.fork(), context, context.fork()]
         asked[1].truncate(145)
         return [
-            engine.generate(tokens(9, seed=i), context=each, max_tokens=12, temperature=0, logprobs=1).logprobs
+            engine.generate(tokens(9, seed=i), context=each, max_tokens=9, temperature=0, logprobs=1).logprobs
             for i, each in enumerate(asked)
         ]
 
@@ -125,7 +129,7 @@ def test_one_layers_attention_serves_layers_alike(
     assert ours == answers()
 
 
-def test_a_method_that_looks_on_sees_every_layer(alike: list[LayerJobs], tmp_path: Path) -> None:
+def test_a_method_that_looks_on_sees_every_layer(alike: list[LayerJobs], deep_model: Path) -> None:
     seen: list[int] = []
 
     class Looking(lce.methods.Full):
@@ -133,13 +137,12 @@ def test_a_method_that_looks_on_sees_every_layer(alike: list[LayerJobs], tmp_pat
             seen.append(cache.index)
             super().keep(k, v, cache, step)
 
-    save_tiny(tmp_path, num_hidden_layers=4)
-    steps(lce.load(tmp_path, method=Looking()))
+    steps(lce.load(deep_model, method=Looking()))
     assert not alike
     assert len(seen) == 4 * seen.count(0)
 
 
-def test_attention_may_keep_what_it_is_given(tmp_path: Path, replayed: list[Jobs]) -> None:
+def test_attention_may_keep_what_it_is_given(tiny_model: Path, replayed: list[Jobs]) -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 
     class Keeping(lce.methods.Streaming):
@@ -147,12 +150,12 @@ def test_attention_may_keep_what_it_is_given(tmp_path: Path, replayed: list[Jobs
             kept.append((q, q.clone()))
             return super().attend(q, cache, step)
 
-    steps(lce.load(save_tiny(tmp_path), method=Keeping()))
+    steps(lce.load(tiny_model, method=Keeping()))
     assert not replayed  # each pass had memory of its own
     assert all(torch.equal(q, then) for q, then in kept)
 
 
-def test_a_step_that_failed_is_recorded_anew(tmp_path: Path, replayed: list[Jobs]) -> None:
+def test_a_step_that_failed_is_recorded_anew(tiny_model: Path, replayed: list[Jobs]) -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 
     class Failing(lce.methods.Streaming):
@@ -162,15 +165,15 @@ def test_a_step_that_failed_is_recorded_anew(tmp_path: Path, replayed: list[Jobs
                 raise KeyError("once")
             return super().attend(q, cache, step)
 
-    engine = lce.load(save_tiny(tmp_path), method=Failing())
+    engine = lce.load(tiny_model, method=Failing())
     with pytest.raises(KeyError, match="once"):
         steps(engine)
     assert replayed
-    assert steps(engine) == steps(lce.load(tmp_path, method="streaming"))
+    assert steps(engine) == steps(lce.load(tiny_model, method="streaming"))
     assert all(torch.equal(q, then) for q, then in kept)
 
 
-def test_attention_may_answer_in_another_form(tmp_path: Path, replayed: list[Jobs]) -> None:
+def test_attention_may_answer_in_another_form(tiny_model: Path, replayed: list[Jobs]) -> None:
     """Later steps go on with the model's own code from the first such answer."""
 
     class Turning(lce.methods.Streaming):
@@ -178,21 +181,21 @@ def test_attention_may_answer_in_another_form(tmp_path: Path, replayed: list[Job
             out = super().attend(q, cache, step)
             return out.transpose(0, 1).contiguous().transpose(0, 1) if step.start % 2 and cache.index else out
 
-    engine = lce.load(save_tiny(tmp_path), method="streaming")
-    assert steps(lce.load(tmp_path, method=Turning(), sharing=engine)) == steps(engine)
+    engine = lce.load(tiny_model, method="streaming")
+    assert steps(lce.load(tiny_model, method=Turning(), sharing=engine)) == steps(engine)
     assert replayed
 
 
-def test_threads_do_not_share_a_recording(tmp_path: Path, replayed: list[Jobs]) -> None:
-    engine = lce.load(save_tiny(tmp_path), method="streaming")
+def test_threads_do_not_share_a_recording(tiny_model: Path, replayed: list[Jobs]) -> None:
+    engine = lce.load(tiny_model, method="streaming")
     expected = steps(engine)
     found = together([lambda: steps(engine)] * 3)
     assert replayed
     assert found == [expected] * 3
 
 
-def test_a_profile_sees_the_steps_own_parts(tmp_path: Path, replayed: list[Jobs]) -> None:
-    engine = lce.load(save_tiny(tmp_path), method="streaming")
+def test_a_profile_sees_the_steps_own_parts(tiny_model: Path, replayed: list[Jobs]) -> None:
+    engine = lce.load(tiny_model, method="streaming")
     steps(engine)
     replayed.clear()
     with lce.profiled(engine) as profile:
@@ -217,7 +220,7 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
     serves: bool,
     replayed: list[Jobs],
     alike: list[LayerJobs],
-    tmp_path: Path,
+    deep_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lanes come, go and change places, so that recordings of each number of lanes serve others than they were made of.
@@ -225,10 +228,9 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
     Chains of kernels, one for each lane, run on several threads.
     """
     torch.set_num_threads(n_threads)
-    save_tiny(tmp_path, num_hidden_layers=4)
     engines: dict[str, lce.Engine] = {}
     for name in methods.split():
-        engines[name] = lce.load(tmp_path, name, sharing=next(iter(engines.values()), None), **options)
+        engines[name] = lce.load(deep_model, name, sharing=next(iter(engines.values()), None), **options)
 
     def passes() -> list[Tensor]:
         contexts = [engines[name].prefill(tokens(40 + 30 * i, seed=i)) for i, name in enumerate(methods.split())]

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lce.kernels.cpu.scores import add_weights, best_below_top, scores_of_few, scores_of_many, weight_sums
+from tests.kernels.truth import unseen
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (3, 1, 300, 64), (2, 4, 700, 16)])
@@ -55,12 +55,6 @@ def test_what_tokens_are_worth(dtype: torch.dtype, shape: tuple[int, int]) -> No
     assert torch.equal(best_below_top(scores), (wide - wide.amax(dim=0)).amax(dim=1))
 
 
-def unseen(n: int, n_keys: int, window: int) -> Tensor:
-    """`[T, N]`: whether one of the last `n` tokens does not see a key."""
-    distance = (n_keys - n + torch.arange(n))[:, None] - torch.arange(n_keys)
-    return (distance < 0) | (distance >= window)
-
-
 @pytest.mark.parametrize(
     ("n", "n_keys", "window"), [(1, 300, 100), (1, 1, 5), (40, 40, 12), (70, 600, 300), (9, 20, 99)]
 )
@@ -81,7 +75,7 @@ def test_weights_of_keys_recomputed_for_many_queries(dtype: torch.dtype, n: int,
     torch.testing.assert_close(weight_sums(q, keys, lse, 0.25, window).double(), truth, rtol=1e-4, atol=1e-5)
 
 
-def test_the_number_of_threads_changes_no_bit(any_threads: None) -> None:
+def test_the_number_of_threads_changes_no_bit() -> None:
     q, keys = torch.randn(2, 3, 64), torch.randn(2, 3000, 64)
     logits, lse, found = torch.randn(2, 9, 3000), torch.rand(2, 9) + 5, []
     for n_threads in (1, 2):

@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,10 +34,9 @@ kernel = Kernel(add_index)
 
 
 @pytest.fixture(params=[1, 2, 4], ids="{} threads".format)
-def threads(request: pytest.FixtureRequest, any_threads: None) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest) -> int:
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
+    return int(request.param)
 
 
 def runs(n: int, times: int = 1, least: int = 1) -> bool:

@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lce.kernels.cuda.attention import attend, attend_tiles, sorted_blocks
 from lce.kernels.cuda.rows import takes
-from tests.attention.truth import dense_truth, turned
-from tests.kernels.truth import DEVICE, MOST, ON_GPU, on_device, random, rotated
+from tests.attention.truth import turned
+from tests.kernels.truth import DEVICE, MOST, ON_GPU, attended, on_device, random, rotated
 
 pytestmark = ON_GPU
 
@@ -44,7 +44,7 @@ def test_attend(case: tuple[int, int, int, int, int, bool, int | None, torch.dty
     k, v = (random(n_groups, n_keys, dim, dtype=dtype, seed=seed) for seed in (2, 3))
     angle = random(n_queries, dim // 2, dtype=torch.float32, seed=4)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    truth = dense_truth(rotated(q, cos, sin).to(dtype) if turn else q, k, v, causal, window if causal else None)
+    truth = attended(rotated(q, cos, sin).to(dtype) if turn else q, k, v, causal, window if causal else None)
     turns = on_device(cos, sin) if turn else ()
     out, lse = attend(q.to(DEVICE), buffer_slice(k), buffer_slice(v), causal, window, *turns)
     assert out.dtype == dtype
