@@ -275,8 +275,7 @@ class Checkpoint:
             sizes["BF16" if info.dtype in _IN_BLOCKS else info.dtype] += info.stop - info.start
         found = max(DTYPES, key=sizes.__getitem__)
         if not sizes[found]:
-            remedy = "use a checkpoint in one of these"
-            raise ModelError(f"{named(self.folder)} has no weights in {', '.join(DTYPES)}; {remedy}")
+            raise ModelError(f"{named(self.folder)} has no weights in {', '.join(DTYPES)}; use another checkpoint")
         return DTYPES[found]
 
     def fingerprint(self) -> str:
@@ -293,11 +292,11 @@ class Checkpoint:
         with self._opened() as files:
             for name, info in sorted(self.tensors.items()):
                 digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
-                spans, middle = [(info.start, info.stop)], (info.start + info.stop - _SAMPLE) // 2
-                if info.stop - info.start > 3 * _SAMPLE:
-                    spans = [(start, start + _SAMPLE) for start in (info.start, middle, info.stop - _SAMPLE)]
-                for start, stop in spans:
-                    digest.update(pread(files[info.file], stop - start, start, info.file))
+                starts, size = [info.start], info.stop - info.start
+                if size > 3 * _SAMPLE:
+                    starts, size = [info.start, (info.start + info.stop - _SAMPLE) // 2, info.stop - _SAMPLE], _SAMPLE
+                for start in starts:
+                    digest.update(pread(files[info.file], size, start, info.file))
         return digest.hexdigest()
 
     def verify(self, progress: Callable[[int, int], None]) -> bool:
@@ -328,12 +327,7 @@ class Checkpoint:
         """The shape of every tensor, by name. A quantised matrix counts as one tensor."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         shapes |= {name: (shapes[name][0], stop - first) for name, (first, stop) in self.columns.items()}
-        if self.manifest:
-            for name, shape in self.manifest.shapes.items():
-                for part in self.manifest.schemes[name].parts(shape):
-                    del shapes[f"{name}.{part}"]
-                shapes[name] = shape
-        return shapes
+        return self.manifest.joined(shapes) if self.manifest else shapes
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         """Raise ModelError unless all of `wanted` are there, and all other tensors match a pattern in `ignore`."""

@@ -60,11 +60,11 @@ def _smollm2() -> Path:
 def hub_id(text: str) -> HubId | None:
     """Return the hub id that a text is, None for a file. Raises `UsageError` for an address and `FOLDER:FILE`."""
     folder, colon, file = text.rpartition(":")
-    if colon and os.path.isfile(folder):
-        raise UsageError(f"{named(text)}: {named(folder)} is a file here; name it alone")
-    if colon and file and os.path.isdir(folder):
-        itself = named(Path(folder, file))
-        raise UsageError(f"{named(text)}: {named(folder)} is a folder here; name the file itself, {itself}")
+    if colon and (os.path.isfile(folder) or (file and os.path.isdir(folder))):
+        remedy = "file here; name it alone"
+        if os.path.isdir(folder):
+            remedy = f"folder here; name the file itself, {named(Path(folder, file))}"
+        raise UsageError(f"{named(text)}: {named(folder)} is a {remedy}")
     match = _ADDRESS.fullmatch(text)
     if match and not text.startswith(f"{match['repo']}"):
         revision = "" if match["revision"] in (None, "main") else f"@{match['revision']}"

@@ -81,9 +81,14 @@ class Manifest:
     files: Mapping[str, str]
     format: int = FORMAT
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        return {name: shape for name, (_, shape) in self.matrices.items()}
+    def joined(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of stored tensors with a matrix in the place of its parts."""
+        found = dict(shapes)
+        for name, (scheme, shape) in self.matrices.items():
+            for part in ROUNDED[scheme].parts(shape):
+                del found[f"{name}.{part}"]
+            found[name] = shape
+        return found
 
     @property
     def schemes(self) -> dict[str, Scheme]:

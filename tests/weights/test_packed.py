@@ -90,7 +90,7 @@ def test_a_damaged_manifest_is_refused(changed: dict[str, Any]) -> None:
 
 
 def test_a_manifest_is_read_as_it_was_written_or_refused() -> None:
-    assert Manifest.read(manifest(), FILE, tensors()).shapes == {"a": (32, 64)}
+    assert Manifest.read(manifest(), FILE, tensors()).matrices == {"a": ("int4", (32, 64))}
     for at in range(len(manifest())):
         changed = manifest()[:at] + chr(ord(manifest()[at]) ^ 1) + manifest()[at + 1 :]
         with pytest.raises(ModelError, match=r"quantize the checkpoint again|not valid JSON|appears twice"):
