@@ -41,15 +41,10 @@ class DividedFiles(ContextFiles):
         whole = replace(own, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, device=cpu, budgets=Budgets())
         return cls(whole, identity, own, division)
 
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that share the model."""
-        return self.division.ranks
-
     def save(self, target: Target, data: ContextData) -> None:
         """Write a context file on the first rank. If this fails, raise an error on all ranks."""
-        heads = _Heads(self.ranks, data.cache)
-        if self.ranks.rank:
+        heads = _Heads(self.division.ranks, data.cache)
+        if heads.ranks.rank:
             heads.answer()
             return
         try:
@@ -60,7 +55,7 @@ class DividedFiles(ContextFiles):
         heads.end()
 
     def open(self, path: Path) -> ContextData:
-        return self.ranks.together(lambda: self._opened(path))
+        return self.division.ranks.together(lambda: self._opened(path))
 
     @torch.inference_mode()
     def _opened(self, path: Path) -> ContextData:
@@ -88,8 +83,8 @@ class DividedFiles(ContextFiles):
         return state[first * n // total : stop * n // total].clone()
 
     def check_space(self, path: Path, n_tokens: int) -> None:
-        check = super().check_space
-        self.ranks.together(lambda: None if self.ranks.rank else check(path, n_tokens))
+        check, ranks = super().check_space, self.division.ranks
+        ranks.together(lambda: None if ranks.rank else check(path, n_tokens))
 
 
 class _Request(NamedTuple):
@@ -138,22 +133,21 @@ class _Heads:
         return {name: x.cpu().clone() for name, x in self.cache.tensors().items()}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _GatheredLayer(LayerCache):
     """A layer whose keys and values all ranks have."""
 
-    heads: _Heads | None = None
+    heads: _Heads
 
     def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        assert self.heads is not None
         return self.heads.rows(self.index, start, stop)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Gathered(KVCache):
     """A cache, to be saved, whose keys and values all ranks have."""
 
-    heads: _Heads | None = None
+    heads: _Heads
 
     @classmethod
     def of(cls, layout: CacheLayout, heads: _Heads) -> _Gathered:
@@ -165,5 +159,4 @@ class _Gathered(KVCache):
         return cls(**same, heads=heads)
 
     def tensors(self) -> dict[str, Tensor]:
-        assert self.heads is not None
         return self.heads.states()

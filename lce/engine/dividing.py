@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lce.engine.setup import Setup
 from lce.errors import RankError, UsageError, shown
 from lce.methods.base import Method
 from lce.models.config import ModelConfig
@@ -65,9 +66,10 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def check_same(ranks: Ranks, *facts: object) -> None:
+def check_same(ranks: Ranks, made: Setup) -> None:
     """Raise `UsageError` unless all ranks loaded the same model with the same options."""
-    found = ranks.exchange("; ".join(map(repr, facts)))
+    whole = made.division.config if made.division else made.config
+    found = ranks.exchange(repr((whole, made.method, made.block, made.dtype, made.rope, made.weights)))
     if other := next((rank for rank, text in enumerate(found) if text != found[0]), None):
         raise UsageError(f"rank {other} loads another model, or with other options, than rank 0; give all the same")
 

@@ -59,8 +59,7 @@ def load(given: Loading) -> Engine:
 
     ranks = dividing.ranks_of(given.ranks)
     made = ranks.together(partial(_loaded, given, ranks))
-    whole = made.division.config if made.division else made.config
-    dividing.check_same(ranks, whole, made.method, made.block, made.dtype, made.rope, made.weights)
+    dividing.check_same(ranks, made)
     return Engine(made)
 
 

@@ -61,23 +61,15 @@ def stream(setup: Setup, prompt: object, options: Options, flag: CancelFlag, res
     return Stream(_pieces(setup, ids, options, result, flag, rest), result, flag)
 
 
-def lane_of(
-    setup: Setup,
-    context: Context,
-    ids: Sequence[int],
-    driver: Driver | None = None,
-    *,
-    ahead: bool = False,
-    decoding: bool = False,
-) -> Lane:
-    """Return a `Lane` that appends `ids`. With a `driver`, or without a `tape`, no step is recorded."""
+def lane_of(setup: Setup, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: Any) -> Lane:
+    """Return a `Lane` with the flags `how` that appends `ids`. With a `driver` or without `tape`, none is recorded."""
     if setup.tape is not None and context.graph is None:
         from lce.engine.graph import DecodeGraph
 
         context.graph = DecodeGraph(setup.model, setup.driver, setup.device, setup.tape(setup.device))
     graph = context.graph if driver is None and setup.tape is not None else None
     recorded = None if graph is None else graph.append
-    return Lane(driver or setup.driver, context.cache, context.rope, ids, recorded, ahead=ahead, decoding=decoding)
+    return Lane(driver or setup.driver, context.cache, context.rope, ids, recorded, **how)
 
 
 def append(
@@ -87,7 +79,7 @@ def append(
     driver: Driver | None = None,
     *,
     slices: Slices | None = None,
-    **how: bool,
+    **how: Any,
 ) -> Lane:
     """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
 
