@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lce
+from tests.command import Process
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WAIT_S = 60
@@ -98,3 +100,15 @@ def test_the_evaluation_harness_scores_as_in_process(engine: lce.Engine, address
         scores = engine.score(whole, first=len(first))
         assert logprob == pytest.approx(float(scores.logprobs.sum()), abs=1e-3)
         assert greedy == bool(scores.likeliest.all())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_schemathesis_finds_no_failure_of_the_server(address: str, tmp_path: Path) -> None:
+    """Whatever the OpenAPI document allows, and what it does not, is answered below 500."""
+    pytest.importorskip("schemathesis")
+    options = "--checks not_a_server_error --max-examples 25 --request-timeout 30 --seed 1 --no-color".split()
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json", *options]
+    with Process(command, cwd=tmp_path) as process:
+        out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, out[-4000:] + err[-2000:]

@@ -204,20 +204,21 @@ def test_a_profile_sees_the_steps_own_parts(tiny_model: Path, replayed: list[Job
     assert not replayed
 
 
-LANES: list[tuple[str, dict[str, Any], int, bool]] = [  # the last: whether one layer's attention serves the others
-    ("full streaming dca rerope longheads full self_extend lm_infinite", {}, 2, True),
-    ("full streaming dca rerope longheads full", {"kv_dtype": "int8-device"}, 1, True),
-    ("full streaming infllm dca", {}, 1, False),
-    ("full " * 8, {"dtype": "bfloat16"}, 1, True),
-]
+MIXES = {  # and whether one layer's attention serves others
+    "full streaming dca rerope longheads full self_extend lm_infinite": True,
+    "full streaming infllm dca": False,
+    "full full full full full full full full": True,
+}
 
 
-@pytest.mark.parametrize(("methods", "options", "n_threads", "serves"), LANES)
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_dtype": "int8-device"}], ids=str)
+@pytest.mark.parametrize("methods", MIXES)
+@pytest.mark.covering("methods", "options", "n_threads")
 def test_replayed_passes_of_several_lanes_have_the_same_bits(
     methods: str,
     options: dict[str, Any],
     n_threads: int,
-    serves: bool,
     replayed: list[Jobs],
     alike: list[LayerJobs],
     deep_model: Path,
@@ -247,7 +248,7 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
 
     ours = passes()
     assert replayed
-    assert alike or not serves
+    assert alike or not MIXES[methods]
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
     for one, other in zip(ours, passes(), strict=True):
         assert torch.equal(one, other)
