@@ -19,7 +19,7 @@ from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
 from lce.errors import LceError, UsageError, WindowWarning, shown
 from lce.methods import registry
-from lce.methods.base import Method, promises_of
+from lce.methods.base import Method
 from lce.methods.observed import Observed, Observer
 from lce.methods.run import Driver
 from lce.methods.step import ModelFacts
@@ -93,10 +93,7 @@ def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str,
     for name in registry.available():
         try:
             method = registry.make(name)
-            if (
-                "analysis" not in promises_of(type(method))
-                and method.for_model(facts).resolve(window).limit(window) is None
-            ):
+            if not method.promised("analysis") and method.for_model(facts).resolve(window).limit(window) is None:
                 found.append(name)
         except LceError:  # a plug-in whose method needs knobs or cannot be imported
             continue
