@@ -68,7 +68,6 @@ def keep_best(chosen: Tensor, scores: Tensor, forced: Tensor, n: Tensor) -> Tens
 
 
 def _only(chosen: Tensor, kept: Tensor) -> Tensor:
-    """Return the ids of `chosen [C, T, K]` that are `kept`: ascending, then -1."""
     none = torch.iinfo(torch.int64).max
     ids = chosen.masked_fill(~kept, none).sort(dim=-1).values
     return ids.masked_fill(ids == none, -1)

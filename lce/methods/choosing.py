@@ -294,6 +294,5 @@ def gathered(rounds: Iterable[Tiles], lists: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slot_turn(n_slots: int, size: int, like: Tensor, step: Step) -> Turn:
-    """Return the rotations `[K, 1, D/2]` of cached keys from slot 0 to slot s, by s · L positions."""
     turn = step.rope.turn(torch.arange(n_slots, device=like.device) * size, torch.float64)
     return Turn(*((x / step.rope.scale).to(like.dtype)[:, None] for x in turn))

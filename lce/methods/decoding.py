@@ -114,7 +114,6 @@ def runs_of(spans: Sequence[Span]) -> Runs:
 
 
 def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
-    """Return the attention to spans of recent keys; the values are read from the cache's buffer."""
     recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
     keys, before = recent.buffer, recent.first
     n = min(keys.shape[1], values.shape[1] - before)

@@ -104,7 +104,6 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         return self._made("dense", resolved(self.dense))
 
     def _made(self, which: str, text: str) -> Method:
-        """Return the method that `text` spells, the value of the knob `which`."""
         name, *pairs = text.split(":")
         if wrong := [pair for pair in pairs if "=" not in pair]:
             raise UsageError(f"{self.label}: {which} has {shown(wrong[0])}; expected NAME:KNOB=VALUE:KNOB=VALUE")
@@ -113,7 +112,6 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         return make(name, dict(pair.split("=", 1) for pair in pairs))
 
     def _spell(self, method: Method) -> str:
-        """Return a method as text that `_made` reads, with all knobs that are not None."""
         usual, said = {each.name: each.default for each in knobs_of(type(method))}, []
         for name, value in settings(method).items():
             text = spelled(value)
@@ -221,7 +219,6 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         return min(known) if len(known) == 2 and (stop - 1) % self.every else None
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the whole cost, that of both methods: this method has no parts of its own."""
         sparse, dense = cost(self.sparse_method, block), torch.arange(block.start, block.stop)
         begins, all_dense = dense % self.every == 0, len(block) <= self.dense_up_to
         if not self._needs_sparse(bool(begins.any()), all_dense):

@@ -174,7 +174,6 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
         return low_keys + seen + scored
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Return F (Eq. 4): the scores `[n]` of n tokens between sinks and local tokens, for all queries together."""
         score, row_size = scorer(self, far, cache, step)
         if q.shape[1] == 1:  # one query needs no comparison with other queries
             return score(slice(None))[0]

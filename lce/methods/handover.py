@@ -77,7 +77,6 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
         return self.inner.couples_heads or self.prefill.couples_heads
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
-        """Return the smaller of both methods' limits."""
         limits = [method.limit(window, sliding_window) for method in (self.inner, self.prefill)]
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -99,7 +98,6 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
 
 
 def _is_spans(method: Method) -> bool:
-    """Return whether a resolved method is its parts, all of spans, and keeps at most recent keys."""
     if not method.promised("plain"):
         return False
     layers = {method.layer_kind(layer): layer for layer in range(MOST_LAYERS)}.values()

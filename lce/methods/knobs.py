@@ -222,7 +222,6 @@ def _checked(what: str, value: Any, kind: Any) -> Any:
 
 
 def _arms(kind: Any) -> Iterator[Any]:
-    """Yield the types of a union, or the type itself."""
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     yield from typing.get_args(kind) if is_union else (kind,)
 

@@ -66,7 +66,6 @@ class LMInfinite(LocalMethod, promises=dict.fromkeys(PROMISES, ATTENTION)):
         return super().promised(what) and (what != "recorded" or not self.top_k)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of scoring the middle tokens, whose scores are the logits, too, and of summing values."""
         n_middle = block.stop - self.n_local - self.sinks
         if not self.layer_kind(block.layer) or n_middle <= 0:
             return Cost(0)
@@ -98,7 +97,6 @@ def attend_best_tokens(
 
 
 def _attend_best(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    """Return the attention of each rotated query t to the `top_k` best of tokens `first..first + last_seen[t]`."""
     keys = (cache.span(*piece)[0] for piece in cache.segments(first, stop))
     logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
     hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]

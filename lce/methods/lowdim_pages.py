@@ -74,12 +74,10 @@ class LowDim(ContextSelector, name="lowdim"):
         return 1, selection.size, low_dim
 
     def state(self, layout: CacheLayout, selection: Selection) -> Mapping[str, MethodState]:
-        """Return the store of the principal components, if they are used."""
         n_bytes = layout.key_bytes * self.shape(layout, selection)[-1]
         return {BASIS: Staged(lambda n_tokens, block: n_bytes)} if self.compress == "pca" else {}
 
     def could_keep(self, kept: Mapping[str, FileTensor], layout: CacheLayout, selection: Selection) -> bool:
-        """Return whether a file's principal components fit this selector and the low-dim keys in the same file."""
         basis, shape = kept.get(BASIS), (layout.n_kv_heads * layout.head_dim, self.shape(layout, selection)[-1])
         return self.compress == "calibrated" or (
             (basis is None) == (SUMMARIES not in kept) and (basis is None or is_like(basis, shape, layout.dtype))
@@ -123,7 +121,6 @@ class LowDim(ContextSelector, name="lowdim"):
         return Cost(0, len(block) * n_tokens * low_dim, low_dim=low, state_read=n_tokens * low_dim)
 
     def _maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        """Return the layer's maps; None: the components are not computed yet."""
         if isinstance(self.maps, LowDimMaps):
             return self.maps.layer(cache.index, like)
         basis = cache.kept(Staged, BASIS).latest

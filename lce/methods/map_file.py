@@ -62,7 +62,6 @@ def read_sealed(path: Path, most: int) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _digest(raw: bytes, seal: re.Match[bytes]) -> str:
-    """Return the SHA-256 of all bytes of a sealed file except the digest, which `seal` matches."""
     view = memoryview(raw)
     total = hashlib.sha256(view[: seal.start(1)])
     total.update(view[seal.end(1) :])

@@ -97,7 +97,6 @@ class GroupedPositions(Placement, name="grouped"):
     local_is_near: ClassVar[bool] = True
 
     def limit(self, selection: Selection, window: int) -> int | None:
-        """Return the length at which the largest distance is `window - 1`."""
         return max(window, (window - selection.reach + selection.reach // self.group) * self.group)
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:

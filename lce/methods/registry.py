@@ -190,7 +190,6 @@ def renewed(method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _respelled(text: str) -> str:
-    """Return a method with its knobs, `NAME:KNOB=VALUE:KNOB=VALUE`, under their present names."""
     name, *pairs = text.split(":")
     if name not in RENAMED or not any(pair.partition("=")[0] in RENAMED[name] for pair in pairs):
         return text

@@ -251,7 +251,6 @@ def run(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
-    """Raise `UsageError` for tensors that are not `q [H, N, D]`, `k v [G, N, D]` of one dtype and device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -271,7 +270,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> None:
 
 
 def _block_sizes(blocks: int | str | Sequence[int], n_tokens: int) -> list[int]:
-    """Return the sizes of the blocks into which `n_tokens` tokens are cut."""
     if isinstance(blocks, str) or not isinstance(blocks, Sequence):
         size = count(blocks, "blocks")
         return [min(size, n_tokens - start) for start in range(0, n_tokens, size)]

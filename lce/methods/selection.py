@@ -196,7 +196,6 @@ class Selection:
 
     @property
     def access(self) -> AccessPattern:
-        """How queries access the cache."""
         sinks, local = self.n_first * self.size, (self.n_local + 1) * self.size
         return AccessPattern(self.size, sinks=sinks, local=local, per_head=self.share != "layer")
 

@@ -65,7 +65,10 @@ class SummarySelector(Selector):
         first, stop = step.start // size, step.stop // size
         if stop > first:
             k, v = (x.unflatten(1, (-1, size)) for x in cache.span(first * size, stop * size))
-            queries = self._complete(method, q, size, cache, step) if self.uses_queries else _no_queries(q, k)
+            if self.uses_queries:
+                queries = self._complete(method, q, size, cache, step)
+            else:
+                queries = q.new_empty(len(q), k.shape[1], 0, q.shape[-1])
             summaries, kept = self.summarise(queries, k, v, step), cache.kept(Summaries, SUMMARIES)
             if (n_bytes := summaries[:, 0].numel() * summaries.element_size()) > kept.row_bytes:
                 raise UsageError(
@@ -78,7 +81,6 @@ class SummarySelector(Selector):
             cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
 
     def _complete(self, method: Method, q: Tensor, size: int, cache: LayerCache, step: Step) -> Tensor:
-        """Return the queries of the m chunks that a block completes, rotated as cached keys are: `[H, m, L, D]`."""
         first, stop = step.start // size, step.stop // size
         queries = q[:, : stop * size - step.start]
         if step.start % size:
@@ -138,11 +140,6 @@ class SummarySelector(Selector):
         bands = selection.placement.bands(torch.zeros(1, dtype=torch.int64), size)
         n_scored = block.n_heads * len(block) * n_chunks * (1 if bands is None else 1 + bands.shape[1])
         return Cost(0, n_scored * math.prod(row), summaries, state_read=n_chunks * heads * math.prod(row))
-
-
-def _no_queries(q: Tensor, k: Tensor) -> Tensor:
-    """Return no queries of the chunks `k [G, m, L, D]`: `[H, m, 0, D]`."""
-    return q.new_empty(len(q), k.shape[1], 0, q.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -274,7 +271,6 @@ class BestKey(ContextSelector, name="best_key"):
         return torch.cat(found, dim=-1).view(*q.shape[:2], -1)
 
     def cost(self, block: QueryBlock, selection: Selection) -> Cost:
-        """Return the cost of choosing, which reads and multiplies all keys of complete chunks."""
         n_tokens = block.stop // selection.size * selection.size if block.stop > selection.size else 0
         scores = block.n_heads * len(block) * n_tokens * block.head_dim
         return Cost(0, scores, state_read=n_tokens * block.n_kv_heads * block.head_dim)
