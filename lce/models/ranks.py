@@ -87,13 +87,13 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class Division:
-    """The division of a model among ranks, and what this rank has. `config` is of the whole model.
+    """The division of a model among several ranks, and what this rank has. `config` is of the whole model.
 
     Hidden units are divided in multiples of `unit`, and rows of the vocabulary in blocks of `ROW_BLOCK`.
     """
 
     config: ModelConfig
-    ranks: Ranks = ALONE
+    ranks: Ranks
     unit: int = ROW_BLOCK
 
     @property
@@ -104,8 +104,6 @@ class Division:
     @cached_property
     def own(self) -> ModelConfig:
         """The config of a model that has only what this rank has."""
-        if self.ranks.count == 1:
-            return self.config
         (first, stop), inner = self.kv_heads, self.spans["inner"][0]
         group = self.config.n_heads // self.config.n_kv_heads
         n, n_inner = stop - first, inner[1] - inner[0]
@@ -114,8 +112,6 @@ class Division:
     @cached_property
     def spans(self) -> Mapping[str, Sequence[Span]]:
         """The runs of rows or columns that this rank has, by the words for sizes in a family's tables of weights."""
-        if self.ranks.count == 1:
-            return {}
         config, dim, (first, stop) = self.config, self.config.head_dim, self.kv_heads
         group = config.n_heads // config.n_kv_heads * dim
         query, key = (first * group, stop * group), (first * dim, stop * dim)
