@@ -55,10 +55,8 @@ def compute(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tupl
         problems = list(zip(q, k, v, out, lse, strict=True))
     else:
         lse = torch.empty(q.shape[1], len(q))
-        problems = [
-            (q[rows], k[keys], v[keys], out[rows], lse[:, rows])
-            for rows, keys in _bounds(q, k, args, options.get("seqused_k"))
-        ]
+        bounds = _bounds(q, k, args, options.get("seqused_k"))
+        problems = [(q[rows], k[keys], v[keys], out[rows], lse[:, rows]) for rows, keys in bounds]
         swapped = max_q == 1 and q.shape[1] > k.shape[1] and sides == [None, None]
         _expect(not swapped or len(q) == len(problems), "with one query a problem, q must have a row for each")
     poison(out)

@@ -84,15 +84,9 @@ def byte_level(library: tokenizers.Tokenizer, pre: str = "gpt-2") -> dict[str, A
     ids = library.get_vocab(with_added_tokens=True)
     tokens = [*sorted(ids, key=ids.__getitem__), "[PAD1]", "[PAD2]"]
     kinds = dict.fromkeys(SPECIAL, 3) | dict.fromkeys(USED, 4) | dict.fromkeys(tokens[-2:], 5)
-    return named(
-        model="gpt2",
-        pre=pre,
-        tokens=tokens,
-        token_type=[kinds.get(token, 1) for token in tokens],
-        merges=[" ".join(pair) for pair in json.loads(library.to_str())["model"]["merges"]],
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    types, pairs = [kinds.get(token, 1) for token in tokens], json.loads(library.to_str())["model"]["merges"]
+    made = named(model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=[" ".join(pair) for pair in pairs])
+    return made | named(bos_token_id=0, eos_token_id=1)
 
 
 def named(**values: Any) -> dict[str, Any]:
