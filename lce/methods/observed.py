@@ -49,20 +49,11 @@ class Wrapped(Method, promises=AS_INNER):
         return self.inner.couples_heads or super().couples_heads
 
 
-for _name in (
-    "attend",
-    "attend_part",
-    "choice_cost",
-    "could_keep",
-    "keep",
-    "keep_queries",
-    "key_positions",
-    "layer_kind",
-    "limit",
-    "parts_of",
-    "query_scale",
-    "state",
-):
+_HOOKS = (
+    "attend attend_part choice_cost could_keep keep keep_queries key_positions "
+    "layer_kind limit parts_of query_scale state"
+).split()
+for _name in _HOOKS:
     setattr(Wrapped, _name, lambda self, *args, name=_name: getattr(self.inner, name)(*args))
 for _name in ("access", "block", "choices", "label"):
     setattr(Wrapped, _name, property(attrgetter(f"inner.{_name}")))
