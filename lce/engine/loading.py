@@ -78,7 +78,9 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     if devices[0].type == "cpu":
         keep_freed_memory()
     checkpoint = source.checkpoint
-    scheme, facts = _rounded(given.weights, checkpoint, devices[0]), facts_of(given, source, config)
+    is_plain = isinstance(given.weights, str) and given.weights == "auto" and not checkpoint.quantised
+    scheme = None if is_plain else _rounded(given.weights, checkpoint, devices[0])
+    facts = facts_of(given, source, config)
     like = sharing.setup.layout if isinstance(sharing, Engine) else None
     borders = like.borders if like is not None and all_devices(like) == devices else None
     chosen = fitted(given.method, facts, plain(given.length), given.prefill_method)

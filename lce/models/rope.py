@@ -31,7 +31,7 @@ class Rope:
         self.window, self.length, self.offset = window, length, offset
         self._kinds: dict[LayerKind, Rope] = {}
         self.inv_freq = _frequencies(config, head_dim, config.original_window or window, length)
-        self.scale = _scale(config)
+        self.scale = _scale(config) if config.kind in ("yarn", "longrope") else 1.0
         # Copies of `inv_freq` on other devices. Each is made once, because a copy waits for the device.
         self._uploaded: dict[torch.device, Tensor] = {}
 
@@ -103,13 +103,11 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
 
 
 def _scale(config: RopeConfig) -> float:
-    """Return the factor by which YaRN and LongRoPE multiply rotated queries and keys; 1 for other scalings."""
+    """Return the factor by which YaRN and LongRoPE multiply rotated queries and keys."""
 
     def mscale(weight: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
 
-    if config.kind not in ("yarn", "longrope"):
-        return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
