@@ -58,8 +58,7 @@ def test_a_stage_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_drawn_models_run_on_a_gpu(gpus: Gpus, tmp_path: Path) -> None:
-    """On a pretended one."""
+def test_drawn_models_run_on_a_pretended_gpu(gpus: Gpus, tmp_path: Path) -> None:
     assert gpu.run_stage(4, tmp_path, tmp_path / "record.json", "cuda", True, math.inf) == "ran"
     assert errors(json.loads((tmp_path / "record.json").read_text())) == {}
 

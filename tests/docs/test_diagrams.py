@@ -61,8 +61,6 @@ def test_a_wrong_source_is_refused(draw: ModuleType) -> None:
         draw.drawn({**bad, "box": [{**bad["box"][0], "kind": "step"}], "arrow": [{"from": "b.r", "to": "a.l"}]})
 
 
-# The glossary ----------------------------------------------------------------------------------------------------
-
 GLOSSARY = (DOCS / "glossary.md").read_text(encoding="utf-8")
 
 

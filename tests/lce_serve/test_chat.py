@@ -71,8 +71,7 @@ def test_logprobs_have_an_entry_for_each_token(client: TestClient) -> None:
 
 def test_a_bias_forces_a_token(client: TestClient) -> None:
     found = ask(client, logit_bias={"77": 100}, logprobs=True, max_tokens=3).json()
-    names = {entry["token"] for entry in found["choices"][0]["logprobs"]["content"]}
-    assert len(names) == 1
+    assert len({entry["token"] for entry in found["choices"][0]["logprobs"]["content"]}) == 1
 
 
 def test_parts_tools_and_calls_are_accepted(client: TestClient) -> None:

@@ -73,14 +73,10 @@ def test_the_files_of_the_page_are_in_the_package() -> None:
     assert {*(ROOT / "lce_serve" / "web").iterdir()} <= packed
 
 
-# Recordings ---------------------------------------------------------------------------------------------------------
-
-
 def recorded(client: TestClient, **fields: Any) -> dict[str, Any]:
     answer = client.post("/inspect", json={"messages": HI, "max_tokens": 6, **fields})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return dict(answer.json())
 
 
 def text_of(recording: dict[str, Any]) -> str:
@@ -258,8 +254,7 @@ def send(on: Page, question: str, **fields: object) -> None:
 
 
 def answers(on: Page) -> list[str]:
-    found: list[str] = on.value(f"[...{TALK}.querySelectorAll('.answer')].map(each => each.textContent)")
-    return found
+    return list(on.value(f"[...{TALK}.querySelectorAll('.answer')].map(each => each.textContent)"))
 
 
 def error(on: Page) -> str:

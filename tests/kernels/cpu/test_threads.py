@@ -52,11 +52,8 @@ def test_each_item_is_run_once(threads: int, n: int) -> None:
     assert all(runs(n, times=20, least=least) for least in (1, 2, 5, 100))
 
 
-def test_a_thousand_small_jobs(threads: int) -> None:
+def test_many_small_jobs_of_one_python_thread_and_of_three_at_once(threads: int) -> None:
     assert runs(5, times=1000)
-
-
-def test_two_python_threads_at_once(threads: int) -> None:
     assert together([lambda: runs(50, times=300)] * 3) == [True] * 3
 
 
