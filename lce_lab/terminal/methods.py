@@ -30,7 +30,7 @@ def methods_of(
     from lce_lab.analysis.oracle import selects
 
     asked, known = [name for name in names if name != ALL], lce.methods.available()
-    analysis = {name for name, cls in _classes(known).items() if "analysis" in lce.methods.promises_of(cls)}
+    analysis = {name for name, cls in _classes(known).items() if "analysis" in lce.methods.promises_of(cls)}  # type: ignore[arg-type]
     others = [name for name in known if name not in analysis]
     listed = list(dict.fromkeys([*(name for name in ["full", *others] if name not in asked), *asked]))
     check_owned(knobs, listed)
