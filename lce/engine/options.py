@@ -59,7 +59,7 @@ class Record:
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
             value, parse = getattr(self, name), each.metadata.get("parse")
-            if parse is not None and not (value is None and each.default is None):
+            if parse is not None and value is not each.default:
                 object.__setattr__(self, name, parse(value, name))
 
 

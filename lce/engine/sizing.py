@@ -207,14 +207,17 @@ def devices_of(name: object) -> tuple[torch.device, ...]:
 
     Raises `UsageError` for devices that this machine lacks, or that cannot share one model.
     """
-    names: Sequence[object] = name if isinstance(name, list | tuple) else [name]
-    if isinstance(name, str):
-        names = [part.strip() for part in name.split(",")]
-        if name == "cuda:all":
-            names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
+    if not isinstance(name, list | tuple) and "," not in str(name) and name != "cuda:all":
+        return (device_of(name.strip() if isinstance(name, str) else name),)
+    return _several(name, name.split(",") if isinstance(name, str) else name)
+
+
+def _several(name: object, names: Sequence[object]) -> tuple[torch.device, ...]:
+    if name == "cuda:all":
+        names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
     if not names:
         raise UsageError(f"device is {shown(name)}; {EXPECTED_DEVICES}")
-    devices = [device_of(each) for each in names]
+    devices = [device_of(each.strip() if isinstance(each, str) else each) for each in names]
     if len(devices) == 1:
         return tuple(devices)
     if any(each in (None, "auto") for each in names) or any(device.type != "cuda" for device in devices):

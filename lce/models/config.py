@@ -412,10 +412,12 @@ def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, thet
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
             raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")
     theta = scaling.number("rope_theta", default=theta or fields.number("rope_theta", default=10000.0))
-    if kind == "none":
-        return RopeConfig(theta=theta)
     if kind in ("ntk", "dynamic") and head_dim < 4:
         raise fields.refusal("head_dim", f"4 or more for rope scaling {kind!r} (it would be {head_dim})")
+    return RopeConfig(theta=theta) if kind == "none" else _scaled(fields, scaling, kind, theta, window)
+
+
+def _scaled(fields: Fields, scaling: Fields, kind: str, theta: float, window: int) -> RopeConfig:
     original = fields.optional_integer("original_max_position_embeddings")
     original = original or scaling.optional_integer("original_max_position_embeddings")
     implied = max(1.0, window / original) if kind == "yarn" and original else None

@@ -64,6 +64,10 @@ def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -
         return torch.cat((config.theta**exponents / divisors, divisors.new_zeros((head_dim - config.rotary_dim) // 2)))
     exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     base: Tensor = config.theta**exponents
+    return base if config.kind == "none" else _scaled(base, exponents, config, head_dim, trained, length)
+
+
+def _scaled(base: Tensor, exponents: Tensor, config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:
     match config.kind:
         case "linear":  # position interpolation (Chen et al., 2023): positions divided by the factor
             return base / config.factor
@@ -74,13 +78,11 @@ def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -
             return _ntk_theta(config.theta, stretch, head_dim) ** exponents
         case "yarn":
             kept = 1 - _yarn_ramp(config, head_dim, trained)
-        case "llama3":  # long wavelengths are interpolated, short ones kept, others a weighted mean of both
+        case other:  # long wavelengths are interpolated, short ones kept, others a weighted mean of both
+            assert other == "llama3", other
             turns = trained * base / (2 * math.pi)
             smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
             kept = smooth.clamp(0, 1)
-        case other:
-            assert other == "none", other
-            return base
     return base / config.factor * (1 - kept) + base * kept
 
 
